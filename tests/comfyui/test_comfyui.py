@@ -18,41 +18,33 @@ TOLERANCE = 1e-5
 
 @pytest.fixture
 def messages():
-    """What the override logs."""
+    """The messages that the override logs."""
     logger = logging.getLogger("torch_metal_attn.integrations.comfyui")
-    found, handler, level = [], logging.Handler(), logger.level
-    handler.emit = lambda record: found.append(record.getMessage())
+    texts, handler, level = [], logging.Handler(), logger.level
+    handler.emit = lambda record: texts.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield found
+    yield texts
     logger.setLevel(level)
     logger.removeHandler(handler)
 
 
-def of_comfyui(
-    q,
-    k,
-    v,
-    heads,
-    mask=None,
-    attn_precision=None,
-    skip_reshape=False,
-    skip_output_reshape=False,
-    **options,
-):
-    """What ComfyUI's attention functions compute, as its sources describe it."""
+def of_comfyui(q, k, v, heads, mask=None, **options):
+    """ComfyUI's attention functions, as its sources describe them."""
     batch = q.shape[0]
-    if not skip_reshape:
+    if not options.get("skip_reshape"):
         width = q.shape[-1] // heads
-        of_keys = -1 if options.get("enable_gqa") else heads
+        kv_heads = -1 if options.get("enable_gqa") else heads
         q = q.reshape(batch, -1, heads, width).transpose(1, 2)
-        k, v = (x.reshape(batch, x.shape[1], of_keys, width).transpose(1, 2) for x in (k, v))
+        k, v = (x.reshape(batch, x.shape[1], kv_heads, width).transpose(1, 2) for x in (k, v))
     if mask is not None:
         mask = mask.reshape(*(1,) * (3 - mask.dim()), *mask.shape)
         mask = mask[:, None] if mask.dim() == 3 else mask
     passed_on = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **passed_on)
-    return out if skip_output_reshape else out.transpose(1, 2).reshape(batch, q.shape[2], -1)
+    if options.get("skip_output_reshape"):
+        return out
+    return out.transpose(1, 2).reshape(batch, q.shape[2], -1)
 
 
 def call(function, *args, **options):
@@ -63,7 +55,7 @@ def call(function, *args, **options):
 
 
 class Model:
-    """What a patch needs of ComfyUI's ModelPatcher."""
+    """The part of ComfyUI's ModelPatcher that a patch needs."""
 
     def __init__(self):
         self.model_options = {"transformer_options": {}}
@@ -127,19 +119,16 @@ def test_calls(name, device):
 
 
 @pytest.mark.parametrize(
-    "change, reason",
+    "dtype, options, reason",
     [
-        ({"dtype": torch.float64}, "query has dtype torch.float64"),
-        ({"new_option": 1}, "attention has no option new_option"),
+        (torch.float64, {}, "query has dtype torch.float64"),
+        (torch.float32, {"new_option": 1}, "attention has no option new_option"),
     ],
 )
-def test_what_is_left_to_comfyui(change, reason, device, messages):
-    change = dict(change)
-    dtype = change.pop("dtype", torch.float32)
-    tensors = [x.to(dtype) for x in flat()]
-    override = Attention()
+def test_unsupported_calls_are_left_to_comfyui(dtype, options, reason, device, messages):
+    tensors, override = [x.to(dtype) for x in flat()], Attention()
     for _ in range(2):
-        out = call(of_comfyui, *tensors, 2, **change, transformer_options={OVERRIDE: override})
+        out = call(of_comfyui, *tensors, 2, **options, transformer_options={OVERRIDE: override})
     assert torch.equal(out, of_comfyui(*tensors, 2))
     assert override.replaced == 0
     assert [(reason in key, count) for key, count in override.left_alone.items()] == [(True, 2)]
@@ -148,29 +137,22 @@ def test_what_is_left_to_comfyui(change, reason, device, messages):
 
 def test_tensors_of_other_shapes_are_left_alone(device):
     q, k, v = flat()
-    by_head = by_heads()
-    reasons = {
-        "q has shape (2, 9, 32); it must be (B, heads, L, D)": ((q, k, v), {"skip_reshape": True}),
-        "q has shape (2, 2, 9, 16); it must be (B, L, heads * D)": (by_head, {}),
-        "k is None; it must be a tensor": ((q, None, v), {}),
-        "mask is a list; it must be a tensor: pass torch.as_tensor(mask)": (
-            (q, k, v),
-            {"mask": [1]},
+    for reason, tensors, options in (
+        ("q has shape (2, 9, 32); it must be (B, heads, L, D)", (q, k, v), {"skip_reshape": True}),
+        ("q has shape (2, 2, 9, 16); it must be (B, L, heads * D)", by_heads(), {}),
+        ("k is None; it must be a tensor", (q, None, v), {}),
+        ("mask is a list; it must be a tensor: pass torch.", (q, k, v), {"mask": [1]}),
+        ("skip_output_reshape is 2; it must be a bool", (q, k, v), {"skip_output_reshape": 2}),
+        ("k has 16 columns; with 2 heads of 16 it must have 32", (q, k[..., :16], v), {}),
+        (
+            "k has 17 columns; with 2 heads of 16 it must have a multiple of 16",
+            *((q, k[..., :17], v), {"enable_gqa": True}),
         ),
-        "skip_output_reshape is 2; it must be a bool": ((q, k, v), {"skip_output_reshape": 2}),
-        "k has 16 columns; with 2 heads of 16 it must have 32": ((q, k[..., :16], v), {}),
-        "k has 17 columns; with 2 heads of 16 it must have a multiple of 16": (
-            (q, k[..., :17], v),
-            {"enable_gqa": True},
-        ),
-    }
-    for reason, (tensors, options) in reasons.items():
+        ("heads is 0; it must be at least 1", (q, k, v), {"heads": 0}),
+    ):
         override = Attention()
-        override(lambda *args, **kwargs: None, *tensors, 2, **options)
-        assert list(override.left_alone) == [reason]
-    override = Attention()
-    override(lambda *args, **kwargs: None, q, k, v, 0)
-    assert list(override.left_alone) == ["heads is 0; it must be at least 1"]
+        override(lambda *args, **kwargs: None, *tensors, **{"heads": 2} | options)
+        assert [key.startswith(reason) for key in override.left_alone] == [True]
 
 
 def test_the_reference_is_no_kernel():

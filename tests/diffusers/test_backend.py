@@ -96,15 +96,10 @@ def test_refusals(device, metal_attn):
     nested = torch.nested.nested_tensor([torch.ones(7)] * 2)
     wide = dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 1, 577))
     double = {"query": query.double(), "key": key.double(), "value": value.double()}
-    lse = {"attention_kwargs": {"return_lse": True}}
-    for function, given, error, message in (
+    lse, parallel = {"attention_kwargs": {"return_lse": True}}, {"parallel_config": object()}
+    for function, changes, error, message in (
         (dispatch_attention_fn, lse, ValueError, "return_lse is True; the metal_attn backend does"),
-        (
-            dispatch_attention_fn,
-            {"parallel_config": object()},
-            ValueError,
-            "metal_attn backend does not support context parallelism",
-        ),
+        (dispatch_attention_fn, parallel, ValueError, "backend does not support context parallel"),
         (dispatch_attention_fn, double, ValueError, r"query has dtype torch\.float64; it must be"),
         (dispatch_attention_fn, wide, ValueError, "query has a head dim of 577"),
         (metal_attention, {"key": None}, TypeError, "key is None; it must be a tensor"),
@@ -113,7 +108,7 @@ def test_refusals(device, metal_attn):
         (metal_attention, {"attn_mask": True}, TypeError, "attn_mask is a bool; it must be a ten"),
     ):
         with pytest.raises(error, match=message):
-            function(**{"query": query, "key": key, "value": value} | given)
+            function(**{"query": query, "key": key, "value": value} | changes)
 
 
 def test_names(metal_attn):
@@ -145,11 +140,13 @@ def test_set_attention_backend(device):
 
 def test_models_without_attention_say_so(recwarn):
     """Attention that a processor writes out by hand is out of reach."""
-    unet = FAMILIES["UNet XL"].build()
-    flux = FAMILIES["Flux"].build()
-    shape = {"encoder_block_out_channels": (8,), "decoder_block_out_channels": (8,)}
-    counts = {"num_encoder_blocks": (1,), "num_decoder_blocks": (1,)}
-    tiny = diffusers.AutoencoderTiny(**shape, **counts)
+    unet, flux = FAMILIES["UNet XL"].build(), FAMILIES["Flux"].build()
+    tiny = diffusers.AutoencoderTiny(
+        encoder_block_out_channels=(8,),
+        decoder_block_out_channels=(8,),
+        num_encoder_blocks=(1,),
+        num_decoder_blocks=(1,),
+    )
     with attention_backend("native"):
         for model in (unet, flux):
             model.set_attention_backend("metal_attn")
@@ -157,11 +154,9 @@ def test_models_without_attention_say_so(recwarn):
         assert not recwarn.list
         unet.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())
         for model, name in ((unet, "UNet2DConditionModel"), (tiny, "AutoencoderTiny")):
-            with pytest.warns(
-                UserWarning, match=f"{name} never calls .* runs nothing of it"
-            ) as told:
+            with pytest.warns(UserWarning, match=f"{name} never calls .* runs nothing") as warned:
                 model.set_attention_backend("METAL_ATTN")
-            assert told[0].filename == __file__
+            assert warned[0].filename == __file__
 
 
 def test_guidance_that_replaces_scores(device, metal_attn):
@@ -180,20 +175,17 @@ def test_guidance_that_replaces_scores(device, metal_attn):
 def test_compiled(device, metal_attn):
     tensors = problem()
     expected = dispatch_attention_fn(*tensors)
-    for call, arguments in (
-        (dispatch_attention_fn, tensors),
-        (
-            lambda *x: diffusers.models.attention_processor.F.scaled_dot_product_attention(*x),
-            [x.transpose(1, 2) for x in tensors],
-        ),
-    ):
+
+    def by_torchs_name(*tensors):
+        functional = diffusers.models.attention_processor.F
+        bhld = (x.transpose(1, 2) for x in tensors)
+        return functional.scaled_dot_product_attention(*bhld).transpose(1, 2)
+
+    for call in (dispatch_attention_fn, by_torchs_name):
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         before = launches()
-        actual = compiled(*arguments)
+        assert torch.equal(compiled(*tensors), expected)
         assert launches() > before
-        assert torch.equal(
-            actual if call is dispatch_attention_fn else actual.transpose(1, 2), expected
-        )
 
 
 def test_modules_keep_the_rest_of_functional():

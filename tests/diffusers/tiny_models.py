@@ -17,15 +17,17 @@ TEXT = 7  # tokens of a prompt, of which the last two are padding where a model 
 
 @dataclass(frozen=True)
 class Family:
-    """make: the model. inputs: its arguments. calls: attentions of one forward pass."""
+    """A class of diffusers and its options. inputs: makes its arguments. calls: attentions of one
+    forward pass."""
 
-    make: Callable[[], torch.nn.Module]
+    model: str
+    options: dict[str, Any]
     inputs: Callable[[], dict[str, Any]]
     calls: int
 
     def build(self) -> torch.nn.Module:
         torch.manual_seed(0)
-        return self.make().eval()
+        return getattr(diffusers, self.model)(**self.options).eval()
 
     def arguments(self) -> dict[str, Any]:
         torch.manual_seed(1)
@@ -37,12 +39,8 @@ def latents(*shape: int, **text: Any) -> dict[str, Any]:
 
 
 def prompt(channels: int, mask: str = "") -> dict[str, Tensor]:
-    given = {"encoder_hidden_states": torch.randn(1, TEXT, channels)}
-    return given | ({mask: padded(TEXT)} if mask else {})
-
-
-def padded(length: int) -> Tensor:
-    return torch.arange(length)[None] < length - 2
+    text = {"encoder_hidden_states": torch.randn(1, TEXT, channels)}
+    return text | ({mask: torch.arange(TEXT)[None] < TEXT - 2} if mask else {})
 
 
 def flux_inputs() -> dict[str, Any]:
@@ -50,67 +48,68 @@ def flux_inputs() -> dict[str, Any]:
     return image | {"img_ids": torch.randn(16, 3), "txt_ids": torch.randn(TEXT, 3)}
 
 
+_TWO_HEADS = {"num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
 FAMILIES = {
     "UNet XL": Family(
-        lambda: diffusers.UNet2DConditionModel(
-            sample_size=8,
-            layers_per_block=1,
-            cross_attention_dim=32,
-            norm_num_groups=8,
-            block_out_channels=(32, 64),
-            attention_head_dim=(2, 4),
-            transformer_layers_per_block=(1, 2),
-            use_linear_projection=True,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=80,
-        ),
+        "UNet2DConditionModel",
+        {
+            "sample_size": 8,
+            "layers_per_block": 1,
+            "cross_attention_dim": 32,
+            "norm_num_groups": 8,
+            "block_out_channels": (32, 64),
+            "attention_head_dim": (2, 4),
+            "transformer_layers_per_block": (1, 2),
+            "use_linear_projection": True,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 80,
+        },
         lambda: {
             "sample": torch.randn(1, 4, 8, 8),
             "timestep": 500,
             **prompt(32, "encoder_attention_mask"),
-            "added_cond_kwargs": {
-                "text_embeds": torch.randn(1, 32),
-                "time_ids": torch.randn(1, 6),
-            },
+            "added_cond_kwargs": {"text_embeds": torch.randn(1, 32), "time_ids": torch.randn(1, 6)},
         },
         calls=16,
     ),
     "VAE": Family(
-        lambda: diffusers.AutoencoderKL(
-            block_out_channels=(512,), norm_num_groups=8, latent_channels=4, sample_size=8
-        ),
+        "AutoencoderKL",
+        {
+            "block_out_channels": (512,),
+            "norm_num_groups": 8,
+            "latent_channels": 4,
+            "sample_size": 8,
+        },
         lambda: {"sample": torch.randn(1, 3, 8, 8)},
         calls=2,
     ),
     "Flux": Family(
-        lambda: diffusers.FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=4,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=32,
-            pooled_projection_dim=32,
-            axes_dims_rope=(4, 4, 8),
-        ),
+        "FluxTransformer2DModel",
+        {
+            **_TWO_HEADS,
+            "patch_size": 1,
+            "in_channels": 4,
+            "num_single_layers": 1,
+            "joint_attention_dim": 32,
+            "pooled_projection_dim": 32,
+            "axes_dims_rope": (4, 4, 8),
+        },
         flux_inputs,
         calls=2,
     ),
     "QwenImage": Family(
-        lambda: diffusers.QwenImageTransformer2DModel(
-            patch_size=2,
-            in_channels=16,
-            out_channels=4,
-            num_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            axes_dims_rope=(8, 4, 4),
-        ),
+        "QwenImageTransformer2DModel",
+        {
+            **_TWO_HEADS,
+            "patch_size": 2,
+            "in_channels": 16,
+            "out_channels": 4,
+            "joint_attention_dim": 16,
+            "axes_dims_rope": (8, 4, 4),
+        },
         lambda: latents(
             1, 16, 16, **prompt(16, "encoder_hidden_states_mask"), img_shapes=[(1, 4, 4)]
         ),
@@ -118,19 +117,20 @@ FAMILIES = {
     ),
     # Its head dim is split among queries' heads three times as many as keys' heads.
     "Lumina 2": Family(
-        lambda: diffusers.Lumina2Transformer2DModel(
-            sample_size=8,
-            in_channels=4,
-            hidden_size=48,
-            num_layers=1,
-            num_refiner_layers=1,
-            num_attention_heads=3,
-            num_kv_heads=1,
-            multiple_of=2,
-            axes_dim_rope=(8, 4, 4),
-            axes_lens=(64, 64, 64),
-            cap_feat_dim=32,
-        ),
+        "Lumina2Transformer2DModel",
+        {
+            "sample_size": 8,
+            "in_channels": 4,
+            "hidden_size": 48,
+            "num_layers": 1,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 3,
+            "num_kv_heads": 1,
+            "multiple_of": 2,
+            "axes_dim_rope": (8, 4, 4),
+            "axes_lens": (64, 64, 64),
+            "cap_feat_dim": 32,
+        },
         lambda: latents(1, 4, 8, 8, **prompt(32, "encoder_attention_mask")),
         calls=3,
     ),

@@ -1,4 +1,4 @@
-"""Four processes, started once: what each of them found in every case."""
+"""Four processes, started once: the results of each of them in every case."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def every_case(rank):
             for name, case in ring_cases.CASES.items()
             if rank < case.processes
         },
-        "refused": refusals.told(rank),
-        "groups": refusals.of_groups(groups[2]),
+        "refused": refusals.errors(rank),
+        "groups": refusals.of_groups(rank, groups[2]),
         "trained": training.every_way(),
     }
 

@@ -9,35 +9,38 @@ from torch_metal_attn.distributed import ring_attention, shard_sequence, unshard
 
 def qkv(dtype=torch.float32, q_heads=2, heads=2, length=2, kv_length=None, grad=False):
     sizes = ((length, q_heads), (kv_length or length, heads), (kv_length or length, heads))
-    made = [torch.ones(1, *size, 16, dtype=dtype) for size in sizes]
-    return [x.requires_grad_() if grad else x for x in made]
+    return [torch.ones(1, *size, 16, dtype=dtype, requires_grad=grad) for size in sizes]
 
 
-def ring(others=None, **given):
-    """ring_attention with `given` on rank 1, and on the others with `others`, or `given` too."""
+def ring(elsewhere=None, packed=False, **arguments):
+    """ring_attention with `arguments` on rank 1; elsewhere: those of other ranks if they differ."""
 
     def call(rank):
-        options = dict(given if others is None or rank == 1 else others)
+        options = dict(arguments if elsewhere is None or rank == 1 else elsewhere)
         of_qkv = {n: options.pop(n) for n in inspect.signature(qkv).parameters if n in options}
-        return ring_attention(*qkv(**of_qkv), **options)
+        tensors = qkv(**of_qkv)
+        return ring_attention(*(x[0] for x in tensors) if packed else tensors, **options)
 
     return call
 
 
 def unshard(grad=False, dtype=torch.float32, length=2, **options):
-    """unshard_sequence, of what is given to rank 1 and of plain arguments on the others."""
+    """unshard_sequence of such a tensor on rank 1, and of a plain one on the other ranks."""
 
     def call(rank):
-        mine = rank == 1
-        x = torch.ones(1, length if mine else 2, dtype=dtype if mine else torch.float32)
-        return unshard_sequence(x.requires_grad_() if grad and mine else x, **options)
+        x = torch.ones(1, 2)
+        if rank == 1:
+            x = torch.ones(1, length, dtype=dtype, requires_grad=grad)
+        return unshard_sequence(x, **options)
 
     return call
 
 
 def shard(cu_seqlens):
-    return lambda rank: shard_sequence(torch.ones(7), cu_seqlens=cu_seqlens)
+    return lambda rank: shard_sequence(torch.ones(7), cu_seqlens=torch.tensor(cu_seqlens))
 
+
+WHOLE, SPLIT = ({"cu_seqlens": torch.tensor(bounds)} for bounds in ([0, 8], [0, 5, 8]))
 
 # By the error on rank 1: the call.
 REFUSED = {
@@ -49,12 +52,8 @@ REFUSED = {
     "softcap is 3.0 on rank 1 and 0.0 on rank 0": ring({}, softcap=3.0),
     "softmax_scale is 0.5 on rank 1 and None": ring({}, softmax_scale=0.5),
     "layout is zigzag on rank 1": ring({}, layout="zigzag"),
-    r"q has shape \(1, 2, 2, 16\); it must be \(T, H, D\)": ring(
-        {}, cu_seqlens=torch.tensor([0, 8])
-    ),
-    "cu_seqlens .* on rank 1 and .* on rank 0": lambda rank: ring_attention(
-        *(x[0] for x in qkv()), cu_seqlens=torch.tensor([0, 5, 8] if rank == 1 else [0, 8])
-    ),
+    r"q has shape \(1, 2, 2, 16\); it must be \(T, H, D\)": ring({}, **WHOLE),
+    "cu_seqlens .* on rank 1 and .* on rank 0": ring(WHOLE, packed=True, **SPLIT),
     "layout is 'stripes'; it must be": ring({}, layout="stripes"),
     "causal is 'yes'; it must be a bool": ring({}, causal="yes"),
     "the function called is unshard_sequence on rank 1 and ring_attention on rank 0": (
@@ -66,8 +65,8 @@ REFUSED = {
     ),
     "learnable_sink has shape": ring(learnable_sink=torch.ones(3)),
     "alibi_slopes has shape": ring(alibi_slopes=torch.ones(3)),
-    "alibi_slopes has 3 rows; cu_seqlens has 1 sequence": lambda rank: ring_attention(
-        *(x[0] for x in qkv()), alibi_slopes=torch.ones(3, 2), cu_seqlens=torch.tensor([0, 8])
+    "alibi_slopes has 3 rows; cu_seqlens has 1 sequence": ring(
+        packed=True, alibi_slopes=torch.ones(3, 2), **WHOLE
     ),
     "alibi_slopes requires grad; ring_attention has no gradient for it: detach": ring(
         alibi_slopes=torch.ones(2, requires_grad=True)
@@ -95,10 +94,10 @@ REFUSED = {
         unshard(length=3, dim=1, layout="zigzag")
     ),
     r"dim is 2; x has shape \(1, 2\)": unshard(dim=2),
-    "x has 7 rows in dim 0 and cu_seqlens ends at 8": shard(torch.tensor([0, 8])),
-    r"cu_seqlens starts with \[1\]": shard(torch.tensor([1, 7])),
-    "cu_seqlens decreases": shard(torch.tensor([0, 9, 7])),
-    "cu_seqlens has dtype torch.float32": shard(torch.tensor([0.0, 7.0])),
+    "x has 7 rows in dim 0 and cu_seqlens ends at 8": shard([0, 8]),
+    r"cu_seqlens starts with \[1\]": shard([1, 7]),
+    "cu_seqlens decreases": shard([0, 9, 7]),
+    "cu_seqlens has dtype torch.float32": shard([0.0, 7.0]),
 }
 # Those of which the other ranks say where they were refused, and for which function.
 ON_RANK_1 = {
@@ -109,25 +108,20 @@ ON_RANK_1 = {
 }
 
 
-def told(rank):
+def errors(rank, calls=REFUSED):
     """The error of each call on this process."""
-    found = {}
-    for name, call in REFUSED.items():
+    texts = {}
+    for name, call in calls.items():
         try:
             call(rank)
         except (NotImplementedError, TypeError, ValueError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            texts[name] = f"{type(error).__name__}: {error}"
+    return texts
 
 
-def of_groups(pair):
-    """Errors of groups: without this process, and of a mesh. pair: of ranks 0 and 1."""
-    found = {}
+def of_groups(rank, pair):
+    """Errors of groups: without this process, and of a mesh. pair: the group of ranks 0 and 1."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    for name, group in {"mesh": mesh, "pair": pair}.items():
-        try:
-            ring_attention(*qkv(), group)
-        except ValueError as error:
-            found[name] = str(error)
-    x = ring_attention(*qkv(), mesh["sequence"])
-    return found, x
+    groups = {"mesh": mesh, "pair": pair}
+    calls = {name: ring(group=group) for name, group in groups.items()}
+    return errors(rank, calls), ring_attention(*qkv(), mesh["sequence"])

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 
@@ -18,7 +17,7 @@ SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
 
 @dataclass(frozen=True)
 class Case:
-    """processes: the first ones of the four. lengths: own numbers of rows on each."""
+    """processes: the first ones of the four. lengths: the number of rows of each."""
 
     processes: int = 4
     layout: str = "contiguous"
@@ -55,7 +54,7 @@ CASES = {
     for name, case in _BOTH_LAYOUTS.items()
 } | {
     "whole": Case(),
-    "own lengths": Case(lengths=(7, 0, 12, 5), options=CAUSAL),
+    "other lengths": Case(lengths=(7, 0, 12, 5), options=CAUSAL),
     "short": Case(layout="zigzag", length=3, options=CAUSAL),
     "empty": Case(length=0, options=CAUSAL),
     "three": Case(3, "zigzag", options=CAUSAL),
@@ -74,7 +73,7 @@ def problem(case):
 
 
 def run(case, group):
-    """The whole out, log-sum-exp and gradients, the sink's last; the launches; own shares twice."""
+    """The whole out, log-sum-exp and gradients, the sink's last; the launches; both runs here."""
     sharing = {"layout": case.layout, "cu_seqlens": case.cu_seqlens}
     rank = torch.distributed.get_rank(group)
 
@@ -89,7 +88,7 @@ def run(case, group):
     if case.packed:
         q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
         along, along_lse = 0, 1
-    found = []
+    results = []
     # Backward gets equal values, so the second run must give the same bits.
     other_strides = torch.autograd.graph.saved_tensors_hooks(
         lambda x: x, lambda x: x.mT.contiguous().mT
@@ -105,17 +104,17 @@ def run(case, group):
                 out, lse = ring_attention(*leaves[:3], group, return_lse=True, **sharing, **options)
             loss = (out * share(dout, along)).sum() + (lse * share(dlse, along_lse)).sum()
             gradients = torch.autograd.grad(loss, leaves)
-            found.append([out.detach(), lse.detach(), *gradients])
+            results.append([out.detach(), lse.detach(), *gradients])
     launched = [launch.kernel for launch in simulation.launches] if case.simulated else []
     dims = [along, along_lse, *[along] * 3]
     whole = [
         unshard_sequence(x, group, dim=dim, **sharing)
-        for x, dim in zip(found[0], dims, strict=False)
+        for x, dim in zip(results[0], dims, strict=False)
     ]
-    for of_sink in found[0][len(dims) :]:
+    for of_sink in results[0][len(dims) :]:
         whole.append(of_sink.clone())
         torch.distributed.all_reduce(whole[-1], group=group)
-    return whole, launched, found[0], found[-1]
+    return whole, launched, results[0], results[-1]
 
 
 def visible(case):
@@ -123,16 +122,16 @@ def visible(case):
     bounds = BOUNDS if case.packed else [0, case.length]
     left, right = case.options.get("window_size", (-1, -1))
     right = 0 if case.options.get("causal") else right
-    seen = torch.zeros(bounds[-1], bounds[-1], dtype=torch.bool)
-    for start, end in pairwise(bounds):
-        apart = torch.arange(end - start) - torch.arange(end - start)[:, None]  # key - query
-        within = (apart >= -left) | torch.tensor(left < 0)
-        seen[start:end, start:end] = within & ((apart <= right) | torch.tensor(right < 0))
-    return seen
+    place = torch.arange(bounds[-1])
+    sequence = torch.bucketize(place, torch.tensor(bounds[1:]), right=True)
+    apart = place - place[:, None]  # key - query
+    within = (apart >= -left) | torch.tensor(left < 0)
+    within &= (apart <= right) | torch.tensor(right < 0)
+    return within & (sequence == sequence[:, None])
 
 
 def alibi(case):
-    """What ALiBi adds to the scores of whole sequences, (B, H, L, L) or (1, H, T, T)."""
+    """The bias that ALiBi adds to the scores of whole sequences, (B, H, L, L) or (1, H, T, T)."""
     slopes = case.options["alibi_slopes"]
     place = torch.arange(BOUNDS[-1] if case.packed else case.length)
     apart = (place[:, None] - place).abs()
@@ -161,7 +160,7 @@ def check(case, whole):
     flash_bwd_check.hold_gradients(q, k, v, dout, dlse, (out, lse, *gradients), options)
 
 
-def check_sink(found, q, k, v, dout, dlse, options):
+def check_sink(actual, q, k, v, dout, dlse, options):
     """The gradient of learnable_sink, added up over all processes."""
 
     def gradient(dtype):
@@ -172,4 +171,4 @@ def check_sink(found, q, k, v, dout, dlse, options):
 
     exact = gradient(torch.float64)
     error = (gradient(torch.float32) - exact).abs().max()
-    assert (found.double() - exact).abs().max() <= 2 * error + 2**-21 * exact.abs().max()
+    assert (actual.double() - exact).abs().max() <= 2 * error + 2**-21 * exact.abs().max()

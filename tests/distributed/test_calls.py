@@ -63,15 +63,15 @@ def planned(bounds, processes, layout, visible, packed):
     held = [[row for span in in_packed(s, bounds) for row in span] for s in spans]
     assert sorted(row for each in held for row in each) == list(range(bounds[-1]))
     for rank in range(processes):
-        found, number = [], []
+        pairs, number = [], []
         for owner in range(processes):
             made = calls(
                 spans[rank], spans[owner], visible, owner == rank, owner < rank, packed, CPU
             )
             number.append(len(made))
             for call in made:
-                found += pairs_of(call, held[rank], held[owner])
-        yield number, found
+                pairs += pairs_of(call, held[rank], held[owner])
+        yield number, pairs
 
 
 @pytest.mark.parametrize("visible", VISIBLE.values(), ids=VISIBLE)
@@ -82,13 +82,12 @@ def test_each_visible_pair_is_in_one_call(lengths, layout, visible):
     for processes, packed in product((1, 2, 3, 4), (False, True)):
         if len(lengths) != 1 and not packed:
             continue
-        found = []
+        every = []
         for number, pairs in planned(bounds, processes, layout, visible, packed):
-            found += pairs
+            every += pairs
             if not visible.by_distance:
                 assert max(number) <= 1
-        assert len(found) == len(set(found))
-        assert set(found) == visible_pairs(bounds, visible)
+        assert sorted(every) == sorted(visible_pairs(bounds, visible))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -102,13 +101,10 @@ def test_zigzag_balances_a_causal_mask(packed):
     assert work["zigzag"] == [520, 520, 520, 520]
 
 
-def test_own_lengths_of_contiguous_shares():
+def test_contiguous_shares_have_any_lengths():
     spans = shares_of_all("q", [3, 0, 7], "contiguous", None)
-    assert [in_packed(each, [0, 10]) for each in spans] == [
-        [range(3)],
-        [range(3, 3)],
-        [range(3, 10)],
-    ]
+    places = [in_packed(each, [0, 10]) for each in spans]
+    assert places == [[range(3)], [range(3, 3)], [range(3, 10)]]
     assert [rows(each) for each in spans] == [3, 0, 7]
 
 
@@ -119,7 +115,7 @@ def test_own_lengths_of_contiguous_shares():
         (
             [4, 4],
             [0, 2, 7],
-            "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens has 3",
+            "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens",
         ),
     ],
 )

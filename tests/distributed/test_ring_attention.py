@@ -35,17 +35,17 @@ def test_ring_is_attention(name, processes):
     case = ring_cases.CASES[name]
     whole = processes[0]["ring"][name][0]
     ring_cases.check(case, whole)
-    for found in processes[1 : case.processes]:
-        assert all(map(torch.equal, found["ring"][name][0], whole))
+    for results in processes[1 : case.processes]:
+        assert all(map(torch.equal, results["ring"][name][0], whole))
 
 
 @pytest.mark.parametrize("name", [n for n, case in ring_cases.CASES.items() if case.simulated])
 def test_kernels(name, processes):
     """One call of each for the keys of a process, none for hidden ones; the same bits again."""
     case = ring_cases.CASES[name]
-    for rank, found in enumerate(processes[: case.processes]):
+    for rank, results in enumerate(processes[: case.processes]):
         visits = rank + 1 if case.layout == "contiguous" else case.processes
-        _, launched, first, second = found["ring"][name]
+        _, launched, first, second = results["ring"][name]
         assert launched == 2 * (FORWARD + (visits - 1) * MERGED + visits * BACKWARD)
         assert all(map(torch.equal, first, second))
 
@@ -94,9 +94,9 @@ def test_functions_refuse_sharded_tensors(function, names, mode, alone):
     with mode():
         sharded = distribute_tensor(q, init_device_mesh("cpu", (1,)), [Shard(1)])
         cases = {name: [q] * i + [sharded] + [q] * (2 - i) for i, name in enumerate(names)}
-        for name, given in [(names[0], [sharded] * 3), *cases.items()]:
+        for name, tensors in [(names[0], [sharded] * 3), *cases.items()]:
             with pytest.raises(NotImplementedError, match=SHARDED.format(name)):
-                function(*given)
+                function(*tensors)
 
 
 def test_what_else_refuses_sharded_tensors(alone):
@@ -105,9 +105,9 @@ def test_what_else_refuses_sharded_tensors(alone):
     for example in EXAMPLES.values():
         arguments = example.make()
         for name in [n for n, x in arguments.items() if torch.is_tensor(x)]:
-            given = arguments | {name: distribute_tensor(arguments[name], mesh, [Replicate()])}
+            sharded = {name: distribute_tensor(arguments[name], mesh, [Replicate()])}
             with pytest.raises(NotImplementedError, match=SHARDED.format(name)):
-                getattr(torch.ops.metal_attn, example.op)(**given)
+                getattr(torch.ops.metal_attn, example.op)(**arguments | sharded)
     q, bias = torch.zeros(1, 4, 8, 16), distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])
     with pytest.raises(NotImplementedError, match=SHARDED.format("attn_mask")):
         scaled_dot_product_attention(q, q, q, bias)
@@ -161,22 +161,22 @@ def expected():
 
 @pytest.mark.parametrize("way", training.WAYS)
 def test_training_is_that_of_one_process(way, processes, expected):
-    for found in processes:
-        torch.testing.assert_close(found["trained"][way], expected, rtol=1e-5, atol=1e-6)
+    for results in processes:
+        torch.testing.assert_close(results["trained"][way], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("message", refusals.REFUSED)
 def test_every_process_raises(message, processes):
-    for rank, found in enumerate(processes):
-        told = found["refused"][message]
-        assert re.search(message, told)
+    for rank, results in enumerate(processes):
+        text = results["refused"][message]
+        assert re.search(message, text)
         if rank != 1 and message in refusals.ON_RANK_1:
-            assert f"{refusals.ON_RANK_1[message]} was refused on rank 1: " in told
+            assert f"{refusals.ON_RANK_1[message]} was refused on rank 1: " in text
 
 
 def test_groups(processes):
-    for rank, found in enumerate(processes):
-        errors, out = found["groups"]
+    for rank, results in enumerate(processes):
+        errors, out = results["groups"]
         assert "mesh with 2 dimensions" in errors["mesh"]
         assert ("pair" in errors) == (rank > 1)
         assert torch.equal(out, torch.ones(1, 2, 2, 16))  # of a mesh with one dimension

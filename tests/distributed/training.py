@@ -7,66 +7,51 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_metal_attn
+from tests.libraries.modules import HEADS, WIDTH, WORDS, Language
 from torch_metal_attn.distributed import ring_attention, shard_sequence
 
-BATCH, LENGTH, WORDS, WIDTH = 4, 16, 11, 16
-WAYS = [
-    f"{wrapper} {name}"
-    for wrapper in ("DDP", "FSDP2")
-    for name in ("of four", "of two with rings of two")
-]
+BATCH, LENGTH = 4, 16
+WAYS = ["DDP of four", "DDP of two with rings", "FSDP2 of four", "FSDP2 of two with rings"]
 
 
-class Layer(nn.Module):
-    """Pre-norm causal attention and an MLP. sequence: the group that shares each sequence."""
+class Attention(nn.Module):
+    """Causal attention. sequence: the group that shares each sequence."""
 
     def __init__(self, sequence):
         super().__init__()
         self.sequence = sequence
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
-        )
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, 8)).unbind(2)
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
         if self.sequence is None:
             out = torch_metal_attn.flash_attn_func(q, k, v, causal=True)
         else:
             out = ring_attention(q, k, v, self.sequence, causal=True, layout="zigzag")
-        x = x + out.flatten(-2)
-        return x + self.mlp(self.norms[1](x))
+        return out.flatten(-2).clone()  # FSDP2 warns of views
 
 
-class Model(nn.Module):
+class Model(Language):
     def __init__(self, sequence=None):
-        super().__init__()
         torch.manual_seed(5)
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.places = nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList([Layer(sequence) for _ in range(2)])
-        self.head = nn.Linear(WIDTH, WORDS)
+        super().__init__(Attention(sequence), Attention(sequence))
 
-    def forward(self, tokens, places):
-        x = self.words(tokens) + self.places(places)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).clone()  # FSDP2 warns of views
+    def forward(self, tokens):
+        return super().forward(tokens).clone()
 
 
 def batch():
-    """Tokens, positions and labels: (B, L) each."""
+    """Tokens and labels: (B, L) each."""
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(6))
-    return tokens[:, :-1], torch.arange(LENGTH).expand(BATCH, LENGTH), tokens[:, 1:]
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def train(model, data, parameters):
     """The parameters after 2 steps; `parameters` gives them whole."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    tokens, places, labels = data
+    tokens, labels = data
     for _ in range(2):
-        logits = model(tokens, places)
+        logits = model(tokens)
         nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimiser.step()
         optimiser.zero_grad()
@@ -92,8 +77,8 @@ def in_parallel(wrapper, mesh, sequence=None):
     if wrapper == "DDP":
         model = DistributedDataParallel(model, process_group=mesh.get_group())
         return train(model, data, model.parameters)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
+    for attention in model.attentions:
+        fully_shard(attention, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return train(model, data, lambda: [x.full_tensor() for x in model.parameters()])
 
@@ -102,8 +87,5 @@ def every_way():
     """By name the parameters after each of the WAYS."""
     everyone = init_device_mesh("cpu", (4,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))["sequence"]
-    meshes = {
-        "of four": (everyone,),
-        "of two with rings of two": (everyone, pairs),
-    }
+    meshes = {"of four": (everyone,), "of two with rings": (everyone, pairs)}
     return {way: in_parallel(way.split()[0], *meshes[way.partition(" ")[2]]) for way in WAYS}

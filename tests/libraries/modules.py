@@ -1,4 +1,4 @@
-"""How libraries call attention, in our own words: what is not installed is tested on these.
+"""How libraries call attention, in our own words: these stand for libraries that are not installed.
 
 Each module has the calls of its library's source: the function, its layout, masks and switches.
 """

@@ -81,13 +81,13 @@ def test_accelerate():
         backward(modules.loss_of(model, modules.tokens()))
         return [x.grad for x in model.parameters()]
 
-    def error(found):
-        return sum((a - b).norm() ** 2 for a, b in zip(found, exact, strict=True)).sqrt()
+    def error(gradients):
+        return sum((a - b).norm() ** 2 for a, b in zip(gradients, exact, strict=True)).sqrt()
 
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     exact = gradients(model(), torch.Tensor.backward)
     stock = gradients(accelerator.prepare(model()), accelerator.backward)
     with kernels({"flash_fwd": 1} | backward_of(1)), sdpa_replaced():
-        found = gradients(accelerator.prepare(model()), accelerator.backward)
-    assert {x.dtype for x in found} == {torch.float32}
-    assert 0 < error(found) <= 2 * error(stock)
+        ours = gradients(accelerator.prepare(model()), accelerator.backward)
+    assert {x.dtype for x in ours} == {torch.float32}
+    assert 0 < error(ours) <= 2 * error(stock)

@@ -19,7 +19,7 @@ from torch_metal_attn import sdpa_replaced, simulate
 
 
 def qkv(q_shape, kv_shape=None, v_shape=None, dtype=torch.float32):
-    """Normal query, key and value; a shape that is not given is that of the one before."""
+    """Normal query, key and value; a missing shape is that of the one before."""
     kv_shape = kv_shape or q_shape
     shapes = [q_shape, kv_shape, v_shape or kv_shape]
     return [normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
@@ -108,8 +108,8 @@ class TestManyScores:
         launch, *others = run.recorded  # pieces of about a second each
         assert q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > 2**31
         # The inputs, the output and a log-sum-exp for each row are all that the kernel gets.
-        given = sum(buffer.storage.numel() for buffer in launch.buffers)
-        assert given == sum(t.nbytes for t in (q, k, v, out)) + out.numel() // out.shape[-1] * 4
+        nbytes = sum(buffer.storage.numel() for buffer in launch.buffers)
+        assert nbytes == sum(t.nbytes for t in (q, k, v, out)) + out.numel() // out.shape[-1] * 4
         # The grid has a threadgroup for all rows of every batch and head, and its loop all keys.
         params = shader_params.struct("FlashFwdParams").from_buffer_copy(launch.params)
         sizes = params.problem

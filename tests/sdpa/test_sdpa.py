@@ -1,6 +1,7 @@
 """scaled_dot_product_attention: every argument of torch's, against torch in float64."""
 
 import math
+import re
 from itertools import product
 
 import pytest
@@ -32,7 +33,7 @@ VALUES = [
         for dtype in ("bool", "float32", "float16")
     ),
 ]
-# By the CPU's own kernels.
+# These run on the CPU's kernels.
 OTHERS = [case(**CALL | {"dtype": dtype, "kv_heads": 4}, causal=True) for dtype in NAMES]
 OTHERS += [case(**CALL, q_length=9, kv_length=11, dropout_p=0.4)]
 
@@ -56,19 +57,15 @@ def random_mask(shape, kind, seed=7):
 # Shapes of query and of key and value.
 RANKS = [
     ((5, 8), (7, 8)),
-    ((4, 5, 8), (4, 7, 8)),
     ((5, 8), (4, 7, 8)),
     ((4, 5, 8), (7, 8)),
     ((2, 4, 5, 8), (4, 7, 8)),
-    ((1, 4, 5, 8), (3, 4, 7, 8)),
     ((3, 4, 5, 8), (1, 1, 7, 8)),
     ((3, 1, 5, 8), (3, 4, 7, 8)),
     ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8)),
-    ((6, 1, 4, 5, 8), (6, 1, 4, 7, 8)),
     ((1, 3, 4, 5, 8), (3, 4, 7, 8)),
     ((3, 2, 4, 5, 8), (4, 7, 8)),
     ((0, 4, 5, 8), (0, 4, 7, 8)),
-    ((2, 0, 4, 5, 8), (2, 0, 4, 7, 8)),
     ((2, 4, 0, 8), (2, 4, 7, 8)),
 ]
 
@@ -90,10 +87,8 @@ class TestOperands:
     def test_grouped_queries_that_broadcast(self):
         q, k, v = normal(2, 4, 9, 16), *normal(2, 2, 2, 11, 16, seed=1)
         close(sdpa(q[0], k[0], v[0], enable_gqa=True), torch_sdpa(q, k, v, enable_gqa=True)[0])
-        close(
-            sdpa(q[:1], k, v[:, :1], enable_gqa=True),
-            torch_sdpa(q[:1], k, v[:, :1], enable_gqa=True),
-        )
+        operands = q[:1], k, v[:, :1]
+        close(sdpa(*operands, enable_gqa=True), torch_sdpa(*operands, enable_gqa=True))
 
     def test_one_column_of_any_stride(self, device):
         """contiguous() would not change the stride of a single column."""
@@ -138,25 +133,18 @@ MASK_SHAPES = [
     ((5, 8), (5, 7)),
     ((5, 8), (7,)),
     ((5, 8), ()),
-    ((4, 5, 8), (4, 5, 7)),
     ((4, 5, 8), (4, 1, 1)),
     ((2, 4, 5, 8), (5, 7)),
-    ((2, 4, 5, 8), (5, 1)),
     ((2, 4, 5, 8), (7,)),
-    ((2, 4, 5, 8), (4, 5, 7)),
     ((2, 4, 5, 8), (2, 1, 1, 7)),
     ((2, 4, 5, 8), (1, 4, 1, 7)),
     ((2, 4, 5, 8), (2, 1, 5, 7)),
-    ((2, 4, 5, 8), (2, 4, 5, 7)),
-    ((2, 3, 4, 5, 8), (5, 7)),
     ((2, 3, 4, 5, 8), (4, 1, 7)),
-    ((2, 3, 4, 5, 8), (2, 3, 4, 5, 7)),
     ((2, 3, 4, 5, 8), (2, 3, 1, 1, 7)),
     ((2, 3, 4, 5, 8), (2, 1, 1, 1, 7)),  # the heads take the second dimension
     ((2, 3, 4, 5, 8), (1, 3, 4, 5, 7)),  # the heads take both
     ((2, 1, 4, 5, 8), (2, 1, 4, 5, 7)),
     ((2, 3, 2, 4, 5, 8), (2, 3, 1, 1, 5, 7)),
-    ((0, 4, 5, 8), (4, 5, 7)),
     ((0, 4, 5, 8), (0, 4, 5, 7)),
     ((2, 4, 0, 8), (0, 7)),
 ]
@@ -209,22 +197,18 @@ class TestViews:
             sdpa(q, q, q, swapped)
         close(sdpa(q, q, q, swapped.contiguous()), torch_sdpa(q, q, q, mask))
 
-    def test_mask_that_repeats_between_batch_and_heads(self):
-        """No stride of a merged dimension can skip the middle one of three."""
-        q, mask = normal(2, 3, 4, 5, 8), random_mask((2, 1, 4, 5, 5), torch.float32)
-        with pytest.raises(ValueError, match=r"attn_mask\.expand\(2, 3, 4, 5, 5\)\.contiguous"):
-            sdpa(q, q, q, mask)
-        check(q, q, q, mask.expand(2, 3, 4, 5, 5).contiguous())
-
-    def test_ways_that_exclude_each_other(self):
-        """query merges only its first two dimensions, the mask only with the heads."""
-        q = normal(2, 3, 5, 4, 8).transpose(2, 3)
-        mask = random_mask((2, 1, 1, 5, 5), torch.bool)
-        with pytest.raises(ValueError, match=r"attn_mask\.expand\(2, 3, 1, 5, 5\)\.contiguous\(\)"):
-            sdpa(q, q, q, mask)
-        advised = mask.expand(2, 3, 1, 5, 5).contiguous()
-        close(sdpa(q, q, q, advised), torch_sdpa(q, q, q, mask))
-        close(sdpa(*[q.contiguous()] * 3, mask), torch_sdpa(q, q, q, mask))
+    def test_masks_that_no_view_serves(self):
+        """No stride of a merged dimension can skip the middle one of three, and one query merges
+        only its first two dimensions, its mask only with the heads."""
+        whole, heads_later = normal(2, 3, 4, 5, 8), normal(2, 3, 5, 4, 8).transpose(2, 3)
+        for q, heads in ((whole, 4), (heads_later, 1)):
+            mask = random_mask((2, 1, heads, 5, 5), torch.bool)
+            shape = (2, 3, heads, 5, 5)
+            with pytest.raises(ValueError, match=rf"attn_mask\.expand{re.escape(str(shape))}"):
+                sdpa(q, q, q, mask)
+            expected = torch_sdpa(q, q, q, mask)
+            close(sdpa(q, q, q, mask.expand(shape).contiguous()), expected)
+        close(sdpa(*[heads_later.contiguous()] * 3, mask), expected)
 
     @pytest.mark.parametrize("mask_shape", [(5, 5), (2, 1, 1, 1, 5), (2, 3, 1, 5, 5)])
     def test_passes_views_of_the_inputs(self, mask_shape):
@@ -254,7 +238,7 @@ def refused():
     def keys(k, **options):
         return {"key": k, "value": k, "enable_gqa": True} | options
 
-    # What torch refuses, too.
+    # Torch refuses these too.
     yield {"attn_mask": mask, "is_causal": True}, RuntimeError, "attn_mask should not be set"
     yield {"query": q[0, 0, 0]}, RuntimeError, "at least 2 dimensional"
     yield {"key": q.half()}, RuntimeError, "same dtype"
@@ -274,7 +258,7 @@ def refused():
     yield {"is_causal": 1}, TypeError, "is_causal is 1"
     yield {"is_causal": mask}, TypeError, "is_causal is a bool tensor .*pass a mask as attn_mask"
     yield {"enable_gqa": None}, TypeError, "enable_gqa is None"
-    # What the kernels do not have, by the names of this function.
+    # The kernels do not have these.
     strided = q.mT.contiguous().mT
     yield {"key": strided}, ValueError, r"key of shape \(2, 4, 5, 8\) has strides .*key\."
     doubles = dict.fromkeys(("query", "key", "value"), q.double())
@@ -364,7 +348,6 @@ class TestCompile:
         [
             ((2, 4, 9, 16), (2, 2, 9, 16), None, False),
             ((2, 4, 9, 16), (2, 2, 0, 16), ((2, 1, 9, 0), torch.float32), False),
-            ((2, 3, 4, 5, 8), (2, 3, 4, 0, 8), ((2, 3, 1, 1, 0), torch.bool), False),
             ((2, 3, 4, 0, 8), (2, 3, 4, 0, 8), ((2, 1, 1, 1, 0), torch.bool), True),
             ((2, 3, 4, 5, 8), (2, 3, 4, 0, 8), ((0,), torch.bool), False),
         ],

@@ -17,6 +17,7 @@ from tests.sdpa.sdpa_check import (
     LEAVES,
     NO_CALL,
     OUTSIDE,
+    Graphs,
     close,
     normal,
     nothing_said,  # noqa: F401
@@ -82,20 +83,19 @@ def test_fused_layers(module, process_wide):
         assert elsewhere == [count if process_wide else 0]
 
 
-class TestOfOneThread:
-    def test_other_threads_keep_torchs(self):
-        q, k, v = qkv()
+def test_other_threads_keep_torchs():
+    q, k, v = qkv()
 
-        def elsewhere():
-            with simulate() as simulated:
-                F.scaled_dot_product_attention(q, k, v)
-                imported_before(q, k, v)
-            assert not simulated.launches
-
-        with simulate(), sdpa_replaced() as calls:
-            run(elsewhere)
+    def elsewhere():
+        with simulate() as simulated:
             F.scaled_dot_product_attention(q, k, v)
-        assert calls.replaced == 1
+            imported_before(q, k, v)
+        assert not simulated.launches
+
+    with simulate(), sdpa_replaced() as calls:
+        run(elsewhere)
+        F.scaled_dot_product_attention(q, k, v)
+    assert calls.replaced == 1
 
 
 class TestOfTheProcess:
@@ -103,23 +103,20 @@ class TestOfTheProcess:
     def test_any_thread(self, call):
         """One that runs already, one that starts inside, and the block's own."""
         q, k, v = qkv()
-        expected = BUILTIN[0](q, k, v)
-        layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
         x = normal(2, 5, 8)
-        if call == "layer":
-            expected = layer(x, x, x, need_weights=False)[0]
+        layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+        function = {
+            "attribute": lambda: F.scaled_dot_product_attention(q, k, v),
+            "imported before": lambda: imported_before(q, k, v),
+            "layer": lambda: layer(x, x, x, need_weights=False)[0],
+        }[call]
+        expected = function()
         entered, used, left = (threading.Event() for _ in range(3))
         kernels = []
 
         def attend():
             with simulate() as run:
-                if call == "attribute":
-                    out = F.scaled_dot_product_attention(q, k, v)
-                elif call == "layer":
-                    out = layer(x, x, x, need_weights=False)[0]
-                else:
-                    out = imported_before(q, k, v)
-            close(out, expected)
+                close(function(), expected)
             kernels.append(len(run.launches))
 
         def early():
@@ -173,14 +170,14 @@ class TestOfTheProcess:
     def test_every_open_block_counts(self):
         q, k, v = qkv()
         with simulate(), sdpa_replaced(process_wide=True) as outer:
-            with sdpa_replaced(process_wide=True) as inner, sdpa_replaced() as own, outer:
+            with sdpa_replaced(process_wide=True) as inner, sdpa_replaced() as of_thread, outer:
                 F.scaled_dot_product_attention(q, k, v)
                 run(lambda: F.scaled_dot_product_attention(q, k, v))
             run(lambda: F.scaled_dot_product_attention(q, k, v))
-        assert [c.replaced for c in (outer, inner, own)] == [1, 1, 1]
+        assert [c.replaced for c in (outer, inner, of_thread)] == [1, 1, 1]
         assert outer.left_alone == {OUTSIDE: 2}  # the simulator is this thread's
         assert inner.left_alone == {OUTSIDE: 1}
-        assert own.left_alone == {}
+        assert of_thread.left_alone == {}
 
     def test_ends_while_another_thread_is_in_a_call(self):
         """That call finishes as it began and is counted; the next one is torch's."""
@@ -234,10 +231,10 @@ class TestOfTheProcess:
         def worker():
             start.wait()
             for _ in range(10):
-                with sdpa_replaced(process_wide=True), sdpa_replaced() as own:
+                with sdpa_replaced(process_wide=True), sdpa_replaced() as calls_here:
                     for _ in range(3):
                         imported_before(q, k, v)
-                assert own.left_alone == {OUTSIDE: 3}
+                assert calls_here.left_alone == {OUTSIDE: 3}
 
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -246,10 +243,6 @@ class TestOfTheProcess:
         assert calls.left_alone == {OUTSIDE: 8 * 10 * 3}
         assert [LEAVES in str(warning.message) for warning in said].count(True) == 1
 
-    def test_errors_end_it(self):
-        with pytest.raises(KeyError), sdpa_replaced(process_wide=True):
-            raise KeyError
-
     def test_bad_argument(self):
         with pytest.raises(TypeError, match="process_wide is 2; it must be a bool"):
             sdpa_replaced(2)
@@ -257,16 +250,12 @@ class TestOfTheProcess:
     def test_compiled(self):
         """One graph for inside and one for outside, in every thread; blocks do not compile anew."""
         torch._dynamo.reset()
-        graphs = []
-
-        def backend(graph, inputs):
-            graphs.append([str(node.target) for node in graph.graph.nodes])
-            return graph.forward
+        graphs = Graphs()
 
         def call(q, k, v):
             return imported_before(q, k, v) + F.scaled_dot_product_attention(q, k, v)
 
-        compiled = torch.compile(call, fullgraph=True, backend=backend)
+        compiled = torch.compile(call, fullgraph=True, backend=graphs)
         q, k, v = qkv()
         expected = call(q, k, v)
 
@@ -281,7 +270,7 @@ class TestOfTheProcess:
                 check(2)
                 run(lambda: check(2))
             run(lambda: check(0))
-        assert [sum("flash_fwd" in node for node in graph) for graph in graphs] == [0, 2]
+        assert graphs.calls == [0, 2]
 
 
 class TestNoCall:
@@ -299,13 +288,6 @@ class TestNoCall:
         assert len(said) == 1
         assert said[0].filename == __file__
 
-    def test_calls_that_torch_ran(self):
-        """Their reason is the only warning."""
-        q, k, v = qkv()
-        with pytest.warns(UserWarning, match=LEAVES) as said, sdpa_replaced():
-            F.scaled_dot_product_attention(q, k, v)
-        assert len(said) == 1
-
     def test_silent(self):
         """After a call, after an error, and where a compiled function may have run."""
         q, k, v = qkv()
@@ -313,8 +295,9 @@ class TestNoCall:
             warnings.simplefilter("error")
             with simulate(), sdpa_replaced():
                 F.scaled_dot_product_attention(q, k, v)
-            with pytest.raises(KeyError), sdpa_replaced():
-                raise KeyError
+            for process_wide in (False, True):
+                with pytest.raises(KeyError), sdpa_replaced(process_wide):
+                    raise KeyError
             torch._dynamo.reset()
             compiled = torch.compile(
                 lambda q: F.scaled_dot_product_attention(q, q, q) + 0, backend="eager"

@@ -20,50 +20,49 @@ def difference(actual, expected, where=None):
     return (apart if where is None else apart[where]).max().item()
 
 
-def compare(name, side="none", device=None, model=None, fuse_rope=False, given=None, **changes):
+def compare(name, side="none", device=None, model=None, fuse_rope=False, inputs=None, **changes):
     """The largest difference from eager where there are tokens, and the routes taken."""
-    model, given = model or tiny.build(name, **changes), given or tiny.inputs(name, side)
-    expected = tiny.answer(model, **given)
+    model, inputs = model or tiny.build(name, **changes), inputs or tiny.inputs(name, side)
+    expected = tiny.answer(model, **inputs)
     enable(model, fuse_rope=fuse_rope)
     with record_routes() as routes:
-        actual = tiny.answer(model if device is None else model.to(device), **given)
-    return difference(actual, expected, tiny.present(given)), routes
+        actual = tiny.answer(model if device is None else model.to(device), **inputs)
+    return difference(actual, expected, tiny.present(inputs)), routes
 
 
 def compare_compiled(name, fuse_rope=False, **changes):
     """The same of a model in one graph."""
-    model, given = tiny.build(name, **changes), tiny.inputs(name, "left")
+    model, inputs = tiny.build(name, **changes), tiny.inputs(name, "left")
     if FAMILIES[name].generates:
-        given["use_cache"] = False
-    expected = tiny.answer(model, **given)
+        inputs["use_cache"] = False
+    expected = tiny.answer(model, **inputs)
     torch.compiler.reset()  # they share code, and are more than it may be compiled for
     enable(model, fuse_rope=fuse_rope).compile(fullgraph=True, backend="eager")
-    return difference(tiny.answer(model, **given), expected, tiny.present(given))
+    return difference(tiny.answer(model, **inputs), expected, tiny.present(inputs))
 
 
 def assert_as_near_as_eager(
     name, side, dtype=torch.float32, autocast=False, fuse_rope=False, **changes
 ):
     """To float32, with weights of the dtype, under autocast to bfloat16 or not."""
-    model, given = tiny.build(name, **changes), tiny.inputs(name, side)
+    model, inputs = tiny.build(name, **changes), tiny.inputs(name, side)
     if FAMILIES[name].generates:
-        given["use_cache"] = False  # without a cache, which promotes, keys and values differ
-    where = tiny.present(given)
-    exact = tiny.answer(model, **given)
+        inputs["use_cache"] = False  # without a cache, which promotes, keys and values differ
+    where = tiny.present(inputs)
+    exact = tiny.answer(model, **inputs)
     model.to(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        eager = difference(tiny.answer(model, **given).float(), exact, where)
+        eager = difference(tiny.answer(model, **inputs).float(), exact, where)
         enable(model, fuse_rope=fuse_rope)
-        ours = difference(tiny.answer(model, **given).float(), exact, where)
+        ours = difference(tiny.answer(model, **inputs).float(), exact, where)
     assert ours <= 2 * eager
 
 
 def bounds(*ends, dtype=torch.int32):
-    """Where packed sequences begin and end, as transformers passes it to attention."""
+    """The bounds of packed sequences, as transformers passes them to attention."""
     ends = torch.tensor(ends, dtype=dtype)
-    longest = int(ends.diff().max())
-    cu_seq_lens = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone()}
-    return cu_seq_lens | {"max_length_q": longest, "max_length_k": longest}
+    longest = dict.fromkeys(("max_length_q", "max_length_k"), int(ends.diff().max()))
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone(), **longest}
 
 
 def packed(model, *lengths):
@@ -77,23 +76,23 @@ def packed(model, *lengths):
 
 def compare_generated(name, side="left", fuse_rope=False, device="cpu", **options):
     """The largest difference of the scores behind tokens that are equal."""
-    model, given = tiny.build(name), tiny.inputs(name, side)
+    model, inputs = tiny.build(name), tiny.inputs(name, side)
     options = {"disable_compile": True, "max_new_tokens": 6} | options
-    expected, expected_scores = tiny.generate(model, given, **options)
+    expected, expected_scores = tiny.generate(model, inputs, **options)
     enable(model, fuse_rope=fuse_rope).to(device)
-    actual, scores = tiny.generate(model, given, **options)
+    actual, scores = tiny.generate(model, inputs, **options)
     assert actual.tolist() == expected.tolist()
     return difference(scores, expected_scores)
 
 
-def gradients(model, given):
+def gradients(model, inputs):
     """The gradient of every parameter, in training without dropout."""
     model.train()
     for module in model.modules():
         for name in ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-    answers, where = tiny.run(model, **given), tiny.present(given)
+    answers, where = tiny.run(model, **inputs), tiny.present(inputs)
     weights = normal(*answers.shape)
     (answers * weights)[slice(None) if where is None else where].sum().backward()
     return {

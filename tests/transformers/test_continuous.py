@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5.20")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 
 from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.tiny_families import BATCHED  # noqa: E402
@@ -29,8 +29,8 @@ def expected(name):
 
 def assert_same(actual, expected):
     assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
-    for (_, weights), (_, given) in zip(actual, expected, strict=True):
-        torch.testing.assert_close(weights, given, rtol=0, atol=TOLERANCE)
+    for (_, weights), (_, expected_weights) in zip(actual, expected, strict=True):
+        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=TOLERANCE)
 
 
 def in_batches(name, device="cpu", prompts=PROMPTS, **options):
@@ -98,17 +98,12 @@ class TestContext:
     def test_managers_stay_on_their_side(self):
         """A manager that is kept was made for one attention: with masks, or without."""
         model = tiny.build("Llama")
-        config = transformers.ContinuousBatchingConfig(
-            num_blocks=16, page_size=8, max_batch_tokens=16
-        )
+        sizes = {"num_blocks": 16, "page_size": 8, "max_batch_tokens": 16}
+        config = transformers.ContinuousBatchingConfig(**sizes)
+        options = {"continuous_batching_config": config, "persistent_manager": True}
 
         def generate():
-            results = model.generate_batch(
-                PROMPTS,
-                continuous_batching_config=config,
-                persistent_manager=True,
-                max_new_tokens=6,
-            )
+            results = model.generate_batch(PROMPTS, **options, max_new_tokens=6)
             return [result.generated_tokens for result in results.values()]
 
         tokens = [tokens for tokens, _ in expected("Llama")]
@@ -126,10 +121,10 @@ class TestContext:
     def test_refuses_models(self):
         with pytest.raises(TypeError, match="Linear"), continuous_batching(torch.nn.Linear(2, 2)):
             pass
-        reasons = {"Llama4": r"Llama4.* does not support flash attention"}
-        if hasattr(tiny.build("DeepSeek-V3").model.layers[0].self_attn, "expand_kv"):
-            reasons["DeepSeek-V3"] = "DeepseekV3ForCausalLM caches latent ro"  # transformers 5.24
-        for name, reason in reasons.items():
+        for name, reason in (
+            ("Llama4", r"Llama4.* does not support flash attention"),
+            ("DeepSeek-V3", "DeepseekV3ForCausalLM caches latent ro"),  # since transformers 5.24
+        ):
             model = tiny.build(name)
             with pytest.raises(NotImplementedError, match=reason), continuous_batching(model):
                 pass

@@ -1,4 +1,4 @@
-"""Which models and arguments are supported, and which are refused, with the reason."""
+"""Models and arguments that are supported or refused, with the reasons."""
 
 import builtins
 import importlib
@@ -33,7 +33,6 @@ from torch_metal_attn.with_kvcache import DECODE_QUERIES  # noqa: E402
 
 PACKAGE = "torch_metal_attn.integrations.transformers"
 
-IGNORES = "does not use transformers' attention interface, so it would ignore"
 LORA = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 WRAPPERS = {
     "PEFT": lambda model: get_peft_model(model, LORA).eval(),
@@ -100,51 +99,42 @@ def test_arguments_that_change_nothing():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("SuperGlueForKeypointMatching", IGNORES),
+        ("SuperGlueForKeypointMatching", "does not use transformers' attention interface, so it"),
         ("DeepseekOcr2ForConditionalGeneration", "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES"),
     ],
 )
 def test_refused_before_it_is_built(name, reason):
     """Neither can be built small."""
-    kind = getattr(transformers, name, None)
-    if kind is None:
-        pytest.skip(f"this transformers has no {name}")
+    kind = getattr(transformers, name)
     with torch.device("meta"), pytest.raises(NotImplementedError, match=reason):
         kind._from_config(kind.config_class(), attn_implementation="metal_attn")
 
 
 class TestAttentionFunction:
-    @pytest.mark.parametrize("is_causal", [None, True, False])
-    def test_no_mask_hides_nothing(self, is_causal):
+    def test_no_mask_hides_nothing(self):
         """As in eager attention, whatever the module says, which many only copied."""
-        q, (k, v) = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8)
-        module = torch.nn.Module()
-        if is_causal is not None:
-            module.is_causal = is_causal
+        q, (k, v), module = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8), torch.nn.Module()
         causal = attention(q, k, v, causal=True, q_offset=0)[0].transpose(1, 2)
         full = attention(q, k, v)[0].transpose(1, 2)
-        assert torch.equal(metal_attention(module, q, k, v, None)[0], full)
-        assert torch.equal(metal_attention(module, q, k, v, None, is_causal=True)[0], causal)
         mask = metal_attention_mask(1, 4, 6)
-        for argument in (None, False):
-            out, _ = metal_attention(module, q, k, v, mask, is_causal=argument)
-            assert torch.equal(out, causal)
+        for module.is_causal in (True, False):
+            assert torch.equal(metal_attention(module, q, k, v, None)[0], full)
+            for masked, argument in ((None, True), (mask, None), (mask, False)):
+                out, _ = metal_attention(module, q, k, v, masked, is_causal=argument)
+                assert torch.equal(out, causal)
 
     @pytest.mark.parametrize(
-        ("queries", "dropout", "requires_grad", "kernel"),
-        [
-            (DECODE_QUERIES, 0.0, False, "flash_decode"),
-            (DECODE_QUERIES + 1, 0.0, False, "flash_fwd"),
-            (1, 0.5, False, "flash_fwd"),
-            (1, 0.0, True, "flash_fwd"),
-        ],
+        ("queries", "options"),
+        [(DECODE_QUERIES, {}), (DECODE_QUERIES + 1, {}), (1, {"dropout": 0.5}), (1, None)],
     )
-    def test_kernel(self, queries, dropout, requires_grad, kernel):
+    def test_kernel(self, queries, options):
         """The one for few queries has no gradient and no dropout."""
-        q = torch.randn(1, 2, queries, 8, requires_grad=requires_grad)
+        q = torch.randn(1, 2, queries, 8, requires_grad=options is None)
         k = torch.randn(1, 1, 20, 8)
         with simulate(record=True) as run:
-            metal_attention(torch.nn.Module(), q, k, k, None, dropout=dropout)
+            metal_attention(torch.nn.Module(), q, k, k, None, **options or {})
+        decodes = options == {} and queries <= DECODE_QUERIES
+        kernel = "flash_decode" if decodes else "flash_fwd"
         assert [launch.kernel for launch in run.recorded] == [kernel]
 
     def test_rows_that_are_not_contiguous_are_copied(self):
@@ -175,8 +165,7 @@ class TestAttentionFunction:
         """T5's bias has the heads as innermost dimension."""
         q, k, v = torch.randn(3, 2, 3, 13, 8)
         bias = torch.randn(1, 13, 13, 3).permute(0, 3, 1, 2)
-        padded = torch.ones(2, 13, dtype=torch.bool)
-        padded[1, :4] = False
+        padded = torch.arange(13) >= torch.tensor([[0], [4]])
         visible = torch.ones(13, 13, dtype=torch.bool).tril() & padded[:, None, None]
         mask = {
             "none": None,
@@ -189,10 +178,9 @@ class TestAttentionFunction:
         scores = q @ k.transpose(-1, -2) * 8**-0.5 + bias
         if form == "float":
             scores = scores + mask
-        elif form == "causal":
-            scores = scores.masked_fill(~visible[0], -torch.inf)
         elif form != "none":
-            scores = scores.masked_fill(~visible, -torch.inf)
+            shown = visible[0] if form == "causal" else visible
+            scores = scores.masked_fill(~shown, -torch.inf)
         expected = torch.softmax(scores, -1).nan_to_num(0.0) @ v
         torch.testing.assert_close(out.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
 
@@ -271,18 +259,14 @@ class TestEnable:
             class Inner:
                 pass
 
-        module = sys.modules[type(tiny.build("Llama")).__module__]
+        module = sys.modules[LlamaAttention.__module__]
         kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
-        for kind in (
-            Local,
-            Local.Inner,
-            *(one for one in kinds if one.__module__ == module.__name__),
-        ):
+        for kind in (Local, Local.Inner, *(k for k in kinds if k.__module__ == module.__name__)):
             assert refusals.source(kind).rstrip() == inspect.getsource(kind).rstrip()
         assert refusals.source(int) == ""
 
     def test_refuses_to_return_weights(self):
-        """Whether the model's configuration asks for them first, or last."""
+        """The model's configuration may ask for them before or after `enable`."""
         model = tiny.build("Llama", output_attentions=True)
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in the config of"):
             enable(model)
@@ -292,18 +276,18 @@ class TestEnable:
 
     def test_refuses_to_return_weights_of_a_model_that_ignores_the_argument(self):
         """BridgeTower returns whatever its attention modules do: it would return None."""
-        model, _, given, _ = census._eager(census.Entry("bridgetower", "BridgeTowerModel"))
-        assert model(**given, output_attentions=True).attentions[0][0].dim() == 4
+        model, inputs, _ = census.eager("bridgetower", "BridgeTowerModel")
+        assert model(**inputs, output_attentions=True).attentions[0][0].dim() == 4
         for _ in range(2):
-            enable(model)(**given)
+            enable(model)(**inputs)
         assert len(model._forward_pre_hooks) == 1
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in BridgeTowerMod"):
-            model(**given, output_attentions=True)
+            model(**inputs, output_attentions=True)
         model.set_attn_implementation("eager")
-        assert model(**given, output_attentions=True).attentions[0][0].dim() == 4
+        assert model(**inputs, output_attentions=True).attentions[0][0].dim() == 4
         loaded = type(model)._from_config(model.config, attn_implementation="metal_attn")
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in BridgeTowerMod"):
-            loaded(**given, output_attentions=True)
+            loaded(**inputs, output_attentions=True)
 
     def test_refuses_a_part(self):
         model = tiny.build("Llama")
@@ -322,15 +306,15 @@ class TestEnable:
     def test_wrapped_models(self, wrapped):
         """Compiled ones are not compiled here: what `enable` does to them is the same."""
         model = WRAPPERS[wrapped](tiny.build("Llama"))
-        given = {"input_ids": tiny.tokens()}
+        inputs = {"input_ids": tiny.tokens()}
         with torch.compiler.set_stance("force_eager"):
-            expected = model(**given).logits
+            expected = model(**inputs).logits
         assert enable(model, fuse_rope=True) is model
         inner = refusals.unwrapped(model)
         assert inner.config._attn_implementation == "metal_attn"
         assert LlamaAttention not in map(type, inner.modules())
         with torch.compiler.set_stance("force_eager"), record_routes() as routes:
-            actual = model(**given).logits
+            actual = model(**inputs).logits
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         assert routes.plain
         with continuous_batching(model) as same:
@@ -349,6 +333,7 @@ class TestEnable:
                 enable(linear, **{option: "yes"})
 
     def test_without_transformers(self, monkeypatch):
+        """Also with one that is too old: 5.3's masks are asked for in another way."""
         original = builtins.__import__
 
         def absent(name, *arguments, **options):
@@ -356,19 +341,18 @@ class TestEnable:
                 raise ModuleNotFoundError("No module named 'transformers'")
             return original(name, *arguments, **options)
 
-        monkeypatch.delitem(sys.modules, PACKAGE)
-        monkeypatch.setattr(builtins, "__import__", absent)
-        with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.4'"):
-            importlib.import_module(PACKAGE)
-
-    def test_with_a_transformers_that_is_too_old(self, monkeypatch):
         def sdpa_mask(batch_size, cache_position, kv_length):
-            """As in 5.3."""
+            pass
 
-        monkeypatch.delitem(sys.modules, PACKAGE)
-        monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", sdpa_mask)
-        with pytest.raises(ImportError, match=r"5\.4 or later"):
-            importlib.import_module(PACKAGE)
+        masking = transformers.masking_utils
+        for owner, name, other in (
+            (masking, "sdpa_mask", sdpa_mask),
+            (builtins, "__import__", absent),
+        ):
+            monkeypatch.delitem(sys.modules, PACKAGE, raising=False)
+            monkeypatch.setattr(owner, name, other)
+            with pytest.raises(ImportError, match=r"5\.4 or later.*'transformers>=5\.4'"):
+                importlib.import_module(PACKAGE)
 
 
 def test_records_inside_records():

@@ -28,9 +28,8 @@ class Scores(nn.Module):
 
 def texts(length, batch):
     """Tokens and their padding, on the left."""
-    mask = torch.ones(batch, length, dtype=torch.int64)
-    mask[-1, :3] = 0
-    return tiny.tokens(length, batch), mask
+    starts = torch.tensor([0] * (batch - 1) + [3])[:, None]
+    return tiny.tokens(length, batch), (torch.arange(length) >= starts).long()
 
 
 class TestTraced:
@@ -60,8 +59,8 @@ class TestTraced:
 
         traced = torch.jit.trace(attend, (q[:, :, :5], k[:, :, :5], v[:, :, :5]))
         for length in (2, 5, 21):
-            given = [one[:, :, :length] for one in (q, k, v)]
-            torch.testing.assert_close(traced(*given), attend(*given))
+            inputs = [one[:, :, :length] for one in (q, k, v)]
+            torch.testing.assert_close(traced(*inputs), attend(*inputs))
 
 
 def test_exported(tmp_path):
@@ -90,16 +89,16 @@ def test_exported(tmp_path):
 def test_inductor_trains():
     """The default backend of torch.compile, on one attention: a model takes it minutes of C++."""
     model = tiny.build("Llama", num_hidden_layers=1)
-    given = normal(2, 19, 64)
-    tables = model.model.rotary_emb(given, torch.arange(19)[None])
+    inputs = normal(2, 19, 64)
+    tables = model.model.rotary_emb(inputs, torch.arange(19)[None])
     layer = model.model.layers[0].self_attn.train()
 
     def gradients(function):
-        x = given.clone().requires_grad_()
+        x = inputs.clone().requires_grad_()
         function(x, position_embeddings=tables, attention_mask=None)[0].square().sum().backward()
-        found = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+        gradients = [x.grad, *(parameter.grad for parameter in layer.parameters())]
         layer.zero_grad()
-        return found
+        return gradients
 
     model.set_attn_implementation("eager")
     expected = gradients(layer)

@@ -25,11 +25,11 @@ FAMILIES = [name for name in CORE if name not in WITHOUT]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_matches_eager(name, device):
     side = "right" if name in ("BERT", "ModernBERT", "Whisper", "Gemma3") else "left"
-    model, given = tiny.build(name), tiny.inputs(name, side)
-    expected, where = tiny.answer(model, **given), tiny.present(given)
+    model, inputs = tiny.build(name), tiny.inputs(name, side)
+    expected, where = tiny.answer(model, **inputs), tiny.present(inputs)
     with install_flash_attn(transformers=True):
         model.set_attn_implementation(NAME)
-        actual = tiny.answer(model.to(device), **given)
+        actual = tiny.answer(model.to(device), **inputs)
     assert difference(actual, expected, where) <= TOLERANCE
     if runs.current() is not None:
         assert runs.current().counters
@@ -37,11 +37,11 @@ def test_matches_eager(name, device):
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_generates(name, device):
-    model, given = tiny.build(name), tiny.inputs(name, "left")
-    expected, expected_scores = tiny.generate(model, given, max_new_tokens=4)
+    model, inputs = tiny.build(name), tiny.inputs(name, "left")
+    expected, expected_scores = tiny.generate(model, inputs, max_new_tokens=4)
     with install_flash_attn(transformers=True):
         model.set_attn_implementation(NAME)
-        tokens, scores = tiny.generate(model.to(device), given, max_new_tokens=4)
+        tokens, scores = tiny.generate(model.to(device), inputs, max_new_tokens=4)
     assert torch.equal(tokens, expected)
     assert difference(scores, expected_scores) <= TOLERANCE
 

@@ -53,15 +53,8 @@ FUSED = [name for name in FAMILIES if name not in REFUSED]
 FORMS = ["Llama", "Gemma3", "gpt-oss", "Phi3", "Cohere2", "GLM", "GPT-NeoX", "StableLM"]
 # Halves of heads, pairs, and halves of a part: sizes and other features change no rotation.
 ON_DEVICE = ["Llama", "Cohere2", "StableLM"]
-YARN = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "attention_factor": 1.3,
-    }
-}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.3}
+YARN["original_max_position_embeddings"] = 32
 
 
 class TestMatchesEager:
@@ -74,15 +67,14 @@ class TestMatchesEager:
         options = Unrotated.options
 
         def dropped(unrotated):
-            given = options(unrotated)
-            return given | {"q_rotary_cos": torch.ones_like(given["q_rotary_cos"])}
+            return options(unrotated) | {"q_rotary_cos": torch.ones_like(unrotated.cos)}
 
         monkeypatch.setattr(Unrotated, "options", dropped)
         assert compare(name, "left", fuse_rope=True)[0] > 10 * TOLERANCE
 
     @pytest.mark.parametrize("name", ON_DEVICE)
     def test_on_device(self, name, device):
-        """Also of one kernel for the prompt, and of the other for each token behind it.
+        """One kernel rotates for the prompt, and the other for each later token.
 
         The last token sees the whole cache, the second of three not: that is another kernel.
         """
@@ -102,22 +94,22 @@ class TestMatchesEager:
     @pytest.mark.parametrize("name", ["Llama", "GLM"])
     def test_attention_factor(self, name):
         """cos and sin that also scale."""
-        assert compare(name, "left", fuse_rope=True, **YARN)[0] <= TOLERANCE
+        assert compare(name, "left", fuse_rope=True, rope_parameters=YARN)[0] <= TOLERANCE
 
     @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL"])
     def test_positions_of_three_axes(self, name):
         positions = torch.stack([torch.arange(tiny.PROMPT) * n for n in (1, 2, 5)])
-        given = {"input_ids": tiny.tokens(), "position_ids": positions[:, None].expand(3, 2, -1)}
-        assert compare(name, given=given, fuse_rope=True)[0] <= TOLERANCE
+        inputs = {"input_ids": tiny.tokens(), "position_ids": positions[:, None].expand(3, 2, -1)}
+        assert compare(name, inputs=inputs, fuse_rope=True)[0] <= TOLERANCE
 
     @pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
     def test_tables_with_positions_innermost(self, name, monkeypatch):
         model = tiny.build(name)
         kind = type(model.model.rotary_emb)
-        own = kind.forward
+        forward = kind.forward
 
         def strided(self, x, position_ids):
-            return tuple(table.mT.contiguous().mT for table in own(self, x, position_ids))
+            return tuple(table.mT.contiguous().mT for table in forward(self, x, position_ids))
 
         monkeypatch.setattr(kind, "forward", strided)
         assert compare(name, "left", model=model, fuse_rope=True)[0] <= TOLERANCE
@@ -132,12 +124,12 @@ class TestMatchesEager:
 
     @pytest.mark.parametrize("name", ["Llama", "gpt-oss", "GLM", "StableLM"])
     def test_training(self, name):
-        given = tiny.inputs(name, "right") | {"use_cache": False}
-        expected = gradients(tiny.build(name), given)
+        inputs = tiny.inputs(name, "right") | {"use_cache": False}
+        expected = gradients(tiny.build(name), inputs)
         model = enable(tiny.build(name), fuse_rope=True)
         if name in ("Llama", "GLM"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        assert_same_gradients(gradients(model, given), expected)
+        assert_same_gradients(gradients(model, inputs), expected)
 
     @pytest.mark.parametrize("name", BATCHED[:2])
     def test_continuous_batching(self, name):
@@ -174,15 +166,12 @@ class TestQueriesAreNeverWrittenRotated:
         with simulate(count=True) as fused:
             rotated, _ = ops.rope(k, None, cos, sin)
             ops.flash_fwd(q, rotated, k, causal=True, q_rotary_cos=cos, q_rotary_sin=sin)
-        loaded, stored = (
-            [
+        for moved, less in (("load_bytes", 0), ("store_bytes", q.nbytes)):
+            before, after = (
                 sum(getattr(c, moved)["device"] for c in run.counters.values())
                 for run in (apart, fused)
-            ]
-            for moved in ("load_bytes", "store_bytes")
-        )
-        assert loaded[1] <= loaded[0]
-        assert stored[0] - stored[1] == q.nbytes
+            )
+            assert after <= before - less
 
 
 class TestRefusals:
@@ -221,41 +210,33 @@ class TestRefusals:
         """Halves that follow different axes are alike where time, height and width are equal."""
         model = tiny.build("Qwen3-VL")
         kind = type(model.rotary_emb)
-        own = kind.forward
+        forward = kind.forward
 
         def mixed(self, x, position_ids):
-            tables = own(self, x, position_ids)
-            if position_ids.ndim == 2:
-                return tables
-            by_time = own(self, x, position_ids[0])
-            return tuple(
-                torch.cat([table[..., :8], other[..., 8:]], -1)
-                for table, other in zip(tables, by_time, strict=True)
-            )
+            whole = forward(self, x, position_ids)
+            by_time = forward(self, x, position_ids[0]) if position_ids.ndim > 2 else whole
+            pairs = zip(whole, by_time, strict=True)
+            return tuple(torch.cat([a[..., :8], b[..., 8:]], -1) for a, b in pairs)
 
         monkeypatch.setattr(kind, "forward", mixed)
         with pytest.raises(NotImplementedError, match="rotates its queries neither by halves nor"):
             enable(model, fuse_rope=True)
 
-    @pytest.mark.parametrize(
-        "use",
-        [
-            lambda q: q.contiguous(),
-            lambda q: q * 2.0,
-            lambda q: torch.ones(2) * q,
-            lambda q: fusion._Torch().cat([torch.ones(2, 1, 3, 4), q], dim=-1),
-            lambda q: fusion._Torch().cat([q, torch.ones(2, 1, 3, 4)], dim=1),
-            lambda q: fusion._Torch().cat([q, q], dim=-1),
-            lambda q: torch.nn.functional.pad(q, (0, 1)),
-            lambda q: q.shape,
-            lambda q: q[0],
-        ],
-    )
-    def test_queries_that_something_else_uses(self, use):
-        q, table = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 2)
-        unrotated = Unrotated(q, table, table, False, "SomeAttention")
-        with pytest.raises((NotImplementedError, TypeError), match=r"SomeAttention|Unrotated"):
-            use(unrotated)
+    def test_queries_that_something_else_uses(self):
+        x, table, cat = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 2), fusion._Torch().cat
+        q = Unrotated(x, table, table, False, "SomeAttention")
+        for use in (
+            lambda: q.contiguous(),
+            lambda: q * 2.0,
+            lambda: torch.ones(2) * q,
+            lambda: cat([x, q], dim=-1),
+            lambda: cat([q, x], dim=1),
+            lambda: cat([q, q], dim=-1),
+            lambda: torch.nn.functional.pad(q, (0, 1)),
+            lambda: q[0],
+        ):
+            with pytest.raises((NotImplementedError, TypeError), match=r"SomeAttention|Unrotated"):
+                use()
 
     def test_another_implementation_on_a_fused_model(self):
         model = enable(tiny.build("Llama"), fuse_rope=True)
@@ -277,19 +258,18 @@ class TestModel:
     def fused(self):
         return enable(tiny.build("Llama"), fuse_rope=True)
 
-    @pytest.mark.parametrize("again", [enable, lambda model: enable(model, fuse_rope=False)])
-    def test_undone(self, again):
+    def test_undone(self):
         model = self.fused()
-        own = transformers.models.llama.modeling_llama.LlamaAttention
+        original = transformers.models.llama.modeling_llama.LlamaAttention
         layer = model.model.layers[0].self_attn
-        assert isinstance(layer, own)
-        assert type(layer) is not own
+        assert isinstance(layer, original)
+        assert type(layer) is not original
         with torch.device("meta"):  # a default device is not used
             for _ in range(2):
                 assert type(enable(model, fuse_rope=True).model.layers[0].self_attn) is type(layer)
-        again(model)
+        enable(model)
         assert all(not isinstance(module, fusion._Fused) for module in model.modules())
-        assert type(layer) is own
+        assert type(layer) is original
 
     @pytest.mark.parametrize("where", [torch.device("meta"), FakeTensorMode()])
     def test_without_values(self, where):
@@ -300,17 +280,12 @@ class TestModel:
         assert type(model.model.layers[0].self_attn) is type(expected.model.layers[0].self_attn)
 
     def test_copies_and_pickles(self):
-        model, ids = self.fused(), tiny.tokens()
+        model, ids, stream = self.fused(), tiny.tokens(), io.BytesIO()
         expected = tiny.answer(model, input_ids=ids)
-        stream = io.BytesIO()
         torch.save(model, stream)
         stream.seek(0)
-        copies = [
-            copy.deepcopy(model),
-            pickle.loads(pickle.dumps(model)),
-            torch.load(stream, weights_only=False),
-        ]
-        for one in copies:
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        for one in (*copies, torch.load(stream, weights_only=False)):
             assert isinstance(one.model.layers[0].self_attn, fusion._Fused)
             assert torch.equal(tiny.answer(one, input_ids=ids), expected)
 
@@ -324,8 +299,7 @@ class TestModel:
         assert "metal" not in (tmp_path / "config.json").read_text()
 
     def test_a_part_of_a_model(self):
-        model = tiny.build("PaliGemma")
-        given = tiny.inputs("PaliGemma")
-        expected = tiny.answer(model, **given)
+        model, inputs = tiny.build("PaliGemma"), tiny.inputs("PaliGemma")
+        expected = tiny.answer(model, **inputs)
         enable(enable(model).model.language_model, fuse_rope=True)
-        assert difference(tiny.answer(model, **given), expected) <= TOLERANCE
+        assert difference(tiny.answer(model, **inputs), expected) <= TOLERANCE

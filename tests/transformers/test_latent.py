@@ -31,103 +31,96 @@ from torch_metal_attn.with_kvcache import VERIFY_QUERIES  # noqa: E402
 NAMES = ["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V3.2", "GLM-MoE-DSA"]
 # The other models that cache latent rows; of two only some layers do.
 OTHERS = [
-    "AXK1ForCausalLM",
-    "BailingHybridForCausalLM",
-    "Glm4MoeLiteForCausalLM",
-    "KimiLinearForCausalLM",
-    "Kimi_K25ForConditionalGeneration",
-    "LongcatFlashForCausalLM",
-    "MiniCPM3ForCausalLM",
-    "Mistral4ForCausalLM",
-    "YoutuForCausalLM",
+    *("AXK1", "BailingHybrid", "Glm4MoeLite", "KimiLinear", "LongcatFlash", "MiniCPM3", "Mistral4"),
+    *("Youtu", "Kimi_K25ForConditionalGeneration"),
 ]
 # Those with an indexer that test_families has not.
-SELECTING = [
-    "AXK2ForCausalLM",
-    "Dots3NoteForCausalLM",
-    "HYV4ForCausalLM",
-    "MistralLarge4ForConditionalGeneration",
-]
-HYBRID = ("BailingHybridForCausalLM", "KimiLinearForCausalLM")
+SELECTING = ["AXK2", "Dots3Note", "HYV4", "MistralLarge4ForConditionalGeneration"]
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
 
 
-def generated(model, given, **options):
-    return tiny.generate(model, given, **GREEDY | options)
+def class_name(kind):
+    return kind if "For" in kind else f"{kind}ForCausalLM"
 
 
-def eager_with(update, model, given, **options):
-    """What is generated if the cache is updated by another function than its own."""
+def generated(model, inputs, **options):
+    return tiny.generate(model, inputs, **GREEDY | options)
+
+
+def eager_with(update, model, inputs, **options):
+    """The tokens and scores if another function updates the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicLayer, "update", update)
-        return generated(model, given, **options)
+        return generated(model, inputs, **options)
 
 
-def check(model, given, expected, tolerance=TOLERANCE, **options):
-    """What a model generates has the tokens and scores of `expected`; returns the routes."""
+def check(model, inputs, expected, tolerance=TOLERANCE, **options):
+    """A model generates the tokens and scores of `expected`; returns the routes."""
     tokens, scores = expected
     with record_routes() as routes:
-        actual, own_scores = generated(model, given, **options)
+        actual, actual_scores = generated(model, inputs, **options)
     assert actual.tolist() == tokens.tolist()
-    assert difference(own_scores, scores) <= tolerance
+    assert difference(actual_scores, scores) <= tolerance
     return routes
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("own_cache", [None, {}, {"page_size": 5}], ids=str)
-def test_tokens_are_those_of_eager(name, own_cache):
-    model, given = tiny.build(name), tiny.inputs(name, "none" if own_cache is None else "left")
-    expected = generated(model, given)
+@pytest.mark.parametrize("paging", [None, {}, {"page_size": 5}], ids=str)
+def test_tokens_are_those_of_eager(name, paging):
+    side = "none" if paging is None else "left"
+    model, inputs = tiny.build(name), tiny.inputs(name, side)
+    expected = generated(model, inputs)
     enable(model, absorb=True)
-    options = {} if own_cache is None else {"cache": latent_cache(model, 64, **own_cache)}
-    routes = check(model, given, expected, **options)
+    options = {} if paging is None else {"cache": latent_cache(model, 64, **paging)}
+    routes = check(model, inputs, expected, **options)
     # The prompt is expanded for its own attention, and no later step is.
     steps = [call for call in routes.kernel if " q (2, 4, 1, " in call]
     assert len(steps) == GREEDY["max_new_tokens"] - 1
     assert all(f"q (2, 4, 1, {COLUMNS}) k (2, 1, " in call for call in steps)
 
 
-@pytest.mark.parametrize("page_size", [None, 5])
-def test_masks_with_holes(page_size):
+def test_masks_with_holes():
     """They have a column for each key, and pages may have more keys."""
-    model, given = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
-    given["attention_mask"][:, 4] = 0
-    expected = generated(model, given)
+    model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
+    inputs["attention_mask"][:, 4] = 0
+    expected = generated(model, inputs)
     enable(model, absorb=True)
-    routes = check(model, given, expected, cache=latent_cache(model, 64, page_size=page_size))
-    assert any(" q (2, 4, 1, " in call for call in routes.dense)
+    for page_size in (None, 5):
+        cache = latent_cache(model, 64, page_size=page_size)
+        routes = check(model, inputs, expected, cache=cache)
+        assert any(" q (2, 4, 1, " in call for call in routes.dense)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_every_model(kind):
-    model, given = tiny.smallest(kind), tiny.inputs("Llama", "left")
+    model, inputs = tiny.smallest(class_name(kind)), tiny.inputs("Llama", "left")
     options = {"max_new_tokens": 3}
-    expected = generated(model, given, **options)
+    expected = generated(model, inputs, **options)
     enable(model, absorb=True)
-    if kind in HYBRID:
+    if kind in ("BailingHybrid", "KimiLinear"):
         with pytest.raises(NotImplementedError, match="of whose layers 1 have absorbed latent"):
             latent_cache(model, 64)
     else:
         options["cache"] = latent_cache(model, 64)
-    routes = check(model, given, expected, TOLERANCE * expected[1].abs().max(), **options)
+    routes = check(model, inputs, expected, TOLERANCE * expected[1].abs().max(), **options)
     assert any(" k (2, 1, " in call for call in routes.kernel)
 
 
 @pytest.mark.parametrize("absorb", [False, True])
 @pytest.mark.parametrize("kind", SELECTING)
 def test_keys_that_an_indexer_selects(kind, absorb):
-    """Of models whose code is DeepSeek-V3.2's, whatever they are called."""
-    given = tiny.inputs("Llama", "left")
-    model = tiny.smallest(kind, index_topk=3)
-    expected = generated(model, given, max_new_tokens=3)
+    """These models have DeepSeek-V3.2's code under other names."""
+    inputs = tiny.inputs("Llama", "left")
+    model = tiny.smallest(class_name(kind), index_topk=3)
+    expected = generated(model, inputs, max_new_tokens=3)
     if absorb and kind.startswith("Dots3"):
         with pytest.raises(NotImplementedError, match=r"have 1024 \+ 64 columns; the kernels take"):
             enable(model, absorb=True)
         return
-    routes = check(enable(model, absorb=absorb), given, expected, max_new_tokens=3)
+    routes = check(enable(model, absorb=absorb), inputs, expected, max_new_tokens=3)
     assert any("3 keys of each query" in call for call in routes.dense)
-    _, of_all = generated(tiny.smallest(kind, index_topk=64), given, max_new_tokens=1)
+    _, of_all = generated(tiny.smallest(class_name(kind), index_topk=64), inputs, max_new_tokens=1)
     assert difference(of_all, expected[1][:, :1]) > 10 * TOLERANCE
 
 
@@ -147,20 +140,20 @@ def test_quantised_rows(format, page_size, options):
     """Tokens and scores are eager's with rows that are rounded to the format's values."""
     update = DynamicLayer.update
 
-    def rounded(self, key_states, value_states, *arguments, **given):
+    def rounded(self, key_states, value_states, *arguments, **inputs):
         rows = torch.cat([key_states, value_states], -1)
         rows = dequantise(*quantise(rows, format), rows.dtype)
         parts = rows.split([key_states.shape[-1], value_states.shape[-1]], -1)
-        return update(self, *parts, *arguments, **given)
+        return update(self, *parts, *arguments, **inputs)
 
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     model = tiny.build("DeepSeek-V3", **WIDE)
-    expected = eager_with(rounded, model, given, **options)
+    expected = eager_with(rounded, model, inputs, **options)
     enable(model, absorb=True)
     cache = latent_cache(model, 64, format=format, page_size=page_size)
     # A row that is rounded another way in float32 may have another code.
-    check(model, given, expected, 1e-3, cache=cache, **options)
+    check(model, inputs, expected, 1e-3, cache=cache, **options)
     held = cache.layers[0].cache.layers[0]
     assert held.k_cache.dtype == DTYPES[format]
 
@@ -178,8 +171,8 @@ def test_recent_rows(repeats, page_size, options):
     """Tokens and scores are eager's with rows that are rounded, but for the last ones."""
     update, kept, padding = DynamicLayer.update, 8 + VERIFY_QUERIES, 3
 
-    def rounded(self, key_states, value_states, *arguments, **given):
-        k, v = update(self, key_states, value_states, *arguments, **given)
+    def rounded(self, key_states, value_states, *arguments, **inputs):
+        k, v = update(self, key_states, value_states, *arguments, **inputs)
         # Rows that drafts have pushed out are not there again.
         old = self.old = max(getattr(self, "old", 0), k.shape[2] - kept)
         rows = torch.cat([k, v], -1)
@@ -191,36 +184,32 @@ def test_recent_rows(repeats, page_size, options):
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0
     batch = 1 if options else 2
-    given = {"input_ids": ids[:batch], "attention_mask": mask[:batch]}
+    inputs = {"input_ids": ids[:batch], "attention_mask": mask[:batch]}
     model = tiny.build("DeepSeek-V3", **WIDE)
-    expected = eager_with(rounded, model, given, **options)
+    expected = eager_with(rounded, model, inputs, **options)
     enable(model, absorb=True)
     cache = latent_cache(model, 128, "q4_0", page_size=page_size, recent=8)
-    check(model, given, expected, 1e-3, cache=cache, **options)
-    exact = generated(model, given, cache=latent_cache(model, 128), **options)[1]
+    check(model, inputs, expected, 1e-3, cache=cache, **options)
+    exact = generated(model, inputs, cache=latent_cache(model, 128), **options)[1]
     assert (difference(exact, expected[1]) > 1e-2) == (repeats > 3)
 
 
 def test_quantised_rows_on_device(device):
-    model, given = tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), tiny.inputs("Llama")
+    model, inputs = tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), tiny.inputs("Llama")
     enable(model, absorb=True)
-
-    def options():
-        return {"max_new_tokens": 3, "cache": latent_cache(model, 40, format="q8_0")}
-
-    expected = generated(model, given, **options())
-    model.to(device)
-    check(model, given, expected, **options())
+    options = [{"max_new_tokens": 3, "cache": latent_cache(model, 40, "q8_0")} for _ in range(2)]
+    expected = generated(model, inputs, **options[0])
+    check(model.to(device), inputs, expected, **options[1])
 
 
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_on_device(page_size, device):
     """The cache holds latents alone, and the kernel reads each row once."""
-    model, given = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
-    expected = generated(model, given, max_new_tokens=3)
+    model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
+    expected = generated(model, inputs, max_new_tokens=3)
     enable(model, absorb=True).to(device)
     cache = latent_cache(model, 40, page_size=page_size)
-    check(model, given, expected, max_new_tokens=3, cache=cache)
+    check(model, inputs, expected, max_new_tokens=3, cache=cache)
     for layer in cache.layers:
         (held,) = layer.cache.layers[0].by_block()
         assert held.shape == ((2, 40, 1, COLUMNS) if page_size is None else (10, 8, 1, COLUMNS))
@@ -241,56 +230,49 @@ def test_ways_to_generate(name, page_size, options):
     """Beams reorder the cache, and prompt lookup takes rejected tokens back, of an indexer too."""
     torch.manual_seed(0)
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY, **options}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY, **options}
     model = tiny.build(name)
-    expected = model.generate(**given)
+    expected = model.generate(**inputs)
     cache = latent_cache(enable(model, absorb=True), 64, page_size=page_size)
     torch.manual_seed(1)
-    assert model.generate(**given, cache=cache).tolist() == expected.tolist()
+    assert model.generate(**inputs, cache=cache).tolist() == expected.tolist()
 
 
 FAULTS = {
-    "rotated keys dropped": (
-        "rows",
-        lambda self: torch.cat([self.latents, 0 * self.k_rotated], -1),
-    ),
-    "values of the first head": (
-        "values",
-        lambda self, out: self.__class__.unbroken(self, out[:, :, :1].expand_as(out)),
-    ),
+    "rotated keys dropped": {
+        "rows": lambda self: torch.cat([self.latents, 0 * self.k_rotated], -1)
+    },
+    "values of the first head": {
+        "values": lambda self, out: Latents.unbroken(self, out[:, :, :1].expand_as(out))
+    },
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name, monkeypatch):
-    method, fault = FAULTS[name]
+    ((method, fault),) = FAULTS[name].items()
     monkeypatch.setattr(Latents, "unbroken", getattr(Latents, method), raising=False)
     monkeypatch.setattr(Latents, method, fault)
-    model, given = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
-    _, scores = generated(model, given, max_new_tokens=2)
-    _, own_scores = generated(enable(model, absorb=True), given, max_new_tokens=2)
-    assert difference(own_scores, scores) > 10 * TOLERANCE
+    model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
+    _, scores = generated(model, inputs, max_new_tokens=2)
+    _, actual_scores = generated(enable(model, absorb=True), inputs, max_new_tokens=2)
+    assert difference(actual_scores, scores) > 10 * TOLERANCE
 
 
 def test_gradients_are_those_of_eager():
-    """With few queries too, which are absorbed."""
-    given = {"input_ids": tiny.tokens(7), "use_cache": False}
-    found = gradients(enable(tiny.build("DeepSeek-V3"), absorb=True), given)
-    assert_same_gradients(found, gradients(tiny.build("DeepSeek-V3"), given))
+    """There are few queries, so they are absorbed."""
+    inputs = {"input_ids": tiny.tokens(7), "use_cache": False}
+    actual = gradients(enable(tiny.build("DeepSeek-V3"), absorb=True), inputs)
+    assert_same_gradients(actual, gradients(tiny.build("DeepSeek-V3"), inputs))
 
 
 def test_explain_shows_the_bytes():
     model = enable(tiny.build("DeepSeek-V3"), absorb=True)
-    ids = tiny.tokens(8, batch=1)
-    text = str(
-        torch_metal_attn.explain(
-            model.generate, ids, max_new_tokens=2, cache=latent_cache(model, 16)
-        )
-    )
-    # float32: 24 columns, or of 4 heads 24 for the key and 16 for the value.
-    assert (
-        "latent rows of 96 bytes a token; keys and values expanded to 4 heads would be 640" in text
-    )
+    options = {"max_new_tokens": 2, "cache": latent_cache(model, 16)}
+    text = str(torch_metal_attn.explain(model.generate, tiny.tokens(8, batch=1), **options))
+    # float32: 24 columns, or for each of 4 heads 24 for the key and 16 for the value.
+    assert "latent rows of 96 bytes a token" in text
+    assert "keys and values expanded to 4 heads would be 640" in text
 
 
 def test_enable_undoes_it():
@@ -299,8 +281,8 @@ def test_enable_undoes_it():
     enable(model, absorb=True)
     assert [type(module) for module in model.modules()] != kinds
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    given = tiny.inputs("DeepSeek-V3")
-    assert torch.equal(tiny.answer(again, **given), tiny.answer(model, **given))
+    inputs = tiny.inputs("DeepSeek-V3")
+    assert torch.equal(tiny.answer(again, **inputs), tiny.answer(model, **inputs))
     enable(model)
     assert [type(module) for module in model.modules()] == kinds
 
@@ -366,9 +348,7 @@ class TestRefused:
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="5 rows more do not fit"):
             model(tiny.tokens(5), cache=cache)
         paged = latent_cache(model, 4, page_size=4)
-        with pytest.raises(
-            torch_metal_attn.kv_cache.CacheFull, match="10 new rows of 2 sequences need"
-        ):
+        with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="10 new rows of 2 sequence"):
             model(tiny.tokens(5), cache=paged)
         llama = tiny.build("Llama")
         with pytest.raises(ValueError, match="it must be latents"):

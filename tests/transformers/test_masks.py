@@ -36,10 +36,12 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 from torch_metal_attn.wording import count_text  # noqa: E402
 
 WINDOW = sliding_window_causal_mask_function(16)
+HOLES = torch.arange(16) != torch.tensor([[5], [16]])
+PADDED = torch.arange(16) >= torch.tensor([[0], [3]])
 
 
 def expanded(mask, batch, q_length, kv_length):
-    """What a mask of any form says, as bool (B, 1, Sq, Sk)."""
+    """A mask of any form as bool (B, 1, Sq, Sk)."""
     whole = torch.ones(batch, 1, q_length, kv_length, dtype=torch.bool)
     if mask is None:
         return whole
@@ -140,84 +142,60 @@ class TestMaskFunction:
 
     def test_without_numbers(self):
         """None where nothing is hidden, and the diagonal from the first key without any keys."""
-        everywhere = torch.ones(2, 16, dtype=torch.bool)
-        window = sliding_window_causal_mask_function(16)
+        everywhere = {"attention_mask": torch.ones(2, 16, dtype=torch.bool)}
         chunks = chunked_causal_mask_function(16, torch.zeros(2, dtype=torch.int64))
-        static = "a static cache's prefill, top-left"
-        assert band.is_causal(self.mask(q_length=16))
-        assert band.is_causal(self.mask(q_length=16, attention_mask=everywhere))
-        assert band.is_causal(self.mask(q_length=16, mask_function=window))
-        assert band.is_causal(self.mask(q_length=16, mask_function=chunks))
-        assert band.is_causal(self.mask(q_length=4)), static
-        assert band.is_causal(self.mask(q_length=4, attention_mask=everywhere[:, :4])), static
+        static = {"attention_mask": everywhere["attention_mask"][:, :4], "q_length": 4}
+        for changes in ({}, everywhere, {"mask_function": WINDOW}, {"mask_function": chunks}):
+            assert band.is_causal(self.mask(**{"q_length": 16} | changes))
+        for changes in ({"q_length": 4}, static):  # a static cache's prefill, top-left
+            assert band.is_causal(self.mask(**changes))
         both = {"mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
         assert self.mask(q_length=16, **both) is None
-        assert self.mask(q_offset=15) is None, "a dynamic cache's decoding"
-        assert self.mask(q_offset=torch.tensor([15])) is None
+        for offset in (15, torch.tensor([15])):  # a dynamic cache's decoding
+            assert self.mask(q_offset=offset) is None
 
     @pytest.mark.parametrize("pattern", [causal_mask_function, WINDOW])
     def test_each_step_of_a_static_cache_has_one_form(self, pattern):
         """The step that fills the cache runs in the graph of the others."""
-        padding = torch.ones(2, 16, dtype=torch.bool)
-        padding[1, :3] = False
-        for padded in ({}, {"attention_mask": padding}):
+        for padded in ({}, {"attention_mask": PADDED}):
             call = padded | {"mask_function": pattern, "allow_is_causal_skip": False}
             shapes = {self.mask(q_offset=at, **call).shape for at in (5, 14, 15)}
             assert shapes == {(2, 1, 1, 8)}
 
     def test_compiled_diagonal(self):
-        """It is told by its shape, so that a graph knows it."""
+        """A graph knows it by its shape; one query after a cache has a dense mask."""
 
         @torch.compile(fullgraph=True, backend="eager")
-        def compiled(q):
-            mask = metal_attention_mask(1, 9, 9)
-            return metal_attention(torch.nn.Module(), q, q, q, mask)[0]
+        def compiled(q, offset):
+            mask = metal_attention_mask(1, q.shape[2], 9, offset)
+            return metal_attention(torch.nn.Module(), q, k, k, mask)[0]
 
-        q = torch.randn(1, 2, 9, 8)
-        expected = metal_attention(torch.nn.Module(), q, q, q, metal_attention_mask(1, 9, 9))[0]
-        full = metal_attention(torch.nn.Module(), q, q, q, None)[0]
-        torch.testing.assert_close(compiled(q), expected)
-        assert not torch.equal(expected, full)
+        k = torch.randn(1, 2, 9, 8)
+        for q, offset in ((k, 0), (k[:, :, :1], 3)):
+            seen = (torch.arange(9) <= torch.arange(q.shape[2])[:, None] + offset)[None, None]
+            expected = metal_attention(torch.nn.Module(), q, k, k, seen)[0]
+            torch.testing.assert_close(compiled(q, offset), expected)
 
     def test_dense_masks_of_models_that_sdpa_is_not_for(self, monkeypatch):
         """They add masks to scores of their own or concatenate them, as eager's are made for."""
         # Whichever models were enabled before.
         monkeypatch.setattr(masks, "additive_masks", set())
         config = transformers.SplinterConfig()
-        holes = torch.ones(2, 16, dtype=torch.bool)
-        holes[0, 5] = False
-        call = {"q_length": 16, "attention_mask": holes, "config": config, "dtype": torch.float16}
+        call = {"q_length": 16, "attention_mask": HOLES, "config": config, "dtype": torch.float16}
         assert self.mask(**call).dtype == torch.bool
         monkeypatch.setattr(masks, "additive_masks", {"splinter"})
         mask = self.mask(**call)
-        assert torch.equal(mask, eager_mask(2, 16, 16, attention_mask=holes, dtype=torch.float16))
-        # Where a model needs every mask dense, it gets none where eager attention has none.
+        assert torch.equal(mask, eager_mask(2, 16, 16, attention_mask=HOLES, dtype=torch.float16))
+        # A model that needs every mask dense gets none if eager attention has none.
         monkeypatch.setattr(masks, "DENSE_MODELS", {"splinter"})
         full = {"mask_function": bidirectional_mask_function, "attention_mask": None}
         assert self.mask(**call | full, allow_is_bidirectional_skip=True) is None
         causal = self.mask(**call | {"attention_mask": None})
         assert torch.equal(causal, eager_mask(2, 16, 16, dtype=torch.float16))
 
-    @pytest.mark.parametrize("kv_length", [8, 9])
-    @pytest.mark.parametrize("q_offset", [0, 3, torch.tensor([3])])
-    def test_one_query_never_sees_empty_slots(self, q_offset, kv_length):
-        mask = self.mask(kv_length=kv_length, q_offset=q_offset)
-        assert mask.dtype == (torch.bool if kv_length == 8 else torch.int32)
-        seen = expanded(mask, 2, 1, kv_length)
-        assert seen.sum(-1).flatten().tolist() == [int(q_offset) + 1] * 2
-
-    def test_compiled(self):
-        @torch.compile(fullgraph=True, backend="eager")
-        def compiled(kv_length):
-            return metal_attention_mask(1, 1, kv_length, q_offset=3)
-
-        assert compiled(16).sum() == 4
-
     def test_descriptor(self):
-        padded = torch.ones(2, 16, dtype=torch.bool)
-        padded[1, :3] = False
         window = sliding_window_causal_mask_function(6)
-        mask = self.mask(q_length=16, mask_function=window, attention_mask=padded)
+        mask = self.mask(q_length=16, mask_function=window, attention_mask=PADDED)
         assert mask.dtype == torch.int32
         rows = [[0, 16, 16, 0, 16, 5, 0, 0], [0, 16, 16, 3, 16, 5, 0, 0]]
         assert mask.tolist() == [[[row]] * 16 for row in rows]
@@ -226,21 +204,19 @@ class TestMaskFunction:
 
     def test_dense_where_it_is_no_band(self):
         causal = {"q_length": 16, "mask_function": causal_mask_function}
-        holes = torch.ones(2, 16, dtype=torch.bool)
-        holes[0, 5] = False
         blocks = blockwise_overlay(torch.zeros(2, 16, dtype=torch.int64))
-        # Of an origin that is not the padding.
+        # Their origin is not the padding.
         chunks = chunked_causal_mask_function(5, torch.tensor([0, 2]))
 
-        def own(batch_idx, head_idx, q_idx, kv_idx):
+        def other(batch_idx, head_idx, q_idx, kv_idx):
             return kv_idx != q_idx - 1
 
         cases = [
-            {"attention_mask": holes},
-            {"mask_function": own},
+            {"attention_mask": HOLES},
+            {"mask_function": other},
             {"mask_function": chunks},
             {"mask_function": or_masks(causal_mask_function, blocks)},
-            {"mask_function": and_masks(causal_mask_function, own)},
+            {"mask_function": and_masks(causal_mask_function, other)},
             {"allow_is_causal_skip": False},
             {"use_vmap": True},
             {"config": transformers.Gemma2Config(model_type="doge")},
@@ -256,11 +232,8 @@ class TestMaskFunction:
     @pytest.mark.parametrize("kept, q_offset", [(12, 33), (13, 33), (14, 33), (17, 37), (18, 37)])
     def test_caches_that_begin_inside_a_chunk(self, kept, q_offset):
         """A descriptor, unless a query stands in the chunk of which the beginning is gone."""
-        call = {
-            "batch_size": 2,
-            "q_length": 9,
-            "kv_length": kept + 9,
-            "q_offset": q_offset,
+        sizes = {"batch_size": 2, "q_length": 9, "kv_length": kept + 9, "q_offset": q_offset}
+        call = sizes | {
             "kv_offset": q_offset - kept,
             "mask_function": chunked_causal_mask_function(19, torch.tensor([0, 4])),
             "attention_mask": torch.arange(q_offset + 9) >= torch.tensor([[0], [4]]),
@@ -276,21 +249,21 @@ class TestHiddenValues:
 
     @pytest.mark.parametrize("name", ["Llama", "Llama4"])
     def test_shapes(self, name):
-        model, given = enable(tiny.build(name)), tiny.inputs(name, "left")
+        model, inputs = enable(tiny.build(name)), tiny.inputs(name, "left")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            ids = mode.from_tensor(given["input_ids"])
+            ids = mode.from_tensor(inputs["input_ids"])
             assert model(input_ids=ids, use_cache=False).logits.shape[:2] == ids.shape
         model.to("meta")
-        given = {name: value.to("meta") for name, value in given.items()}
-        one_more = {"input_ids": given["input_ids"][:, :1]}
-        for prompt in (given, {"input_ids": given["input_ids"]}):
+        inputs = {name: value.to("meta") for name, value in inputs.items()}
+        ids = inputs["input_ids"]
+        for prompt in (inputs, {"input_ids": ids}):
             cache = transformers.StaticCache(config=model.config, max_cache_len=40)
-            for part in (prompt, one_more):
-                ids = part["input_ids"]
-                assert model(**part, past_key_values=cache).logits.shape[:2] == ids.shape
+            for part in (prompt, {"input_ids": ids[:, :1]}):
+                shape = model(**part, past_key_values=cache).logits.shape
+                assert shape[:2] == part["input_ids"].shape
 
     def test_gradients_of_each_sample(self):
-        model, given = enable(tiny.build("Llama")), tiny.inputs("Llama", "right")
+        model, inputs = enable(tiny.build("Llama")), tiny.inputs("Llama", "right")
         weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
         def loss(weights, ids, mask):
@@ -298,7 +271,7 @@ class TestHiddenValues:
             answer = torch.func.functional_call(model, weights, (), arguments).logits[0]
             return (answer.square().sum(-1) * mask).sum()
 
-        gradient, (ids, mask) = torch.func.grad(loss), given.values()
+        gradient, (ids, mask) = torch.func.grad(loss), inputs.values()
         actual = torch.func.vmap(gradient, in_dims=(None, 0, 0))(weights, ids, mask)
         model.set_attn_implementation("eager")
         for row in range(2):
@@ -350,9 +323,7 @@ class TestNoMaskIsAllocated:
 
 class TestDescriptor:
     def descriptor(self):
-        padded = torch.ones(2, 16, dtype=torch.bool)
-        padded[1, :3] = False
-        return metal_attention_mask(2, 16, 16, attention_mask=padded, device="cpu")
+        return metal_attention_mask(2, 16, 16, attention_mask=PADDED, device="cpu")
 
     @settings(max_examples=300)
     @given(
@@ -427,11 +398,8 @@ class TestDescriptor:
         One row of the diagonal does not say which one it was, and a user's mask of eight keys may
         have the shape of a descriptor.
         """
-        q, mask, diagonal = (
-            torch.randn(2, 1, 16, 8),
-            self.descriptor(),
-            metal_attention_mask(2, 16, 16),
-        )
+        q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
+        diagonal = metal_attention_mask(2, 16, 16)
         metal_attention(torch.nn.Module(), q, q, q, diagonal[..., :3])
         one, eight = q[:, :, :1], q[:, :, :8]
         changed = [mask[..., :4], torch.cat([mask, mask], 1), mask.float(), mask.bool()]
@@ -446,6 +414,13 @@ class TestDescriptor:
             (one, q, torch.ones(2, 1, 1, 16).int(), "must be bool or floating"),
             (one, q, torch.ones(2, 1, 1, 16).long(), "must be bool or floating"),
             (one, q, torch.arange(16).int().view(2, 1, 1, 8), "pass a bool mask"),
+            (eight, eight, torch.ones(2, 1, 8, 8).int(), "pass a bool mask"),
+            (
+                eight,
+                eight,
+                torch.arange(64).int().expand(2, 1, 1, 64).view(2, 1, 8, 8),
+                "pass a bo",
+            ),
         ):
             with pytest.raises((NotImplementedError, ValueError), match=words):
                 metal_attention(torch.nn.Module(), queries, keys, keys, other)
@@ -453,30 +428,23 @@ class TestDescriptor:
     def test_compiled_graph_takes_those_of_several_queries(self):
         """Each descriptor's own mask: one that begins at a later key than the first is no triangle
         from the first, and one of both sides is no triangle at all."""
-        q_length, kv_length = 20, 32
-        ends = {
-            "leftpad_k": torch.tensor([0, 3], dtype=torch.int32),
-            "seqused_k": torch.tensor([30, 32], dtype=torch.int32),
-        }
+        ends = {"leftpad_k": torch.tensor([0, 3]).int(), "seqused_k": torch.tensor([30, 32]).int()}
         causal = {"q_offset": 12, "window_size_right": 0}
         limits = {
             "causal after a cache": causal,
             "a padded prefix": {"q_offset": 0, **ends},
-            "sliding window after a cache": causal | {"window_size_left": 4},
             "window on both sides": {"q_offset": 6, "window_size_left": 3, "window_size_right": 5},
             "chunks after a cache": causal | {"attention_chunk": 7},
             "all of it": causal | ends | {"window_size_left": 6, "attention_chunk": 9},
         }
-        module, k = torch.nn.Module(), torch.randn(2, 1, kv_length, 8)
-        q = torch.randn(2, 2, q_length, 8)
+        module, k, q = torch.nn.Module(), torch.randn(2, 1, 32, 8), torch.randn(2, 2, 20, 8)
 
         @torch.compile(fullgraph=True, backend="aot_eager")
         def compiled(q, mask):
             return metal_attention(module, q, k, k, mask)[0]
 
         for name, limit in limits.items():
-            options = {"q_length": q_length, "kv_length": kv_length, **limit}
-            mask = band.pack(band.Band(**options), 2, "cpu")
+            mask = band.pack(band.Band(q_length=20, kv_length=32, **limit), 2, "cpu")
             expected = metal_attention(module, q, k, k, mask)[0]
             torch.testing.assert_close(compiled(q, mask), expected, msg=name)
 
@@ -487,7 +455,7 @@ class TestDescriptor:
         ({"batch_size": None}, "batch_size is None; it must be an int"),
         (
             {"batch_size": 3, "attention_mask": torch.ones(2, 16) > 0},
-            "has 2 rows; it must have batch_size=3",
+            "2 rows; it must have bat",
         ),
         ({"q_length": "a"}, "q_length is 'a'; it must be an int"),
         ({"kv_length": -1}, "kv_length is -1; it must be at least 0"),

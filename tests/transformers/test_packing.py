@@ -27,7 +27,7 @@ from transformers.masking_utils import (  # noqa: E402
 )
 from transformers.utils import TransformersKwargs  # noqa: E402
 
-from tests.transformers import census, model_check  # noqa: E402
+from tests.transformers import model_check  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import bounds  # noqa: E402
 from tests.transformers.test_masks import check_attention  # noqa: E402
@@ -49,6 +49,8 @@ BANDS = {
     "sliding": sliding_window_causal_mask_function,
     "both sides": sliding_window_bidirectional_mask_function,
 }
+
+CHUNKS = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
 
 
 def positions_of(rows):
@@ -95,8 +97,7 @@ class TestDescriptor:
         check_attention(mask, sdpa_mask(**call), batch, length, length)
 
     def test_chunks_are_dense(self):
-        chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
-        call = call_for(chunks, positions_of([(5, 11)]))
+        call = call_for(CHUNKS, positions_of([(5, 11)]))
         assert torch.equal(metal_attention_mask(**call), sdpa_mask(**call))
 
     def test_positions_alone_keep_no_sequences_apart(self):
@@ -108,12 +109,10 @@ class TestDescriptor:
         expected = sdpa_mask(**call | {"allow_is_causal_skip": False})
         assert torch.equal(metal_attention_mask(**call), expected)
 
-    @pytest.mark.parametrize("batch", [1, 2])
-    def test_int_masks_of_users(self, batch):
-        q = torch.randn(batch, 1, 8, 8)
-        for mask in (torch.ones(batch, 1, 8, 8), torch.arange(64.0).view(1, 1, 8, 8)):
-            with pytest.raises(ValueError, match="pass a bool mask"):
-                metal_attention(torch.nn.Module(), q, q, q, mask.int().expand(batch, -1, -1, -1))
+
+def attend(mask, **bounds):
+    q, k, v = normal(3, 1, 2, 31, 8)
+    return metal_attention(torch.nn.Module(), q, k, v, mask, **bounds)[0]
 
 
 class TestBounds:
@@ -121,38 +120,33 @@ class TestBounds:
 
     LENGTHS = (17, 1, 13)
 
-    def attend(self, mask, **bounds):
-        q, k, v = normal(3, 1, 2, 31, 8)
-        return metal_attention(torch.nn.Module(), q, k, v, mask, **bounds)[0]
-
     def mask(self, function=causal_mask_function):
         return metal_attention_mask(**call_for(function, positions_of([self.LENGTHS])))
 
-    @pytest.mark.parametrize("ends", [(0, 17, 18, 31), (0, 0, 17, 18, 18, 31, 31)])
-    def test_the_same(self, ends):
+    def test_the_same(self):
         """Empty sequences change nothing; the window is the mask's."""
         mask = self.mask(sliding_window_causal_mask_function(5))
-        expected = self.attend(mask)
-        assert torch.equal(self.attend(mask, **bounds(*ends)), expected)
+        for ends in ((0, 17, 18, 31), (0, 0, 17, 18, 18, 31, 31)):
+            assert torch.equal(attend(mask, **bounds(*ends)), attend(mask))
 
     def test_tokens_of_no_sequence(self):
-        out = self.attend(self.mask(), **bounds(0, 17, 18))
-        assert torch.equal(out[:, :18], self.attend(self.mask())[:, :18])
+        out = attend(self.mask(), **bounds(0, 17, 18))
+        assert torch.equal(out[:, :18], attend(self.mask())[:, :18])
         assert not out[:, 18:].any()
 
     @pytest.mark.parametrize("ends", [(0, 31), (0, 17, 31), (0, 16, 18, 31), (0, 9, 17, 18, 31)])
     def test_others_are_refused(self, ends):
         with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* and position_ids say that diff"):
-            self.attend(self.mask(), **bounds(*ends))
+            attend(self.mask(), **bounds(*ends))
 
     def test_layers_after_the_first_do_not_wait(self, monkeypatch):
         mask, ends, compared = self.mask(), bounds(0, 17, 18, 31), []
         equal = torch.equal
         monkeypatch.setattr(packing.torch, "equal", lambda *a: compared.append(a) or equal(*a))
         for _ in range(2):
-            self.attend(mask, **ends)
+            attend(mask, **ends)
             assert len(compared) == 2
-        self.attend(mask)
+        attend(mask)
         assert len(compared) == 2
 
 
@@ -168,36 +162,26 @@ def test_model_by_positions():
         assert routes.packed == routes.kernel
 
 
-@pytest.mark.parametrize(
-    ("model_type", "kind", "first"),
-    [
-        ("afmoe", "AfmoeForCausalLM", 0),
-        ("electra", "ElectraForCausalLM", 0),
-        ("ernie", "ErnieForCausalLM", 0),
-        ("gpt_oss", "GptOssForCausalLM", 0),
-        ("opt", "OPTForCausalLM", 0),
-        ("xmod", "XmodForCausalLM", 1),
-    ],
-)
-def test_models_whose_masks_ignore_positions(model_type, kind, first):
+@pytest.mark.parametrize("name", ["Afmoe", "Electra", "Ernie", "GptOss", "OPT", "Xmod"])
+def test_models_whose_masks_ignore_positions(name):
     """Also without a cache. What the error advises works; some models count positions from 1."""
-    model = census._eager(census.Entry(model_type, kind))[0]
+    model = tiny.smallest(f"{name}ForCausalLM")
     batch, expected = model_check.packed(model, *TestBounds.LENGTHS)
-    given = {"input_ids": batch["input_ids"], "use_cache": False}
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     positions = batch["position_ids"]
     advice = r"use_cache=False .* If you did, .* cu_seq_lens_\* and max_length_\* as well"
     with pytest.raises(ValueError, match=advice):
-        tiny.answer(enable(model), **given, position_ids=positions)
-    actual = tiny.answer(model, **given, position_ids=positions + first, **bounds(0, 17, 18, 31))
+        tiny.answer(enable(model), **inputs, position_ids=positions)
+    positions = positions + (name == "Xmod")
+    actual = tiny.answer(model, **inputs, position_ids=positions, **bounds(0, 17, 18, 31))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_bounds_beside_another_mask():
     """Chunks inside of sequences, which no descriptor holds: the error says what to do."""
-    chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
-    mask = metal_attention_mask(**call_for(chunks, positions_of([(17, 1, 13)])))
+    mask = metal_attention_mask(**call_for(CHUNKS, positions_of([(17, 1, 13)])))
     with pytest.raises(NotImplementedError, match="pass position_ids and use_cache=False"):
-        TestBounds().attend(mask, **bounds(0, 17, 18, 31))
+        attend(mask, **bounds(0, 17, 18, 31))
 
 
 class Waits(TorchDispatchMode):
@@ -228,7 +212,7 @@ def expected():
 
 
 class TestBatchesOfTrainers:
-    """`seq_idx` and other names of sequences, beside what keeps them apart."""
+    """`seq_idx` and other names of sequences, next to the bounds that keep them apart."""
 
     IDS = (5, 9, 2, 7, 4, 4)
 
@@ -268,12 +252,11 @@ class TestBatchesOfTrainers:
 
     def test_dense_masks_keep_sequences_apart(self):
         """Chunks inside of sequences, in a bool mask and in an additive one."""
-        chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
-        mask = metal_attention_mask(**call_for(chunks, positions_of([(5, 11)])))
+        mask = metal_attention_mask(**call_for(CHUNKS, positions_of([(5, 11)])))
         for one in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
             for end, apart in ((5, True), (4, False)):
-                given = torch.tensor([0, end, 16])
-                assert packing.keeps_apart("cu_seqlens", given, (1, 16), None, one) == apart
+                ends = torch.tensor([0, end, 16])
+                assert packing.keeps_apart("cu_seqlens", ends, (1, 16), None, one) == apart
 
     @pytest.mark.parametrize(
         ("kept", "changed", "error"),
@@ -360,9 +343,9 @@ class TestPositionsWithCache:
 
     PACKED = positions_of([TestBounds.LENGTHS])
 
-    def forward(self, name="Llama", *, batch=1, **given):
-        given = {"input_ids": tiny.tokens(31, batch=batch), "use_cache": True} | given
-        return tiny.answer(enable(tiny.build(name)), **given)
+    def forward(self, name="Llama", *, batch=1, **inputs):
+        inputs = {"input_ids": tiny.tokens(31, batch=batch), "use_cache": True} | inputs
+        return tiny.answer(enable(tiny.build(name)), **inputs)
 
     @pytest.mark.parametrize(
         "name, rows, static",
@@ -374,57 +357,43 @@ class TestPositionsWithCache:
     )
     def test_refused(self, name, rows, static):
         """Causal masks, windows, dense masks and static caches raise."""
-        given = {"position_ids": positions_of(rows), "batch": len(rows)}
+        inputs = {"position_ids": positions_of(rows), "batch": len(rows)}
         if static:
             config = tiny.build(name).config
-            given["past_key_values"] = transformers.StaticCache(config=config, max_cache_len=40)
+            inputs["past_key_values"] = transformers.StaticCache(config=config, max_cache_len=40)
         with pytest.raises(ValueError, match=r"position_ids in \w+ fall back .* use_cache=False"):
-            self.forward(name, **given)
+            self.forward(name, **inputs)
 
-    @pytest.mark.parametrize(
-        "positions",
-        [
-            torch.arange(31)[None],
-            torch.arange(31)[None] + 5,
-            torch.zeros(1, 31, dtype=torch.int64),
-            (torch.arange(31) - 7).clamp(min=0)[None],
-            torch.where(torch.arange(31) < 7, 1, torch.arange(31) - 7)[None],
-            torch.cat([torch.arange(9), torch.arange(4, 26)])[None],
-        ],
-        ids=["from 0", "later", "none", "padded with 0", "padded with 1", "back to 4"],
-    )
-    def test_other_positions(self, positions):
-        given = {"input_ids": tiny.tokens(31, batch=1), "position_ids": positions}
-        assert model_check.compare("Llama", given=given)[0] <= model_check.TOLERANCE
+    def test_other_positions(self):
+        """From 0, later, none, padded with 0 or 1, and back to 4."""
+        count = torch.arange(31)
+        for positions in (
+            *(count, count + 5, 0 * count, (count - 7).clamp(min=0)),
+            *(torch.where(count < 7, 1, count - 7), torch.cat([count[:9], count[4:26]])),
+        ):
+            inputs = {"input_ids": tiny.tokens(31, batch=1), "position_ids": positions[None]}
+            assert model_check.compare("Llama", inputs=inputs)[0] <= model_check.TOLERANCE
 
     @pytest.mark.parametrize("shape", [(2, 31), (1, 1, 31, 31)])
     def test_masks_of_users(self, shape):
-        """Where a user's mask says what is seen, transformers takes positions for no more."""
+        """With a user's mask, transformers does not look for sequences in positions."""
         mask = torch.ones(shape, dtype=torch.bool).tril() if len(shape) > 2 else torch.ones(shape)
         self.forward(position_ids=self.PACKED, attention_mask=mask, batch=len(mask))
 
-    @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-    def test_second_part_of_a_prompt(self, name):
-        """What lies in the cache may be of the same sequence or not."""
-        model, ids = enable(tiny.build(name)), tiny.tokens(31, batch=1)
+    def test_second_part_of_a_prompt(self):
+        """The cache may hold the same sequence or another."""
+        model, ids = enable(tiny.build("Mistral")), tiny.tokens(31, batch=1)
         cache = transformers.DynamicCache(config=model.config)
         tiny.answer(model, input_ids=ids, past_key_values=cache)
         tiny.answer(model, input_ids=ids, position_ids=self.PACKED, past_key_values=cache)
 
-    @pytest.mark.parametrize(
-        ("function", "refused"),
-        [
-            (BANDS["causal"](0), True),
-            (BANDS["sliding"](5), True),
-            (chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64)), True),
-            (BANDS["both sides"](5), False),
-        ],
-    )
-    def test_bands(self, function, refused):
+    def test_bands(self):
         """Bidirectional masks ignore position_ids with or without a cache."""
-        mask = metal_attention_mask(1, 31, 31, 0, 0, function)
-        assert packing.falls_back(mask, self.PACKED) == refused
-        assert not packing.falls_back(mask, torch.arange(31)[None])
+        bands = [BANDS[name](5) for name in ("causal", "sliding", "both sides")]
+        for function, refused in zip([CHUNKS, *bands], [True, True, True, False], strict=True):
+            mask = metal_attention_mask(1, 31, 31, 0, 0, function)
+            assert packing.falls_back(mask, self.PACKED) == refused
+            assert not packing.falls_back(mask, torch.arange(31)[None])
 
     def test_positions_on_several_axes(self):
         q, k, v = torch.randn(3, 1, 2, 31, 8)

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -129,19 +129,14 @@ class TestFinder:
         assert "integration_stub" in sys.modules
         assert sys.meta_path == before
         loader = type(awaited_stub.__loader__)
-        for found in (
-            awaited_stub.models.__loader__,
-            awaited_stub.models.__spec__.loader,
-            awaited_stub.models.spec_loader,
-        ):
-            assert type(found) is loader
+        models = awaited_stub.models
+        for actual in (models.__loader__, models.__spec__.loader, models.spec_loader):
+            assert type(actual) is loader
 
     def test_who_only_asks_gets_the_loader_too(self, stub):
         spec = importlib.util.find_spec("awaited_stub.models")
         assert spec.loader.get_source("awaited_stub.models").startswith("import sys")
         assert waiting()
-        importlib.import_module("awaited_stub.models")
-        assert "integration_stub" in sys.modules
 
     def test_an_import_that_fails_may_be_tried_again(self, stub):
         text = (stub / "models.py").read_text()
@@ -158,11 +153,9 @@ class TestFinder:
     def test_beside_a_finder_that_asks_all_others(self, stub):
         class Asking:
             def find_spec(self, name, path, target=None):
-                if name != "awaited_stub.models":
-                    return None
                 others = (finder for finder in sys.meta_path if finder is not self)
-                found = (finder.find_spec(name, path, target) for finder in others)
-                return next((spec for spec in found if spec), None)
+                specs = (finder.find_spec(name, path, target) for finder in others)
+                return next(filter(None, specs), None) if name == "awaited_stub.models" else None
 
         sys.meta_path.insert(0, Asking())
         sys.meta_path.insert(0, sys.meta_path.pop(1))
@@ -170,14 +163,8 @@ class TestFinder:
         assert "integration_stub" in sys.modules
 
     def test_many_threads(self, stub):
-        threads = [
-            threading.Thread(target=importlib.import_module, args=["awaited_stub.models"])
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(importlib.import_module, ["awaited_stub.models"] * 8))
         assert "integration_stub" in sys.modules
         assert not waiting()
 

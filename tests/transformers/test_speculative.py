@@ -42,7 +42,7 @@ def assistant(device, noise):
     return enable(model).to(device)
 
 
-# Of the model as its own assistant every draft is accepted; of another hardly any.
+# The model as its own assistant makes drafts that are all accepted, another one hardly any.
 WAYS = {"assisted": 0.0, "assisted by another model": 1.0, "prompt lookup": None}
 # Greedy's: one a token.
 MOST_FORWARDS = {"assisted": 3, "assisted by another model": NEW_TOKENS, "prompt lookup": 8}
@@ -58,9 +58,9 @@ def test_tokens_are_those_of_greedy(way, device):
     else:
         draft_model, drafts = counted(assistant(device, WAYS[way]))
         options = {"assistant_model": draft_model}
-    given = {key: x.to(device) for key, x in prompt().items()}
+    inputs = {key: x.to(device) for key, x in prompt().items()}
     with record_routes() as routes:
-        actual = model.generate(**given, **OPTIONS, **options)
+        actual = model.generate(**inputs, **OPTIONS, **options)
     assert actual.tolist() == expected.tolist()
     assert len(queries) <= MOST_FORWARDS[way]
     assert any(1 < n <= DRAFT + 1 for n in queries[1:])

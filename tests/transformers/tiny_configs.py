@@ -18,102 +18,74 @@ TOKENS = 90  # ordinary tokens are below, special ones above
 HIDDEN = 64
 HEADS = 4
 
-# The first pattern that is found in the whole name of a whole number decides.
+# Sizes of integer options, by the first pattern that matches the whole name.
 _SIZES: list[tuple[str, int]] = [
-    (
-        r"(vocab_size.*|.*_vocab_size|vocabulary_size|codebook_size|n_vocab|.*vocab_size.*|.*_vocab)",
-        VOCABULARY,
-    ),
-    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_length|seq_length)", 128),
-    (r"max_target_positions|max_source_positions", 128),
+    (r"vocabulary_size|codebook_size|n_vocab|.*vocab_size.*|.*_vocab", VOCABULARY),
+    (r"max_(position_embeddings|seq_len|length)|n_positions|n_ctx|seq_length", 128),
+    (r"max_(target|source)_positions", 128),
     (r"(num_|n_)?(key_value_heads|kv_heads|head_kv|query_groups)|.*num_key_value_heads", 2),
     (r".*(num_|n_)(attention_)?heads?|.*attention_heads|n_head|.*num_heads", HEADS),
     (r"(global_|attention_|attn_)?head_dim|d_kv|attention_head_size|kv_channels", HIDDEN // HEADS),
-    (r"qk_rope_head_dim", 8),
-    (r"qk_nope_head_dim|v_head_dim", 16),
     (r"q_lora_rank|o_lora_rank", 24),
-    (r"kv_lora_rank", 16),
+    (r"qk_nope_head_dim|v_head_dim|kv_lora_rank|mamba_headdim", 16),
     (r"num_experts_per_tok(en)?|moe_topk|moe_top_k|top_k|moe_k|num_selected_experts", 2),
     (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|.*num_experts", 4),
-    (r"n_group|topk_group|num_expert_group", 1),
+    (r"n_group|topk_group|num_expert_group|(mamba_)?n_groups|attn_layer_offset", 1),
     (r"first_k_dense_replace|num_dense_layers|.*sparse_step", 1),
-    (r"(mamba_)?n_groups|attn_layer_offset", 1),
     (r"merge_index", 0),
     (r"attention_hidden_size", 2 * HIDDEN),
     (r"attn_layer_period", 2),
-    (r"rotary_dim|latent_query_num|visual_prompt_size|(num|n)_filters", 8),
-    (r"mamba_headdim", 16),
-    (r"upsample_groups|condition_dim", HIDDEN),
-    (
-        r".*(intermediate_size|ffn_dim|ffn_hidden_size|mlp_dim|hidden_dim_ffn)|d_ff|d_inner|n_inner",
-        96,
-    ),
-    (r"dim_feedforward|.*intermediate_dim", 96),
+    (r"qk_rope_head_dim|rotary_dim|latent_query_num|visual_prompt_size|(num|n)_filters", 8),
+    (r"num_queries|num_query_tokens|num_latents|num_object_queries|patch_size", 8),
+    (r".*(intermediate_size|ffn_dim|ffn_hidden_size|mlp_dim|hidden_dim_ffn|intermediate_dim)", 96),
+    (r"dim_feedforward|d_ff|d_inner|n_inner", 96),
     (r"(.*_)?(hidden_size|d_model|n_embd|hidden_dim|embed_dim|dim_model|projection_dim)", HIDDEN),
     (r"num_pos_feats", HIDDEN // 2),
+    (r"dim|width|d_latents|output_channels|(emb|output|model)_dim", HIDDEN),
     (
-        r"(dim|width|emb_dim|d_latents|output_channels|spec_size|max_img_size|embedding_size|embed_size|output_dim|model_dim|projection_size)",
+        r"upsample_groups|condition_dim|spec_size|max_img_size|embedding_size|embed_size|projection_size",
         HIDDEN,
     ),
     (r"(.*_)?(proj_dim|projector_dim|output_hidden_size|cross_attention_hidden_size)", HIDDEN),
     (r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks|depth)|.*_(layers|num_layers)", 2),
     (r"image_size|img_size|input_size|crop_size", 32),
-    (r"patch_size", 8),
-    (r"num_windows", 4),
-    (r"image_embedding_size|mm_tokens_per_image", 32 // 8),
+    (r"num_windows|image_embedding_size|mm_tokens_per_image", 4),
     (r"num_frames|frames_per_clip", 2),
-    (r"num_queries|num_query_tokens|num_latents|num_object_queries", 8),
     (r".*(sliding_window|attention_chunk_size|local_attention|attention_window)", WINDOW),
     (r"num_mel_bins|model_in_dim|num_mels|feature_size|n_mels", 16),
     (r"prediction_length|context_length", PROMPT),
 ]
-_COMPILED = [(re.compile(pattern), size) for pattern, size in _SIZES]
 
 # Options whose default is None, for models that need a value.
 _FILLED: dict[str, Any] = {
+    **dict.fromkeys(("decoder_depth", "indexer_kv_heads", "n_shared_experts"), 1),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2),
+    **dict.fromkeys(("indexer_compress_ratio", "n_routed_experts", "num_experts"), 4),
+    **dict.fromkeys(("decoder_num_heads", "indexer_n_heads", "num_key_value_heads"), HEADS),
+    **dict.fromkeys(("head_dim", "indexer_head_dim"), HIDDEN // HEADS),
+    **dict.fromkeys(("image_token_id", "image_token_index"), VOCABULARY - 1),
+    **dict.fromkeys(("video_token_id", "video_token_index"), VOCABULARY - 2),
     "attn_layer_indices": [1],
-    "decoder_depth": 1,
     "decoder_hidden_size": HIDDEN,
-    "decoder_num_heads": HEADS,
     "deepstack_layer_map": [[-1, 0]],
     "default_language": "en_XX",
     "downsample_rate": "1/2",
-    "head_dim": HIDDEN // HEADS,
-    "image_token_id": VOCABULARY - 1,
-    "image_token_index": VOCABULARY - 1,
     "indexer_budget": 8,
-    "indexer_compress_ratio": 4,
-    "indexer_head_dim": HIDDEN // HEADS,
-    "indexer_kv_heads": 1,
-    "indexer_n_heads": HEADS,
     "layer_types": ["conv", "full_attention"],
     "mlp_layer_types": ["dense", "sparse"],
     "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_key_value_heads": HEADS,
     "sliding_window": WINDOW,
-    "top_k_experts": 2,
-    "video_token_id": VOCABULARY - 2,
-    "video_token_index": VOCABULARY - 2,
     "vocab_size": VOCABULARY,
     "vocabulary_map": {"<image>": VOCABULARY - 1},
 }
 
 # Names, and what holds for single layers of many.
 _FIXED = (
-    "architectures",
-    "dtype",
-    "id2label",
-    "label2id",
-    "model_type",
-    "per_layer_config",
+    *("architectures", "dtype", "id2label", "label2id", "model_type", "per_layer_config"),
     "transformers_version",
 )
 
-# What may differ from one attempt to the next: some configurations check sizes against each other.
+# Rules that differ between attempts, because some configurations compare sizes.
 LEVELS = ("all", "filled", "without heads", "layers")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers")
 _DEPTHS = ("depths", "layers", "num_blocks")
@@ -128,7 +100,7 @@ def small(kind: type, level: str = "all", decodes: bool = False, **changes: Any)
 
     level: one of LEVELS, from smallest to largest; "filled" also gives a value to options that have
         none. decodes: for a model that generates text and could also be an encoder. changes:
-        options that are given.
+        options to set.
     """
     config = kind()
     options = _options(config, level)
@@ -147,33 +119,31 @@ def _parts(config: Any, level: str) -> dict[str, Any]:
         if part.model_type == "timm_backbone":
             # Most of them are a ResNet of the library timm.
             part = ResNetConfig(out_indices=part.out_indices)
-        kept = {
-            option: value
-            for option, value in part.to_dict().items()
-            if option not in (*_FIXED, *part.sub_configs)
-            and not option.startswith("_")
-            and value is not None
-        }
+        kept = {option: value for option, value in _own(part).items() if value is not None}
         parts[name] = type(part)(**kept | _options(part, level) | _parts(part, level))
     return parts
 
 
-def _options(config: Any, level: str) -> dict[str, Any]:
-    given = {
+def _own(config: Any) -> dict[str, Any]:
+    """The options of a configuration, without those of its parts."""
+    return {
         name: value
         for name, value in config.to_dict().items()
         if name not in (*_FIXED, *config.sub_configs) and not name.startswith("_")
     }
-    return dict(_changed(given, level))
 
 
-def _changed(given: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
-    """The options among `given` that become smaller."""
-    total = next((given[name] for name in _LAYERS if isinstance(given.get(name), int)), None)
-    depths = [given[name] for name in _DEPTHS if isinstance(given.get(name), (list, tuple))]
+def _options(config: Any, level: str) -> dict[str, Any]:
+    return dict(_changed(_own(config), level))
+
+
+def _changed(options: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
+    """Those of the options that become smaller."""
+    total = next((options[name] for name in _LAYERS if isinstance(options.get(name), int)), None)
+    depths = [options[name] for name in _DEPTHS if isinstance(options.get(name), (list, tuple))]
     stages = len(depths[0]) if depths else None
-    layers = _count_of_layers(given)
-    for name, value in given.items():
+    layers = _count_of_layers(options)
+    for name, value in options.items():
         if name == "prediction_length":
             yield name, PROMPT
         elif name == "pad_token_id" or (name.endswith(_TOKEN) and value is not None):
@@ -190,11 +160,11 @@ def _changed(given: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
         elif name in _LAYERS and isinstance(value, int) and not stages:
             yield name, min(value, layers)
         elif isinstance(value, int) and (value != stages or "head" in name):
-            size = None if _is_kept(name, level) else _number(name, value, given, layers)
+            size = None if _is_kept(name, level) else _number(name, value, options, layers)
             if size is not None and (value > size or name in _ALWAYS):
                 yield name, size
         elif isinstance(value, dict) and "mrope_section" in value:
-            yield name, value | {"mrope_section": _sections(value["mrope_section"], given, level)}
+            yield name, value | {"mrope_section": _sections(value["mrope_section"], options, level)}
         elif level == "filled" and name == "rope_parameters" and "rope_theta" in value:
             half = int(HIDDEN // HEADS * value.get("partial_rotary_factor", 1)) // 2
             third = round(half / 3)
@@ -207,37 +177,37 @@ def _is_kept(name: str, level: str) -> bool:
     return level == "without heads" and _HEADS.fullmatch(name) is not None
 
 
-def _number(name: str, value: int, given: dict[str, Any], layers: int) -> int | None:
+def _number(name: str, value: int, options: dict[str, Any], layers: int) -> int | None:
     """The small value of a whole number, where it does not depend on its name alone."""
     if name == "num_kv_shared_layers":
         return layers // 2
-    if name == "num_key_value_heads" and value == given.get("num_attention_heads"):
+    if name == "num_key_value_heads" and value == options.get("num_attention_heads"):
         return HEADS
-    if name == "head_dim" and value == given.get("qk_rope_head_dim"):
+    if name == "head_dim" and value == options.get("qk_rope_head_dim"):
         return _size("qk_rope_head_dim")
-    if name == "num_heads" and "state_size" in given:
-        heads: int = HEADS * given["expand"]
+    if name == "num_heads" and "state_size" in options:
+        heads: int = HEADS * options["expand"]
         return heads
     if name == "feature_size" and value > 128:  # of a picture, not of a sound
         return HIDDEN
     return _size(name)
 
 
-def _count_of_layers(given: dict[str, Any]) -> int:
+def _count_of_layers(options: dict[str, Any]) -> int:
     """One of each kind, and one for each output of a backbone."""
-    kinds = [len(set(v)) for name, v in given.items() if _of_layers(name) and isinstance(v, list)]
-    pattern = given.get("block_types") or ()
-    outputs = [len(given.get(name) or ()) for name in ("out_features", "backbone_out_indices")]
+    kinds = [len(set(v)) for name, v in options.items() if _of_layers(name) and isinstance(v, list)]
+    pattern = options.get("block_types") or ()
+    outputs = [len(options.get(name) or ()) for name in ("out_features", "backbone_out_indices")]
     layers = max(2, *kinds, len(set(pattern)), *outputs)
-    if any("hybrid" in v for name, v in given.items() if _of_layers(name) and v):
-        return layers + 1  # those share weights, of which the first has its own
-    return layers * 2 if given.get("num_kv_shared_layers") else layers
+    if any("hybrid" in v for name, v in options.items() if _of_layers(name) and v):
+        return layers + 1  # those share weights, and the first has another
+    return layers * 2 if options.get("num_kv_shared_layers") else layers
 
 
-def _sections(sections: Any, given: dict[str, Any], level: str) -> Any:
+def _sections(sections: Any, options: dict[str, Any], level: str) -> Any:
     """The parts of a head that time, height and width rotate, in a head of another size."""
-    width = given.get("hidden_size", 0) // max(given.get("num_attention_heads", 1), 1)
-    before = given.get("head_dim") or width
+    width = options.get("hidden_size", 0) // max(options.get("num_attention_heads", 1), 1)
+    before = options.get("head_dim") or width
     if level not in ("all", "filled") or not before:
         return sections
     ends = [round(end * (HIDDEN // HEADS) / before) for end in accumulate(sections, initial=0)]
@@ -247,10 +217,7 @@ def _sections(sections: Any, given: dict[str, Any], level: str) -> Any:
 def _size(name: str) -> int | None:
     if name == "num_feat_extract_layers":  # a number of convolutions, each with its sizes
         return None
-    for pattern, size in _COMPILED:
-        if pattern.fullmatch(name):
-            return size
-    return None
+    return next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), None)
 
 
 def _list(
@@ -304,13 +271,10 @@ def _of_layers(name: str) -> bool:
 
 
 def _special(name: str, value: Any) -> Any:
-    """A token of its own for each kind, above the ordinary ones; none ends a sentence."""
-    if name == "pad_token_id":
-        return 0
-    if name == "bos_token_id" or name == "decoder_start_token_id":
-        return 1
-    if name == "eos_token_id":
-        return 2
+    """Another token for each kind, above the ordinary ones; none ends a sentence."""
+    known = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
+    if name in known:
+        return known[name]
     if isinstance(value, int) and value >= VOCABULARY:
         return TOKENS + sum(map(ord, name)) % (VOCABULARY - TOKENS)
     return value

@@ -30,10 +30,12 @@ def guesses(model: Any) -> Iterator[dict[str, Any]]:
     """Inputs that the model may take, in the order in which to try them."""
     names = inspect.signature(model.forward).parameters
     for guess in _main(model, names):
-        given = guess | _companions(model, names, guess)
+        inputs = guess | _companions(model, names, guess)
         if type(model).__name__.endswith("MultipleChoice"):
-            given = {n: value[:, None].repeat_interleave(CHOICES, 1) for n, value in given.items()}
-        yield given
+            inputs = {
+                n: value[:, None].repeat_interleave(CHOICES, 1) for n, value in inputs.items()
+            }
+        yield inputs
 
 
 def _main(model: Any, names: Any) -> Iterator[dict[str, Any]]:
@@ -75,30 +77,30 @@ def _columns(ids: Tensor, count: int) -> Tensor:
     return ids[..., None].expand(-1, -1, count).clone()
 
 
-def _companions(model: Any, names: Any, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Arguments that belong to those in `given`, or that the model needs too."""
+def _companions(model: Any, names: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Arguments that belong to those in `inputs`, or that the model needs too."""
     config = model.config
-    picture = next((given[name] for name in _PICTURE if name in given), None)
-    sound = next((given[name] for name in _SOUND if name in given), None)
+    picture = next((inputs[name] for name in _PICTURE if name in inputs), None)
+    sound = next((inputs[name] for name in _SOUND if name in inputs), None)
     has_own = not {"states", "visual_feats"}.isdisjoint(names)
-    found: dict[str, Tensor] = {}
+    companions: dict[str, Tensor] = {}
     for name in names:
         if picture is not None and (value := _of_picture(config, names, name, picture)) is not None:
-            found[name] = value
+            companions[name] = value
         elif sound is not None and name in ("input_features_mask", "audio_mel_mask"):
             length = sound.shape[-1 if sound.shape[1] == _bins(config) else 1]
-            found[name] = torch.ones(BATCH, length, dtype=torch.bool)
-        elif name in _SOUND and name not in given and _is_needed(names[name]):
-            found[name] = next(_waves(model, name))
-        elif name == "mm_token_type_ids" and "input_ids" in given:
-            found[name] = torch.zeros_like(given["input_ids"])
+            companions[name] = torch.ones(BATCH, length, dtype=torch.bool)
+        elif name in _SOUND and name not in inputs and _is_needed(names[name]):
+            companions[name] = next(_waves(model, name))
+        elif name == "mm_token_type_ids" and "input_ids" in inputs:
+            companions[name] = torch.zeros_like(inputs["input_ids"])
         elif name == "decoder_input_values":
-            found[name] = _random(BATCH, PROMPT, _bins(config))
-        elif name == "encoder_hidden_states" and "query_embeds" in given:
-            found[name] = _random(BATCH, 7, config.encoder_hidden_size)
-        elif name in _OWN and (has_own or _is_needed(names[name])):
-            found[name] = _OWN[name](config)
-    return found
+            companions[name] = _random(BATCH, PROMPT, _bins(config))
+        elif name == "encoder_hidden_states" and "query_embeds" in inputs:
+            companions[name] = _random(BATCH, 7, config.encoder_hidden_size)
+        elif name in _RARE and (has_own or _is_needed(names[name])):
+            companions[name] = _RARE[name](config)
+    return companions
 
 
 def _of_picture(config: Any, names: Any, name: str, picture: Tensor) -> Tensor | None:
@@ -128,7 +130,7 @@ def _of_picture(config: Any, names: Any, name: str, picture: Tensor) -> Tensor |
 
 
 def _every_other_patch(config: Any) -> Tensor:
-    """Of a video, as a mask."""
+    """A mask of the patches of a video."""
     frames = config.num_frames // config.tubelet_size
     count = frames * (config.image_size // config.patch_size) ** 2
     return (torch.arange(count) % 2 == 0).expand(BATCH, count)
@@ -139,7 +141,7 @@ def _random(*shape: int) -> Tensor:
 
 
 # Arguments that few models have, from their configuration.
-_OWN: dict[str, Callable[[Any], Tensor]] = {
+_RARE: dict[str, Callable[[Any], Tensor]] = {
     "actions": lambda config: _random(BATCH, PROMPT, _first(config, "act_dim", "max_action_dim")),
     "aspect_ratio_ids": lambda config: torch.ones(BATCH, 1, dtype=torch.int64),
     "aspect_ratio_mask": lambda config: torch.ones(BATCH, 1, 4, dtype=torch.int64),
@@ -161,83 +163,80 @@ def _is_needed(parameter: inspect.Parameter | None) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
-def tokens(shift: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(shift)
-    return torch.randint(3, TOKENS, (BATCH, PROMPT), generator=generator)
+def tokens(length: int = PROMPT, batch: int = BATCH, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, TOKENS, (batch, length), generator=generator)
 
 
-def padded(model: Any, given: dict[str, Any], side: str) -> dict[str, Any] | None:
-    """`given`, its second sequence padded on one side ("none": a mask of ones), or None.
+def padded(model: Any, inputs: dict[str, Any], side: str) -> dict[str, Any] | None:
+    """`inputs`, its second sequence padded on one side ("none": a mask of ones), or None.
 
     A sound, in the place of texts, is padded on the right only.
     """
     masked = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
-    found = {}
+    masks = {}
     for mask, name in masked.items():
-        if name in given:
-            shape = given[name].shape[1:]
-            # Of several codebooks: one mask for all.
+        if name in inputs:
+            shape = inputs[name].shape[1:]
+            # Several codebooks share one mask.
             ones = torch.ones(BATCH, *shape[: 2 if shape[0] == CHOICES else 1], dtype=torch.int64)
             if side == "left":
                 ones[1, ..., :PADDED] = 0
             elif side == "right":
                 ones[1, ..., -PADDED:] = 0
-            found[mask] = ones
-    sound = next((given[name] for name in _SOUND if name in given), None)
+            masks[mask] = ones
+    sound = next((inputs[name] for name in _SOUND if name in inputs), None)
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
-    if not found and sound is not None and takes_mask and side != "left":
+    if not masks and sound is not None and takes_mask and side != "left":
         length = sound.shape[-1 if sound.dim() == 2 or sound.shape[1] == _bins(model.config) else 1]
         ones = torch.ones(BATCH, length, dtype=torch.int64)
         if side == "right":
             ones[1, -length // 3 :] = 0
-        found["attention_mask"] = ones
-    return given | found if found else None
+        masks["attention_mask"] = ones
+    return inputs | masks if masks else None
 
 
-def with_as_many_tokens(model: Any, given: dict[str, Any], error: str) -> dict[str, Any] | None:
-    """`given` with a token for each feature of a picture or sound, as an error asks for."""
-    found = _MISMATCH.search(error)
+def with_as_many_tokens(model: Any, inputs: dict[str, Any], error: str) -> dict[str, Any] | None:
+    """`inputs` with a token for each feature of a picture or sound, as an error asks for."""
+    match = _MISMATCH.search(error)
     token = _first(
         model.config,
-        "image_token_id",
-        "image_token_index",
-        "audio_token_id",
-        "audio_token_index",
+        *("image_token_id", "image_token_index", "audio_token_id", "audio_token_index"),
         "video_token_id",
     )
-    if found is None or token is None or "input_ids" not in given:
+    if match is None or token is None or "input_ids" not in inputs:
         return None
-    features = int(found["features"] or found["vectors"])
-    if found["tokens"] == found["features"]:
+    features = int(match["features"] or match["vectors"])
+    if match["tokens"] == match["features"]:
         features //= HIDDEN  # these were numbers, and not features
     count = -(-features // BATCH)
     if not 0 < count <= 512:
         return None
-    ids = given["input_ids"]
+    ids = inputs["input_ids"]
     if ids.shape[1] != PROMPT:
         ids = torch.cat([ids[:, :5], ids[:, 5 - PROMPT :]], 1)
     ids = torch.cat([ids[:, :5], torch.full((BATCH, count), token), ids[:, 5:]], 1)
     changed = {"input_ids": ids}
-    if "mm_token_type_ids" in given:
+    if "mm_token_type_ids" in inputs:
         changed["mm_token_type_ids"] = (ids == token).long()
-    return given | changed
+    return inputs | changed
 
 
 def _texts(model: Any, names: Any) -> dict[str, Any]:
     if "input_ids" not in names:
         return {}
-    given: dict[str, Any] = {"input_ids": tokens()}
+    inputs: dict[str, Any] = {"input_ids": tokens()}
     if re.search("Classification|QuestionAnswering|MultipleChoice", type(model).__name__):
         # Some pool at the end of the text, or tell a question from its context by separators.
-        given["input_ids"][:, [5, 6, -1]] = 2
+        inputs["input_ids"][:, [5, 6, -1]] = 2
     if "decoder_input_ids" in names:
-        given["decoder_input_ids"] = tokens(shift=1)
+        inputs["decoder_input_ids"] = tokens(seed=1)
     needed = (n for n in names if n.endswith("_input_ids") and _is_needed(names[n]))
-    given |= {name: tokens() for name in needed}
+    inputs |= {name: tokens() for name in needed}
     if "bbox" in names:
         corners = torch.tensor([3, 5, 20, 30])
-        given["bbox"] = corners.expand(BATCH, PROMPT, 4).clone()
-    return given
+        inputs["bbox"] = corners.expand(BATCH, PROMPT, 4).clone()
+    return inputs
 
 
 def _pixels(model: Any) -> Iterator[Tensor]:
@@ -245,17 +244,15 @@ def _pixels(model: Any) -> Iterator[Tensor]:
     size = _first(config, "image_size", "img_size", "input_size", "crop_size") or 32
     height, width = (size if isinstance(size, (list, tuple)) else (size, size))[-2:]
     channels = _first(config, "num_channels", "in_channels", "in_chans") or 3
-    if not isinstance(channels, int):
-        channels = 3
-    generator = torch.Generator().manual_seed(1)
+    channels = channels if isinstance(channels, int) else 3
     frames = _first(config, "num_frames", "frames_per_clip") or 2
     if height > 512 or width > 512:
         height = width = 64
-    yield torch.randn(BATCH, channels, height, width, generator=generator)
-    yield torch.randn(BATCH, frames, channels, height, width, generator=generator)
-    yield torch.randn(BATCH, channels, 64, 64, generator=generator)
-    yield torch.randn(BATCH, channels, 224, 224, generator=generator)
-    yield torch.randn(BATCH, 1, 4, channels, height, width, generator=generator)
+    yield _random(BATCH, channels, height, width)
+    yield _random(BATCH, frames, channels, height, width)
+    yield _random(BATCH, channels, 64, 64)
+    yield _random(BATCH, channels, 224, 224)
+    yield _random(BATCH, 1, 4, channels, height, width)
 
 
 def _patches(model: Any) -> Iterator[Tensor]:
@@ -266,9 +263,8 @@ def _patches(model: Any) -> Iterator[Tensor]:
     frames = _first(config, "temporal_patch_size") or 1
     frames = frames if isinstance(frames, int) else frames[0]
     channels = _first(config, "in_channels", "num_channels", "in_chans") or 3
-    yield _random(BATCH * count, channels * frames * side * side)
-    yield _random(BATCH * count, channels * side * side)
-    yield _random(BATCH * count, 2 * channels * side * side)
+    for depth in (frames, 1, 2):
+        yield _random(BATCH * count, depth * channels * side * side)
     yield _random(BATCH * count, channels, side, side)
     yield _random(BATCH, count, channels * side * side)
     yield _random(BATCH, count, 2 + HIDDEN).abs().ceil()
@@ -278,40 +274,33 @@ def _patches(model: Any) -> Iterator[Tensor]:
 
 
 def _waves(model: Any, name: str) -> Iterator[Tensor]:
-    config = model.config
-    generator = torch.Generator().manual_seed(2)
-    bins = _bins(config)
+    config, bins = model.config, _bins(model.config)
     length = _first(config, "max_source_positions", "max_length")
     length = 2 * length if isinstance(length, int) and length <= 2000 else 64
-    if name == "input_features":
-        yield torch.randn(BATCH, bins, length, generator=generator)
-        yield torch.randn(BATCH, 64, bins, generator=generator)
-        yield torch.randn(BATCH, 160, generator=generator)
-        yield torch.randn(BATCH, 1, 64, bins, generator=generator)
-        yield torch.randn(BATCH, bins, 200, generator=generator)
-        yield torch.randn(BATCH, bins, 8 * PROMPT, generator=generator)
+    shapes = [(7680,), (1, 7680), (_first(config, "max_length") or 1024, bins)]
+    if name == "audio_mel":
+        shapes = [(64, bins)]
+    elif name == "input_features":
+        shapes = [
+            (bins, length),
+            (64, bins),
+            (160,),
+            (1, 64, bins),
+            (bins, 200),
+            (bins, 8 * PROMPT),
+        ]
         if isinstance(width := _first(config, "input_size"), int):
-            yield torch.randn(BATCH, 64, width, generator=generator)
-    elif name == "audio_mel":
-        yield torch.randn(BATCH, 64, bins, generator=generator)
-    else:
-        yield torch.randn(BATCH, 7680, generator=generator)
-        yield torch.randn(BATCH, 1, 7680, generator=generator)
-        steps = _first(config, "max_length") or 1024
-        yield torch.randn(BATCH, steps, bins, generator=generator)
+            shapes.append((64, width))
+    for shape in shapes:
+        yield _random(BATCH, *shape)
 
 
 def _bins(config: Any) -> int:
     """The numbers for one step of a sound."""
     bins = _first(
         config,
-        "num_mel_bins",
-        "input_feat_per_channel",
-        "num_mels",
-        "n_mels",
-        "feature_size",
-        "feature_projection_input_dim",
-        "input_feat_size",
+        *("num_mel_bins", "input_feat_per_channel", "num_mels", "n_mels", "feature_size"),
+        *("feature_projection_input_dim", "input_feat_size"),
     )
     return bins if isinstance(bins, int) else 16
 
@@ -325,21 +314,23 @@ def _vectors(model: Any) -> Iterator[Tensor]:
 
 def _series(model: Any) -> Iterator[dict[str, Tensor]]:
     """Time series: the past with its lags, and the future for the decoder; or several channels."""
-    config, generator = model.config, torch.Generator().manual_seed(4)
+    config = model.config
     lags = getattr(config, "lags_sequence", None) or [0]
     past = (_first(config, "context_length", "prediction_length") or PROMPT) + max(lags)
     future = _first(config, "prediction_length") or PROMPT
     features = getattr(config, "num_time_features", 0)
-    given = {"past_values": torch.randn(BATCH, past, generator=generator)}
     names = inspect.signature(model.forward).parameters
-    if "past_time_features" in names:
-        given["past_time_features"] = torch.randn(BATCH, past, features, generator=generator)
-        given["past_observed_mask"] = torch.ones(BATCH, past)
-    if "future_values" in names:
-        given["future_values"] = torch.randn(BATCH, future, generator=generator)
-    if "future_time_features" in names:
-        given["future_time_features"] = torch.randn(BATCH, future, features, generator=generator)
-    yield given
+    series = {
+        "past_time_features": _random(BATCH, past, features),
+        "past_observed_mask": torch.ones(BATCH, past),
+        "future_values": _random(BATCH, future),
+        "future_time_features": _random(BATCH, future, features),
+    }
+    if "past_time_features" not in names:
+        del series["past_observed_mask"]
+    inputs = {name: value for name, value in series.items() if name in names}
+    inputs["past_values"] = _random(BATCH, past)
+    yield inputs
     yield {"past_values": _random(BATCH, past, _first(config, "num_input_channels") or 1)}
 
 

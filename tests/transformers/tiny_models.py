@@ -6,6 +6,7 @@ their scores, and times 4 these are so large that rounding alone comes near 1e-5
 """
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,9 @@ from tests.transformers.tiny_families import (
     PADDED,
     PROMPT,
 )
+from tests.transformers.tiny_inputs import tokens
+
+PARAMETERS = 110e6  # the largest number that a small model may have
 
 
 def build(name: str, **changes: Any) -> Any:
@@ -57,27 +61,62 @@ def build_from(config: Any, kind: Any, gain: float = 4) -> Any:
     return model
 
 
-def smallest(model_name: str, **changes: Any) -> Any:
-    """A model of any class by the rules of `tiny_configs`; changes: of its text's options."""
-    kind = getattr(transformers, model_name)
-    reasons = []
+class NotSmallError(Exception):
+    """The reason why no small model of a class could be built and run."""
+
+
+def shown(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, NotSmallError):
+        return text
+    if isinstance(error, ImportError):
+        text = text.split(". ")[0]  # the rest says how to install it
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def first_that_runs(
+    kind: Any,
+    config_class: Any,
+    run: Callable[[Any], Any],
+    decodes: bool = True,
+    gains: tuple[float, ...] = (4,),
+    **changes: Any,
+) -> tuple[Any, Any]:
+    """The first model of a class, by the rules of `tiny_configs`, that runs, and its result.
+
+    run: returns None where the result is not finite; then the weights get the next gain. changes:
+    options of the model's text.
+    """
+    reasons: list[str] = []
     for level in tiny_configs.LEVELS:
         try:
-            config = tiny_configs.small(kind.config_class, level, True)
-            text = getattr(config, "text_config", None) or config
+            config = tiny_configs.small(config_class, level, decodes)
             for name, value in changes.items():
-                setattr(text, name, value)
-            config.pad_token_id = 0
-            model = build_from(config, kind)
-            generate(model, {"input_ids": tokens()}, max_new_tokens=1, disable_compile=True)
-            return model
+                setattr(getattr(config, "text_config", None) or config, name, value)
+            with torch.device("meta"):
+                size = sum(weight.numel() for weight in kind(config).parameters())
+            if size > PARAMETERS:  # models of later levels are larger
+                reasons.append(f"{size / 1e6:.0f} million parameters")
+                break
+            for gain in gains:
+                model = build_from(copy.deepcopy(config), kind, gain)
+                if (result := run(model)) is not None:
+                    return model, result
+            raise NotSmallError("its answers are not finite")
         except Exception as error:
-            reasons.append(error)
-    raise reasons[-1]
+            reasons.append(shown(error))
+    raise NotSmallError("; ".join(dict.fromkeys(reasons)))
 
 
-def tokens(length: int = PROMPT, batch: int = 2) -> Tensor:
-    return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
+def smallest(model_name: str, **changes: Any) -> Any:
+    """A model of any class that generates; changes: options of its text."""
+
+    def run(model: Any) -> Any:
+        return generate(model, {"input_ids": tokens()}, max_new_tokens=1, disable_compile=True)
+
+    kind = getattr(transformers, model_name)
+    return first_that_runs(kind, kind.config_class, run, pad_token_id=0, **changes)[0]
 
 
 def prompts() -> list[list[int]]:
@@ -96,31 +135,31 @@ def padding(side: str, length: int = PROMPT) -> Tensor:
 def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
     """The inputs of the family's model, padded on one side if it takes a mask."""
     model = _unchanged(name)
-    given = next(tiny_inputs.guesses(model))
+    inputs = next(tiny_inputs.guesses(model))
     if FAMILIES[name].takes == "prefix":
         # The image among the first words, which are the prefix; the others are the answer.
-        ids, image = given["input_ids"], torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
-        given["input_ids"] = torch.cat([ids[:, :5], image, ids[:, 5:]], 1)
+        ids, image = inputs["input_ids"], torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
+        inputs["input_ids"] = torch.cat([ids[:, :5], image, ids[:, 5:]], 1)
         is_answer = torch.arange(PROMPT + IMAGE_TOKENS) >= IMAGE_TOKENS + 10
-        given["token_type_ids"] = is_answer.long().expand(2, -1)
-    return tiny_inputs.padded(model, given, side) or given
+        inputs["token_type_ids"] = is_answer.long().expand(2, -1)
+    return tiny_inputs.padded(model, inputs, side) or inputs
 
 
-def present(given: dict[str, Tensor]) -> Tensor | None:
-    """Where an output counts: not for padded queries. Bool (B, L), or None for everywhere."""
-    mask = given.get("decoder_attention_mask", given.get("attention_mask"))
+def present(inputs: dict[str, Tensor]) -> Tensor | None:
+    """A mask of the queries that are not padding: bool (B, L), or None for all."""
+    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     return None if mask is None else mask.bool()
 
 
 @torch.no_grad()
-def answer(model: Any, **given: Any) -> Tensor:
+def answer(model: Any, **inputs: Any) -> Tensor:
     """The model's scores or last hidden state, on the CPU."""
-    return run(model, **given)
+    return run(model, **inputs)
 
 
-def run(model: Any, **given: Any) -> Tensor:
+def run(model: Any, **inputs: Any) -> Tensor:
     """`answer`, with its autograd graph."""
-    result = model(**_moved(given, model.device))
+    result = model(**_moved(inputs, model.device))
     if "text_model_output" in result:
         texts = result.text_model_output.last_hidden_state
         pictures = result.image_embeds[:, None].expand(-1, texts.shape[1], -1)
@@ -128,9 +167,9 @@ def run(model: Any, **given: Any) -> Tensor:
     return (result.logits if "logits" in result else result[0]).cpu()
 
 
-def generate(model: Any, given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     """Greedy tokens and the scores of each, (B, new tokens, vocabulary)."""
-    prompt = {name: value for name, value in given.items() if not name.startswith("decoder_")}
+    prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     result = model.generate(
         **_moved(prompt, model.device),
         **{"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options,
@@ -165,7 +204,7 @@ def generate_batch(
 def generate_each(
     model: Any, prompts: list[list[int]], new_tokens: int = 6
 ) -> list[tuple[list[int], Tensor]]:
-    """What `generate_batch` should return: by `generate`, one prompt after the other."""
+    """The expected result of `generate_batch`: by `generate`, one prompt after the other."""
     results = []
     for prompt in prompts:
         options = {"max_new_tokens": new_tokens, "eos_token_id": None}
@@ -176,8 +215,8 @@ def generate_each(
     return results
 
 
-def _moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in given.items()
+        for name, value in inputs.items()
     }

@@ -1,4 +1,4 @@
-"""Which calls of the kernels attend one process' queries to the keys of another.
+"""The calls of the kernels that attend one process' queries to the keys of another.
 
 Without a window or ALiBi it is one call at most, as chunks are then seen whole, not at all, or by
 themselves. With them each pair of chunks is a call of its own, as their distance decides what is
@@ -20,9 +20,9 @@ Packing = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k and the 
 
 @dataclass(frozen=True)
 class Call:
-    """Rows of the process' queries, rows of the visiting keys, and what the kernel is told.
+    """Rows of the process' queries, rows of the visiting keys, and options of the kernel.
 
-    sequence: of the packed ones, where the call is of one.
+    sequence: the index of the packed sequence, if the call is for one.
     """
 
     q: slice
@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Visible:
-    """What a query sees: positions p and j of a query and a key in their sequence."""
+    """The keys that a query sees: positions p and j of a query and a key in their sequence."""
 
     causal: bool
     left: int  # p - left <= j; -1 is no limit
@@ -43,11 +43,11 @@ class Visible:
 
     @property
     def by_distance(self) -> bool:
-        """Whether kernels must be told how far the chunks are apart."""
+        """True if kernels need the distance of the chunks."""
         return self.alibi or self.left >= 0 or self.right >= 0
 
     def reaches(self, queries: range, keys: range) -> bool:
-        """Whether any of the queries sees any of the keys."""
+        """True if any of the queries sees any of the keys."""
         if not queries or not keys:
             return False
         right = 0 if self.causal else self.right
@@ -61,19 +61,19 @@ def calls(
     queries: Spans,
     keys: Spans,
     visible: Visible,
-    own: bool,
+    is_local: bool,
     earlier: bool,
     packed: bool,
     device: torch.device,
 ) -> list[Call]:
     """The calls for the keys of one process.
 
-    own: they are this process' own. earlier: their first chunk is before this process' first.
+    is_local: they are this process' keys. earlier: their first chunk is before this process' first.
     """
     if visible.by_distance:
         return _of_pairs(queries, keys, visible)
     last_queries = first_keys = False
-    if visible.causal and not own:
+    if visible.causal and not is_local:
         # Contiguous: earlier keys are seen whole, later ones not at all. Zigzag: earlier processes
         # hold keys that are earlier and later than all queries here, and later processes hold keys
         # between the two chunks of queries.
@@ -81,7 +81,7 @@ def calls(
         if not earlier and not zigzag:
             return []
         first_keys, last_queries = earlier and zigzag, not earlier
-    options = {"causal": True} if visible.causal and own else {}
+    options = {"causal": True} if visible.causal and is_local else {}
     if packed:
         entries = [
             entry
@@ -122,7 +122,7 @@ def _packing(entries: list[tuple[int, int]], device: torch.device) -> Packing:
 
 
 def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
-    found = []
+    made = []
     q_start = k_start = 0
     for sequence, (q_spans, k_spans) in enumerate(zip(queries, keys, strict=True)):
         q_places, q_start = _places(q_spans, q_start)
@@ -130,14 +130,14 @@ def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
         for q_span, q_place in zip(q_spans, q_places, strict=True):
             for k_span, k_place in zip(k_spans, k_places, strict=True):
                 if visible.reaches(q_span, k_span):
-                    # Where the first query is, counted from the first key.
+                    # The place of the first query, counted from the first key.
                     limits = limit_options(visible.causal, visible.left, visible.right)
                     options = limits | {"q_offset": q_span.start - k_span.start}
-                    found.append(Call(q_place, k_place, options, sequence=sequence))
-    return found
+                    made.append(Call(q_place, k_place, options, sequence=sequence))
+    return made
 
 
 def _places(spans: list[range], start: int) -> tuple[list[slice], int]:
-    """Where the spans are in the process' rows, and where the next sequence starts."""
+    """The places of the spans in the process' rows, and the start of the next sequence."""
     bounds = list(accumulate((len(span) for span in spans), initial=start))
     return [slice(a, b) for a, b in pairwise(bounds)], bounds[-1]

@@ -53,11 +53,10 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence of which each process holds a share.
 
-    Every process of the group calls it, and later calls `backward` if it did anywhere. The result
-    is the share of what `flash_attn_func` gives for the whole sequence in one process. Gradients of
-    q, k, v and learnable_sink are supported, through the log-sum-exp too. That of learnable_sink is
-    of this process' rows, as of any parameter: add up those of all processes. Two runs give the
-    same bits.
+    Every process of the group calls it, and `backward` too if any process does. The result is the
+    share of `flash_attn_func`'s for the whole sequence. Gradients of q, k, v and learnable_sink are
+    supported, through the log-sum-exp too. That of learnable_sink is for this process' rows: add up
+    those of all processes. Two runs give the same bits.
 
     Args:
         q, k, v: this process' share, as from `shard_sequence`: (B, L, Hq, D), (B, L, Hkv, D) and
@@ -184,7 +183,7 @@ def _added(
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict[str, Any]) -> None:
-    """What the kernels refuse, before any process waits for another."""
+    """Raise the errors of the kernels before any process waits for another."""
     length = 0 if packed else 1
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
@@ -197,7 +196,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
     _NAMES.run(torch.ops.metal_attn_explain.flash_fwd, tuple(operands), options)
     if _differentiated(q, k, v, options.pop("learnable_sink", None)):
-        # Of no rows, as only the head dims matter.
+        # Without rows, because only the head dims matter.
         empty = [x.detach()[:, :, :0] for x in operands]
         out = empty[0].new_empty(*empty[0].shape[:3], v.shape[-1])
         lse = out.new_empty(out.shape[:3], dtype=torch.float32)

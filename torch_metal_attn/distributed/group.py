@@ -1,4 +1,4 @@
-"""What the processes of a group tell each other: their arguments, and tensors along a ring.
+"""Messages between the processes of a group: their arguments, and tensors along a ring.
 
 Only public functions of torch.distributed are used. Tensors travel through the host's memory, so
 that gloo serves tensors on mps too.

@@ -1,4 +1,4 @@
-"""Which rows of a sequence each process holds.
+"""The rows of a sequence that each process holds.
 
 A sequence is split into chunks of lengths that differ by at most one. "contiguous" gives each
 process one chunk. "zigzag" makes two chunks per process, and process r gets chunk r and the r-th
@@ -39,34 +39,37 @@ def checksum(values: list[Any] | None) -> str | None:
 
 
 def shares(bounds: list[int], processes: int, rank: int, layout: str) -> Spans:
-    """What a process holds of the sequences between the bounds."""
-    return [_share(end - start, processes, rank, layout) for start, end in pairwise(bounds)]
+    """The rows that a process holds of each sequence between the bounds."""
+    lengths = [end - start for start, end in pairwise(bounds)]
+    if layout == "contiguous":
+        return [[_chunk(length, processes, rank)] for length in lengths]
+    chunks = 2 * processes
+    both = (rank, chunks - 1 - rank)
+    return [[_chunk(length, chunks, index) for index in both] for length in lengths]
 
 
 def shares_of_all(
     name: str, lengths: list[int], layout: str, bounds: list[int] | None
 ) -> list[Spans]:
-    """What each process holds, from the number of its rows on each.
+    """The rows that each process holds, from the number of its rows, `lengths`.
 
-    bounds: of packed sequences. Without them it is one sequence, whose contiguous shares may have
-    any lengths.
+    bounds: the bounds of packed sequences. Without them it is one sequence, whose contiguous shares
+    may have any lengths.
 
-    Raises: ValueError: rows that `shares` would not give a process; name: of the tensor.
+    Raises: ValueError: a process has rows that `shares` would not give it. name: of the tensor.
     """
     if bounds is None and layout == "contiguous":
         starts = accumulate(lengths, initial=0)
         return [[[range(start, start + n)]] for start, n in zip(starts, lengths, strict=False)]
     processes = len(lengths)
-    of_all = [
-        shares([0, sum(lengths)] if bounds is None else bounds, processes, rank, layout)
-        for rank in range(processes)
-    ]
-    what = "the sequence" if bounds is None else "the sequences of cu_seqlens"
-    for rank, (found, spans) in enumerate(zip(lengths, of_all, strict=True)):
-        if found != rows(spans):
+    whole = "the sequence" if bounds is None else "the sequences of cu_seqlens"
+    bounds = [0, sum(lengths)] if bounds is None else bounds
+    of_all = [shares(bounds, processes, rank, layout) for rank in range(processes)]
+    for rank, (length, spans) in enumerate(zip(lengths, of_all, strict=True)):
+        if length != rows(spans):
             raise ValueError(
-                f"{name} has {count_text(found, 'row')} on rank {rank}; its {layout} share of "
-                f"{what} has {rows(spans)}: split whole sequences with shard_sequence"
+                f"{name} has {count_text(length, 'row')} on rank {rank}; its {layout} share of "
+                f"{whole} has {rows(spans)}: split whole sequences with shard_sequence"
             )
     return of_all
 
@@ -82,13 +85,6 @@ def in_packed(spans: Spans, bounds: list[int]) -> list[range]:
         for start, of_sequence in zip(bounds, spans, strict=False)
         for span in of_sequence
     ]
-
-
-def _share(length: int, processes: int, rank: int, layout: str) -> list[range]:
-    if layout == "contiguous":
-        return [_chunk(length, processes, rank)]
-    chunks = 2 * processes
-    return [_chunk(length, chunks, rank), _chunk(length, chunks, chunks - 1 - rank)]
 
 
 def _chunk(length: int, chunks: int, index: int) -> range:

@@ -38,7 +38,7 @@ class Problem:
             self.spans[rank],
             self.spans[owner],
             self.visible,
-            own=owner == rank,
+            is_local=owner == rank,
             earlier=owner < rank,
             packed=self.packed,
             device=device,
@@ -87,16 +87,16 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse, *with_sink = saved(ctx)
         with torch.no_grad():
             whole = gradient_of(out, dout)
-            found = [*_gradients(ctx.problem, [whole, dlse, q, out, lse], k, v)]
+            gradients = [*_gradients(ctx.problem, [whole, dlse, q, out, lse], k, v)]
             if with_sink:
-                found.append(_sink_gradient(whole, dlse, lse, *with_sink))
+                gradients.append(_sink_gradient(whole, dlse, lse, *with_sink))
         if torch.is_grad_enabled():  # with create_graph
             # Not once_differentiable: if dout requires no grad, or autograd.grad asks for some
             # inputs only, that leaves the derivative out and raises nothing.
             message = "ring_attention has no second derivative (double backward)"
-            of = [x for x in (dout, dlse, q, k, v, *with_sink[:1]) if x is not None]
-            found = without_gradient(message, of, lambda: tuple(found))
-        dq, dk, dv, *dsink = found
+            inputs = [x for x in (dout, dlse, q, k, v, *with_sink[:1]) if x is not None]
+            gradients = without_gradient(message, inputs, lambda: tuple(gradients))
+        dq, dk, dv, *dsink = gradients
         return None, dq, dk, dv, dsink[0] if dsink else None
 
 
@@ -128,17 +128,17 @@ def _gradients(
     dq = torch.zeros_like(q, dtype=torch.float32)
     coming = None
     for owner, (visiting_k, visiting_v) in _visits(problem, k, v):
-        found = [torch.zeros_like(x, dtype=torch.float32) for x in (visiting_k, visiting_v)]
+        dk_dv = [torch.zeros_like(x, dtype=torch.float32) for x in (visiting_k, visiting_v)]
         for call in problem.calls(owner, q.device):
             part = _backward(problem, call, of_queries, visiting_k, visiting_v)
             dq[:, :, call.q] += part[0]
-            for total, each in zip(found, part[1:], strict=True):
+            for total, each in zip(dk_dv, part[1:], strict=True):
                 total[:, :, call.k] += each
         if coming is not None:
             before = _unpacked(problem, owner, coming(), k, v)
-            found = [a + b for a, b in zip(before, found, strict=True)]
+            dk_dv = [a + b for a, b in zip(before, dk_dv, strict=True)]
         elements = _elements(problem, (owner - 1) % ring.processes, k, v)
-        coming = ring.pass_on(_packed_flat(*found), elements, _GRADIENTS)
+        coming = ring.pass_on(_packed_flat(*dk_dv), elements, _GRADIENTS)
     assert coming is not None
     dk, dv = _unpacked(problem, ring.rank, coming(), k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -185,16 +185,14 @@ def _backward(
     k, v = k[:, :, call.k], v[:, :, call.k]
     assert lse is not None
     if call.packing is None:
-        found = torch.ops.metal_attn.flash_bwd(
-            *(dout, dlse, q, k, v, out, lse.contiguous()), **options
-        )
-        return list(found[:3])
+        operands = dout, dlse, q, k, v, out, lse.contiguous()
+        return list(torch.ops.metal_attn.flash_bwd(*operands, **options)[:3])
     dout, q, k, v, out = (x[0].transpose(0, 1) for x in (dout, q, k, v, out) if x is not None)
     statistics = dlse if dlse is None else dlse[0]
-    found = torch.ops.metal_attn.flash_varlen_bwd(
+    gradients = torch.ops.metal_attn.flash_varlen_bwd(
         *(dout, statistics, q, k, v, out, lse[0], *call.packing), **options
     )
-    return [x.transpose(0, 1)[None] for x in found[:3]]
+    return [x.transpose(0, 1)[None] for x in gradients[:3]]
 
 
 def _packed_flat(k: Tensor, v: Tensor) -> Tensor:
@@ -202,18 +200,18 @@ def _packed_flat(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.reshape(-1), v.reshape(-1)]).cpu()
 
 
-def _sizes(problem: Problem, owner: int, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-    """The shapes of the owner's k and v; k and v: this process' own."""
+def _sizes(problem: Problem, owner: int, k: Tensor, v: Tensor) -> list[torch.Size]:
+    """The shapes of the owner's k and v; k and v: this process' tensors."""
     length = rows(problem.spans[owner])
-    return [(*x.shape[:2], length, x.shape[3]) for x in (k, v)]
+    return [torch.Size((*x.shape[:2], length, x.shape[3])) for x in (k, v)]
 
 
 def _elements(problem: Problem, owner: int, k: Tensor, v: Tensor) -> int:
-    return sum(torch.Size(size).numel() for size in _sizes(problem, owner, k, v))
+    return sum(size.numel() for size in _sizes(problem, owner, k, v))
 
 
 def _unpacked(problem: Problem, owner: int, flat: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """What `_packed_flat` made of the owner's tensors, on this process' device."""
+    """The owner's tensors that `_packed_flat` joined, on this process' device."""
     sizes = _sizes(problem, owner, k, v)
-    parts = flat.split([torch.Size(size).numel() for size in sizes])
+    parts = flat.split([size.numel() for size in sizes])
     return [part.view(size).to(k.device) for part, size in zip(parts, sizes, strict=True)]

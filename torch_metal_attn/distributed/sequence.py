@@ -29,8 +29,8 @@ def shard_sequence(
 ) -> Tensor:
     """This process' share of a tensor that every process has: tokens, positions, labels, ...
 
-    Nothing is sent. Chunks are as long as they can be alike, so any length can be split. With an
-    own share of `torch.arange(length)`, rotary embeddings rotate by the right positions.
+    Nothing is sent. The lengths of chunks differ by at most one. Positions for rotary embeddings
+    are a share of `torch.arange(length)`.
 
     Args:
         x: a tensor with all rows of the sequence, or with cu_seqlens of the concatenated sequences.

@@ -55,7 +55,7 @@ def _metal_is_active() -> bool:
 
 
 def replaces_scores() -> bool:
-    """Whether a hook of diffusers waits for torch's function, to put the values in its place."""
+    """True if a hook of diffusers waits for torch's function, to return the values instead."""
     modes = _get_current_function_mode_stack()
     return any(type(mode).__module__.startswith("diffusers.") for mode in modes)
 
@@ -70,7 +70,7 @@ def serve(module: ModuleType) -> None:
 
 
 def serves(names: Collection[str], known: Mapping[str, Any]) -> bool:
-    """Whether code that uses these names calls attention from here. known: its global names."""
+    """True if code that uses these names calls attention from here. known: its global names."""
     served = (known.get(name) for name in names)
     return "scaled_dot_product_attention" in names and any(
         value is sys.modules[__name__] or isinstance(value, _NeuralNetworks) for value in served

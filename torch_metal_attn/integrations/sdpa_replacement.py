@@ -80,14 +80,14 @@ class _Blocks:
     """The blocks that are open in all threads, and what they have changed in torch.
 
     Attributes:
-        lock: of all but `this_thread`, and of every context's counts.
-        open: how many there are.
-        process_wide: the contexts of those that hold in every thread.
-        in_every_thread: whether there is one of these; torch.compile guards on this.
+        lock: guards everything but `this_thread`, and the counts of every context.
+        open: the number of open blocks.
+        process_wide: the contexts that apply to every thread.
+        in_every_thread: True if there is one of these; torch.compile guards on this.
         attributes: our replacements in torch, as (owner, name, replacement).
-        renaming: of torch's C function, if there is one.
-        compiled: whether torch.compile has ever replaced a call.
-        warned: the warnings that were given, without their numbers.
+        renaming: the renaming of torch's C function, if there is one.
+        compiled: True if torch.compile has ever replaced a call.
+        warned: the past warnings, without their numbers.
     """
 
     def __init__(self) -> None:
@@ -205,13 +205,11 @@ class SdpaReplaced(TorchFunctionMode):
             count_reason(self.left_alone, reason)
 
     def _warn_of_no_call(self) -> None:
-        if _blocks.compiled:  # a compiled function may have run, which does not count
+        # A compiled function may have run, which does not count; reasons were warned of.
+        if _blocks.compiled or self.left_alone:
             return
-        if self.left_alone:  # as asked for, or each reason was told
-            return
-        if self._process_wide:
-            why = "there was none. The model may have an attention of its own"
-        else:
+        why = "there was none. The model may have an attention of its own"
+        if not self._process_wide:
             why = (
                 "there was none in this thread. If the model runs in other threads, use "
                 "sdpa_replaced(process_wide=True)"
@@ -233,11 +231,10 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
         models in worker threads need this. It replaces the function under every name that a module
         has for it, but not a reference stored elsewhere, such as in an object or a local variable.
         The block may end in another thread than it began in. A call that is running then finishes
-        as it began.
-    prefer: "metal_attn", or "fastest" to leave to torch the calls that it runs faster on this
-        machine, by the times that `python -m torch_metal_attn tune` measured. Calls like none of
-        those run on the kernels, as do all calls under torch.compile. left_alone counts them, and
-        no warning is given. Of nested blocks the innermost decides.
+        as it began. prefer: "metal_attn", or "fastest" to leave to torch the calls that it runs
+        faster on this machine, by the times that `python -m torch_metal_attn tune` measured.
+        left_alone counts these calls, without a warning. Calls of other sizes run on the kernels,
+        as do all calls under torch.compile. If blocks are nested, the innermost decides.
 
     If the kernels cannot run a call, torch runs it with its arguments unchanged, and a UserWarning
     gives the reason, once per process and reason. Reasons are: CPU tensors outside `simulate()`,
@@ -249,10 +246,10 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     The kernels also compute the gradients, including that of attn_mask. For CPU tensors they do so
     if `backward` runs inside `simulate()`; otherwise the reference does.
 
-    With torch.compile, enter the block around the call of the compiled function. The function is
-    compiled again for calls inside the block, and keeps its graph for calls outside. Whether CPU
-    tensors are inside `simulate()` is decided while compiling. Entering the block inside a compiled
-    function breaks the graph (an error with fullgraph=True).
+    With torch.compile, enter the block around the call of the compiled function, which is compiled
+    once for calls inside of blocks and once for others. Whether CPU tensors are inside `simulate()`
+    is decided while compiling. Entering the block inside a compiled function breaks the graph (an
+    error with fullgraph=True).
 
     Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.
     """
@@ -266,17 +263,17 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
 @functools.cache
 def await_causal_bias() -> None:
     """Let CausalBias work although torch.nn.functional has another function."""
-    when_imported("torch.nn.attention.bias", _show_causal_bias_the_original)
+    when_imported("torch.nn.attention.bias", _pass_original_to_causal_bias)
 
 
-def _show_causal_bias_the_original() -> None:
+def _pass_original_to_causal_bias() -> None:
     """Let CausalBias recognise torch's original function, whatever torch.nn.functional has now.
 
-    Otherwise, while a block is open in any thread, it mistakes torch's function for another one and
-    returns its own elements, which are not initialised.
+    While a block is open in any thread, it would mistake torch's function for another one and
+    return its own elements, which are not initialised.
     """
     bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
-    others = bias.__torch_function__.__func__
+    original = bias.__torch_function__.__func__
 
     def __torch_function__(
         cls: type,
@@ -287,7 +284,7 @@ def _show_causal_bias_the_original() -> None:
     ) -> Any:
         if func is _TORCH_SDPA:
             return bias._dispatch(*args, **(kwargs or {}))
-        return others(cls, func, types, args, kwargs)
+        return original(cls, func, types, args, kwargs)
 
     bias.__torch_function__ = classmethod(__torch_function__)
 
@@ -338,9 +335,9 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or _blocks.this_thread.deciding or not open_here():
-        return original(*args, **kwargs)
-    if not any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    is_idle = torch.compiler.is_compiling() or _blocks.this_thread.deciding or not open_here()
+    if is_idle or not any(x.is_nested for x in tensors):
         return original(*args, **kwargs)
     _note(_NESTED, _blocks.of_this_thread())
     with ExitStack() as without_modes:
@@ -382,8 +379,7 @@ def _decide(
     _blocks.this_thread.deciding = True  # other contexts ignore this call
     try:
         problem, reason = problem_or_reason(args, kwargs)
-        slower = _slower(problem, contexts)
-        if slower is not None:
+        if (slower := _slower(problem, contexts)) is not None:
             _note(slower, contexts, warns=False)
             return original(*args, **kwargs)
         out = None
@@ -401,13 +397,13 @@ def given_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
 
 
 def open_here() -> bool:
-    """Whether a block is open that holds for this thread."""
+    """True if a block is open that applies to this thread."""
     # Not bool() of the tuple, which the compiler of torch 2.11 cannot trace.
     return len(_blocks.this_thread.entered) > 0 or _blocks.in_every_thread
 
 
 def open_elsewhere() -> bool:
-    """Whether blocks are open, and none of them holds for this thread."""
+    """True if blocks are open, and none of them applies to this thread."""
     return _blocks.open > 0 and not open_here()
 
 
@@ -423,10 +419,10 @@ def problem_or_reason(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, on_mps: bool = False
 ) -> tuple[Problem | None, str | None]:
     """The call as the kernels can run it, or why they cannot; on_mps: if CPU tensors were there."""
-    given = given_by_name(args, kwargs)
-    if is_causal_bias(given.get("attn_mask")):
-        del given["attn_mask"]  # it has no elements
-    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    arguments = given_by_name(args, kwargs)
+    if is_causal_bias(arguments.get("attn_mask")):
+        del arguments["attn_mask"]  # it has no elements
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     reason = _reason_of_tensors(tensors, on_mps)
     if reason is not None:
         return None, reason

@@ -63,10 +63,9 @@ def metal_attention(
         (B, Lq, Hq, Dv). An operand whose last dimension is strided is copied first.
 
     Raises:
-        ValueError: return_lse, or context parallelism, which this backend does not support; a
-            BlockMask with dropout or is_causal. `torch_metal_attn.flex_attention` raises for what
-            it refuses of a BlockMask, and `torch_metal_attn.scaled_dot_product_attention` for the
-            rest.
+        ValueError: return_lse, context parallelism, or a BlockMask with dropout or is_causal;
+            the errors of `torch_metal_attn.flex_attention` for a BlockMask, else those of
+            `torch_metal_attn.scaled_dot_product_attention`.
     """
     if as_bool("return_lse", return_lse):
         raise ValueError("return_lse is True; the metal_attn backend does not return it")

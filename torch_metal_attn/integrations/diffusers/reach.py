@@ -1,4 +1,4 @@
-"""Whether a model has any attention that the backend "metal_attn" can run.
+"""Finds out if a model has any attention that the backend "metal_attn" can run.
 
 Read from the code of its modules' classes and of their processors: nothing of the model runs.
 """
@@ -17,7 +17,7 @@ _DISPATCHER = "dispatch_attention_fn"
 
 
 def has_attention(model: nn.Module) -> bool:
-    """Whether a module calls diffusers' dispatcher, or torch's function where that is served."""
+    """True if a module calls diffusers' dispatcher, or torch's function where that is served."""
     kinds: set[type] = set()
     for module in model.modules():
         kinds |= {type(module), type(getattr(module, "processor", None))}
@@ -33,7 +33,7 @@ def _attends(kind: type) -> bool:
 
 
 def _calls_attention(value: Any, seen: set[FunctionType]) -> bool:
-    """Whether this is a function that calls attention, or that calls one by name that does."""
+    """True if this is a function that calls attention, or that calls one by name that does."""
     function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
     if not isinstance(function, FunctionType) or function in seen:
         return False

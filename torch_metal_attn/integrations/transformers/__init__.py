@@ -5,11 +5,9 @@ is imported too. Then `from_pretrained(..., attn_implementation="metal_attn")` a
 `enable(model)` switches a model over. Both refuse models that would ignore the implementation or
 give wrong results with it.
 
-Every call runs `metal_attn::flash_fwd`, or `flash_decode` for few queries (`flash_varlen_fwd` for
-packed sequences whose bounds are given as cu_seq_lens). Which keys a query sees is passed in the
-smallest form that can express it: nothing for full or plain causal attention; a compact descriptor
-for windows, chunks, padding and caches (see `masks`); a dense mask for everything else, such as
-holes, packed positions, prefixes, and compiled graphs with more than one query.
+Every call runs one op of `metal_attn`. The mask has the smallest form that can express it: nothing
+for full or plain causal attention; a compact descriptor for windows, chunks, padding and caches
+(see `masks`); a dense mask for everything else.
 
 `continuous_batching(model)` does the same for `model.generate_batch`.
 """

@@ -32,9 +32,9 @@ from torch_metal_attn.ops.differentiation import call
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 from torch_metal_attn.wording import count_text, type_text, value_text
 
-# Where packed sequences begin, and how long they are.
+# The bounds of packed sequences, and the longest of them.
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# What leaks through to attention functions from a model's **kwargs and changes nothing in the
+# Arguments that reach attention functions from a model's **kwargs and change nothing in the
 # attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
 # options of `generate`, and LFM3-VL the grid of a picture's patches, which its convolutions need.
 # Trainers and tokenizers put labels, and facts about the text, into batches.
@@ -61,7 +61,7 @@ def metal_attention(
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
-    **others: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Compute what transformers' `eager_attention_forward` does, or raise NotImplementedError.
 
@@ -73,19 +73,19 @@ def metal_attention(
         attention_mask: what `metal_attention_mask` returns, or a bool or additive mask
             broadcastable to (B, Hq, Sq, Sk), causality included. None masks nothing out, as in
             eager attention, whatever the module's `is_causal` is.
-        dropout: probability to drop a weight while the module is in training.
         is_causal: used only if there is no mask.
         sliding_window: only checked, because the mask says which keys are seen.
-        softcap: scores become softcap * tanh(scores / softcap).
-        s_aux: (Hq,), attention sinks.
         sinks: (B, Hq, Sq, 1), a sink per query.
         position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores.
         indices: (B, Sq, n) integers, the keys that an indexer selected for each query, each once.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds of
-            sequences packed in a batch of 1, each attending to itself.
-        seq_idx, packed_seq_lengths, cu_seqlens: only checked: the bounds or the mask must keep
-            the sequences that they name apart.
-        others: ignored if known to be harmless, refused otherwise unless None.
+        keywords: ignored if known to be harmless, refused otherwise unless None, but for
+            dropout: probability to drop a weight while the module is in training.
+            softcap: scores become softcap * tanh(scores / softcap).
+            s_aux: (Hq,), attention sinks.
+            cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds
+                of sequences packed in a batch of 1, each attending to itself.
+            seq_idx, packed_seq_lengths, cu_seqlens: only checked: the bounds or the mask must keep
+                the sequences that they name apart.
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never
@@ -93,111 +93,96 @@ def metal_attention(
         query, key, value and what is added to the scores are cast to its dtype, which is also
         out's.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is {type_text(module)}; it must be an nn.Module")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, (Unrotated, Latents, HeldRows)):
-            check_rank(name, x, "(B, H, S, D)")
-    added = {"sinks": sinks, "position_bias": position_bias, "indices": indices}
-    added |= {"attention_mask": attention_mask, "s_aux": others.get("s_aux")}
-    for name, one in added.items():
-        if one is not None:
-            check_tensor(name, one)
-    if isinstance(key, Latents):
-        is_packed = _given({name: others.get(name) for name in BOUNDS})
-        latents, is_few = key, query.shape[2] <= DECODE_QUERIES and not is_packed
-        assert isinstance(query, Tensor)
-        tensors = latents.absorbed(query) if is_few else (query, *latents.expanded())
-        others |= {
-            "is_causal": is_causal,
-            "sliding_window": sliding_window,
-            "sinks": sinks,
-            "position_bias": position_bias,
-            "indices": indices,
-        }
-        out, _ = metal_attention(module, *tensors, attention_mask, **others)
-        return (latents.values(out) if is_few else out), None
-    assert not isinstance(value, Latents)
+    per_query = {"sinks": sinks, "position_bias": position_bias, "indices": indices}
+    tensors = {"attention_mask": attention_mask, "s_aux": keywords.get("s_aux"), **per_query}
     q = query.q if isinstance(query, Unrotated) else query
-    bounds = {name: others.pop(name, None) for name in BOUNDS}
-    sequences = {name: others.pop(name, None) for name in SEQUENCES}
-    options = score_options(module, q.device, **others)
-    if sinks is not None and (sinks.dim() != 4 or sinks.shape[3] != 1):
-        raise NotImplementedError(
-            f"{_shown({'sinks': sinks})} in {type(module).__name__}: it must be (B, Hq, Sq, 1), a "
-            "sink per query; those of heads are s_aux"
-        )
-    if indices is not None and (indices.dim() != 3 or indices.shape[1] != q.shape[2]):
-        raise NotImplementedError(
-            f"{_shown({'indices': indices})} in {type(module).__name__}: it must be (B, Sq, n), "
-            "the keys of each query"
-        )
-    causal = bool(is_causal)
-    given_mask = attention_mask
-    if attention_mask is not None and bands.is_causal(attention_mask):
-        if attention_mask.shape[2] != q.shape[2] or q.shape[2] == 1:
-            made_for = count_text(attention_mask.shape[2], "query")
-            raise _wrong_size(module, q.shape[2], key.shape[2], made_for)
-        attention_mask, causal = None, True
-    packing = packing_of(attention_mask, q.shape[2], key.shape[2])
-    for name, one in sequences.items():
-        if one is not None:
-            _check_sequences(module, name, one, q, key, given_mask, packing, bounds)
-    unpacked = {"sinks": sinks, "position_bias": position_bias, "indices": indices}
-    can_pack = all(given is None for given in unpacked.values())
-    if packing is not None and not _given(bounds) and can_pack and q.shape[0] == 1:
-        bounds = packing.bounds()
-    positions = others.get("position_ids")
-    if not _given(bounds) and falls_back(given_mask, positions):
-        raise ValueError(
-            f"position_ids in {type(module).__name__} fall back to 0, as those of packed sequences "
-            "do, and transformers made a mask that does not keep the sequences apart. Pass "
-            "use_cache=False (to a Trainer TrainingArguments(use_cache=False)): without a cache "
-            "most models make masks from position_ids. If you did, this model does not: pass "
-            "cu_seq_lens_* and max_length_* as well, which "
-            "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes"
-        )
-    rotary: dict[str, Any] = {}
+    _check_arguments(module, {"query": q, "key": key, "value": value}, tensors)
+    if isinstance(key, Latents):
+        keywords |= {"is_causal": is_causal, "sliding_window": sliding_window, **per_query}
+        return _attend_to_latents(module, query, key, attention_mask, keywords), None
+    assert not isinstance(value, Latents)
+
+    q_length, kv_length = q.shape[2], key.shape[2]
+    bounds = {name: keywords.pop(name) for name in BOUNDS if keywords.get(name) is not None}
+    sequences = {name: keywords.pop(name, None) for name in SEQUENCES}
+    options = score_options(module, q.device, **keywords)
+
+    mask, causal = attention_mask, bool(is_causal)
+    if mask is not None and bands.is_causal(mask):
+        if mask.shape[2] != q_length or q_length == 1:
+            raise _wrong_size(module, q_length, kv_length, count_text(mask.shape[2], "query"))
+        mask, causal = None, True
+    packing = packing_of(mask, q_length, kv_length)
+    bounds = _bounds(
+        module, q, key, attention_mask, packing, bounds, sequences, per_query, keywords
+    )
+
     if isinstance(query, Unrotated):
-        # Of packed sequences the kernel counts table rows from each one's first token.
-        rotary = {} if _given(bounds) else query.options()
-        query = query.q if rotary else query.rotated()
-    query = with_contiguous_rows("q", query)
+        if bounds:
+            # The kernel would count rows of the tables from each sequence's first token.
+            q = query.rotated()
+        else:
+            options |= query.options()
+    q = with_contiguous_rows("q", q)
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
-    if _given(bounds):
-        if not can_pack:
-            name = next(name for name, given in unpacked.items() if given is not None)
-            raise NotImplementedError(
-                f"{name} together with cu_seq_lens_q in {type(module).__name__}: pass the "
-                "sequences as a padded batch, with an attention_mask"
-            )
-        assert isinstance(key, Tensor)  # more queries than latent rows are read by
-        assert isinstance(value, Tensor)
-        out = _packed(
-            module, query, key, value, attention_mask, causal, sliding_window, bounds, options
-        )
-        return out, None
+        if bounds:
+            _check_packed(module, q, key, bounds, per_query)
+            window = _packed_window(module, key, mask, packing, causal, sliding_window, bounds)
+            return flash_varlen(module, q, key, value, bounds, **window, **options), None
 
-    if query.shape[0] == 1 and key.shape[0] > 1:
-        query = query.expand(key.shape[0], -1, -1, -1)
-    route, visible, detail = _visibility(module, query, key, attention_mask, causal, sliding_window)
-    if indices is not None and indices.shape[2] < key.shape[2]:
-        # A list is read by each query alone: of many queries a mask costs less.
-        by_lists = _decodes(query, key, value, **options)
-        visible = _of_selected(module, indices, key.shape[2], visible, by_lists)
+    if q.shape[0] == 1 and key.shape[0] > 1:
+        q = q.expand(key.shape[0], -1, -1, -1)
+    route, visible, detail = _visibility(module, q, key, mask, packing, causal, sliding_window)
+    if indices is not None and indices.shape[2] < kv_length:
+        # Each query reads its list by itself, so a mask costs less if there are many queries.
+        by_lists = _decodes(q, key, value, **options)
+        visible = _of_selected(module, indices, kv_length, visible, by_lists)
         route, detail = "dense", f"{detail}, {indices.shape[2]} keys of each query"
-    options |= visible | rotary
+    options |= visible
     if position_bias is not None:
         route, detail = "dense", f"{detail} with bias {tuple(position_bias.shape)}"
         # A floating mask and a bias are the same thing to the kernel, which takes one.
-        mask = options.pop("attn_mask", None)
-        if mask is not None and mask.dtype != torch.bool:
-            position_bias, mask = position_bias + mask, None
-        options |= {"attn_bias": position_bias, "attn_mask": mask}
-    record(route, module, query, key, detail)
-    out = _flash(query, key, value, sinks=sinks, **options)
+        if (added := options.get("attn_mask")) is not None and added.dtype != torch.bool:
+            position_bias, options["attn_mask"] = position_bias + added, None
+        options["attn_bias"] = position_bias
+    record(route, module, q, key, detail)
+    out = _flash(q, key, value, sinks=sinks, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_arguments(
+    module: nn.Module, operands: dict[str, Any], others: dict[str, Tensor | None]
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is {type_text(module)}; it must be an nn.Module")
+    for name, x in operands.items():
+        if not isinstance(x, (Latents, HeldRows)):
+            check_rank(name, x, "(B, H, S, D)")
+    for name, x in others.items():
+        if x is not None:
+            check_tensor(name, x)
+    sinks, indices, form = others["sinks"], others["indices"], ""
+    if sinks is not None and (sinks.dim() != 4 or sinks.shape[3] != 1):
+        form = "(B, Hq, Sq, 1), a sink per query; those of heads are s_aux"
+    elif indices is not None and (
+        indices.dim() != 3 or indices.shape[1] != operands["query"].shape[2]
+    ):
+        form = "(B, Sq, n), the keys of each query"
+    if form:
+        shown = _shown({"sinks": sinks if "sink" in form else None, "indices": indices})
+        raise NotImplementedError(f"{shown} in {type(module).__name__}: it must be {form}")
+
+
+def _attend_to_latents(
+    module: nn.Module, query: Any, latents: Latents, mask: Tensor | None, keywords: dict[str, Any]
+) -> Tensor:
+    """Few queries read the latent rows themselves; for many the rows are expanded."""
+    is_packed = any(keywords.get(name) is not None for name in BOUNDS)
+    if is_packed or query.shape[2] > DECODE_QUERIES:
+        return metal_attention(module, query, *latents.expanded(), mask, **keywords)[0]
+    out, _ = metal_attention(module, *latents.absorbed(query), mask, **keywords)
+    return latents.values(out)
 
 
 def score_options(
@@ -208,21 +193,31 @@ def score_options(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **others: Any,
+    output_attentions: bool | None = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """The op's options for the arguments of `metal_attention` that do not concern visibility.
 
-    Raises: NotImplementedError: one of `others` is neither None nor known to be harmless, or the
+    Raises: NotImplementedError: one of `unknown` is neither None nor known to be harmless, or the
         attention weights are requested.
     """
-    refuse_weights(module, others.pop("output_attentions", None))
-    _refuse_unknown(module, others)
-    return {
+    refuse_weights(module, output_attentions)
+    for name, value in unknown.items():
+        if value is not None and name not in _HARMLESS:
+            raise NotImplementedError(
+                f"{_shown({name: value})} in {type(module).__name__}: metal_attn does not know it. "
+                "If it says which keys a token sees, pass an attention_mask or cu_seq_lens_* in "
+                "its place; else leave it out"
+            )
+    options = {
         "softmax_scale": None if scaling is None else as_number("scaling", scaling),
         "softcap": 0.0 if softcap is None else as_number("softcap", softcap),
         "learnable_sink": s_aux,
-        **_dropout(module, dropout, device),
     }
+    if module.training and dropout:  # as in transformers' own functions
+        options["dropout_p"] = dropout
+        options["rng_state"] = philox.draw_rng_state(dropout, device)
+    return options
 
 
 def _flash(
@@ -257,7 +252,7 @@ def _flash(
 
 
 def _decodes(query: Tensor, key: Any, value: Any, **options: Any) -> bool:
-    """Whether queries are few, and nothing asks for gradients or dropout."""
+    """True if queries are few, and nothing asks for gradients or dropout."""
     tensors = (query, key, value, *options.values())
     trains = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
@@ -283,19 +278,12 @@ def _of_selected(
         if mask is not None:
             shown = mask[:, 0].expand(*indices.shape[:2], kv_length).gather(2, entries)
             indices = indices.masked_fill(~shown, -1)
-        others = {name: value for name, value in visible.items() if name != "attn_mask"}
-        return others | {"indices": indices.int()[:, None]}
+        rest = {name: value for name, value in visible.items() if name != "attn_mask"}
+        return rest | {"indices": indices.int()[:, None]}
     selected = torch.zeros(
         (*indices.shape[:2], kv_length), dtype=torch.bool, device=indices.device
     ).scatter(2, entries, True)[:, None]
     return visible | {"attn_mask": selected if mask is None else mask & selected}
-
-
-def _dropout(module: nn.Module, dropout: float, device: torch.device) -> dict[str, Any]:
-    """The op's options. As in transformers' own functions, only a module in training drops."""
-    if not module.training or not dropout:
-        return {}
-    return {"dropout_p": dropout, "rng_state": philox.draw_rng_state(dropout, device)}
 
 
 def _visibility(
@@ -303,10 +291,11 @@ def _visibility(
     query: Tensor,
     key: Tensor | HeldRows,
     mask: Tensor | None,
+    packing: Packing | None,
     causal: bool,
     sliding_window: int | None,
 ) -> tuple[str, dict[str, Any], str]:
-    """Which keys each query sees: the route, the op's options, and a description of them."""
+    """The keys that each query sees: the route, the op's options, and a description of them."""
     q_length, kv_length = query.shape[2], key.shape[2]
     if mask is None:
         # A single query is the last one, so it sees every key.
@@ -315,7 +304,7 @@ def _visibility(
         # More keys than queries: the prefill of a static cache, whose trailing keys hold nothing
         # yet. The diagonal is therefore aligned top-left.
         return "plain", {"causal": causal, "q_offset": 0}, "causal" if causal else "full"
-    if packing_of(mask, q_length, kv_length) is not None:
+    if packing is not None:
         return "dense", {"attn_mask": bands.expand(mask, q_length, kv_length)}, "packed rows"
     if not bands.is_descriptor(mask, kv_length):
         if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -339,44 +328,92 @@ def _visibility(
     return "compact", band.options(), str(band)
 
 
-def _packed(
+def _bounds(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    mask: Tensor | None,
+    packing: Packing | None,
+    bounds: dict[str, Any],
+    sequences: dict[str, Any],
+    per_query: dict[str, Tensor | None],
+    keywords: dict[str, Any],
+) -> dict[str, Any]:
+    """The bounds of packed sequences, those of the call or of the mask; empty if none are known.
+
+    Raises: ValueError: other arguments say that the batch holds sequences, which nothing keeps
+        apart.
+    """
+    for name, sequence in sequences.items():
+        if sequence is not None:
+            _check_sequences(module, name, sequence, query, key, mask, packing, bounds)
+    if bounds:
+        return bounds
+    if falls_back(mask, keywords.get("position_ids")):
+        raise ValueError(
+            f"position_ids in {type(module).__name__} fall back to 0, as those of packed sequences "
+            "do, and transformers made a mask that does not keep the sequences apart. Pass "
+            "use_cache=False (to a Trainer TrainingArguments(use_cache=False)): without a cache "
+            "most models make masks from position_ids. If you did, this model does not: pass "
+            "cu_seq_lens_* and max_length_* as well, which "
+            "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes"
+        )
+    if packing is None or query.shape[0] > 1 or any(x is not None for x in per_query.values()):
+        return {}
+    return packing.bounds()
+
+
+def _check_packed(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    bounds: dict[str, Any],
+    per_query: dict[str, Tensor | None],
+) -> None:
+    name, shown = type(module).__name__, _shown(bounds)
+    for argument, tensor in per_query.items():
+        if tensor is not None:
+            raise NotImplementedError(
+                f"{argument} together with cu_seq_lens_q in {name}: pass the sequences as a padded "
+                "batch, with an attention_mask"
+            )
+    missing = [bound for bound in BOUNDS if bound not in bounds]
+    if missing:
+        raise NotImplementedError(
+            f"{shown} in {name} without {', '.join(missing)}: all four are needed"
+        )
+    if query.shape[0] != 1 or key.shape[0] != 1:
+        raise NotImplementedError(
+            f"{shown} in {name} with a batch of {max(query.shape[0], key.shape[0])}: packed "
+            "sequences come in a batch of 1"
+        )
+
+
+def _packed_window(
+    module: nn.Module,
+    key: Tensor,
     mask: Tensor | None,
+    packing: Packing | None,
     causal: bool,
     sliding_window: int | None,
     bounds: dict[str, Any],
-    options: dict[str, Any],
-) -> Tensor:
-    """Attention of sequences packed in one row, given by their bounds: (1, Sq, Hq, Dv).
+) -> dict[str, int]:
+    """The window inside each packed sequence, as options of the op.
 
     The mask must be a band that is the same inside every sequence (causal or sliding), or what
     `position_ids` say about the same sequences.
 
     Raises: ValueError: the mask describes other sequences.
     """
-    name = type(module).__name__
-    missing = [bound for bound, given in bounds.items() if given is None]
-    if missing:
-        raise NotImplementedError(
-            f"{_shown(bounds)} in {name} without {', '.join(missing)}: all four are needed"
-        )
-    if query.shape[0] != 1 or key.shape[0] != 1:
-        raise NotImplementedError(
-            f"{_shown(bounds)} in {name} with a batch of {max(query.shape[0], key.shape[0])}: "
-            "packed sequences come in a batch of 1"
-        )
+    name, length = type(module).__name__, key.shape[2]
     left, right = -1, 0 if causal else -1
-    packing = packing_of(mask, query.shape[2], key.shape[2])
     if mask is None:
         _check_window(module, sliding_window, int(bounds["max_length_k"]))
     elif packing is not None:
-        shape, known = (1, query.shape[2]), packing.cu_seqlens
+        known = packing.cu_seqlens
         if not all(
-            bounds[side] is known or keeps_apart("cu_seqlens", bounds[side], shape, known, None)
-            for side in BOUNDS[:2]
+            ends is known or keeps_apart("cu_seqlens", ends, (1, length), known, None)
+            for ends in (bounds[side] for side in BOUNDS[:2])
         ):
             raise ValueError(
                 f"{_shown(bounds)} in {name} and position_ids say that different tokens begin "
@@ -384,8 +421,8 @@ def _packed(
             )
         left, right = packing.window_size_left, packing.window_size_right
     else:
-        band = bands.unpack(mask) if bands.is_descriptor(mask, key.shape[2]) else None
-        if band is None or band.attention_chunk or band.q_offset or _is_padded(band):
+        band = bands.unpack(mask) if bands.is_descriptor(mask, length) else None
+        if band is None or band.attention_chunk or band.q_offset or band.is_padded:
             raise NotImplementedError(
                 f"{_shown(bounds)} in {name} together with a mask ({band or tuple(mask.shape)}): "
                 "pass position_ids and use_cache=False instead, without cu_seq_lens_* and without "
@@ -393,8 +430,7 @@ def _packed(
                 "(TrainingArguments(use_cache=True)), with which transformers makes no mask"
             )
         left, right = band.window_size_left, band.window_size_right
-    window = {"window_size_left": left, "window_size_right": right}
-    return flash_varlen(module, query, key, value, bounds, **window, **options)
+    return {"window_size_left": left, "window_size_right": right}
 
 
 def flash_varlen(
@@ -426,29 +462,29 @@ def flash_varlen(
 def _check_sequences(
     module: nn.Module,
     name: str,
-    given: Any,
+    sequence: Any,
     query: Tensor,
     key: Any,
     mask: Tensor | None,
     packing: Packing | None,
     bounds: dict[str, Any],
 ) -> None:
-    """Raises ValueError if attention would mix the sequences that `given` names."""
+    """Raises ValueError if attention would mix the sequences that `sequence` names."""
     shape = (max(query.shape[0], key.shape[0]), query.shape[2])
-    check_tensor(name, given)
-    shown = f"{_shown({name: given})} in {type(module).__name__}"
-    if given.is_floating_point() or (name == SEQUENCES[0] and given.shape != shape):
+    check_tensor(name, sequence)
+    shown = f"{_shown({name: sequence})} in {type(module).__name__}"
+    if sequence.is_floating_point() or (name == SEQUENCES[0] and sequence.shape != shape):
         raise ValueError(f"{shown}: it must be integers, of shape {shape} if it is {SEQUENCES[0]}")
-    ends = [bounds[side] for side in BOUNDS[:2] if isinstance(bounds[side], Tensor)]
+    ends = [bounds[side] for side in BOUNDS[:2] if isinstance(bounds.get(side), Tensor)]
     if not ends and packing is not None:
         ends = [packing.cu_seqlens]
     dense = mask if mask is not None and mask.dtype != torch.int32 else None
-    if all(keeps_apart(name, given, shape, one, None) for one in ends) and (
-        ends or keeps_apart(name, given, shape, None, dense)
+    if all(keeps_apart(name, sequence, shape, one, None) for one in ends) and (
+        ends or keeps_apart(name, sequence, shape, None, dense)
     ):
         return
     if ends:
-        says = "cu_seq_lens_*" if _given(bounds) else "position_ids"
+        says = "cu_seq_lens_*" if bounds else "position_ids"
         raise ValueError(
             f"{shown} and {says} say that different tokens begin sequences; pass the same "
             f"sequences in both, or leave {name} out"
@@ -471,14 +507,6 @@ def _wrong_size(
     )
 
 
-def _given(bounds: dict[str, Any]) -> bool:
-    return any(bound is not None for bound in bounds.values())
-
-
-def _is_padded(band: bands.Band) -> bool:
-    return band.leftpad_k is not None or band.seqused_k is not None
-
-
 def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> None:
     """Refuse a window that should mask out keys if no mask says on which side."""
     if sliding_window is not None and reach > as_int("sliding_window", sliding_window):
@@ -488,19 +516,7 @@ def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> 
         )
 
 
-def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
-    unknown = {
-        name: value for name, value in others.items() if name not in _HARMLESS and value is not None
-    }
-    if unknown:
-        raise NotImplementedError(
-            f"{_shown(unknown)} in {type(module).__name__}: metal_attn does not know it. If it "
-            "says which keys a token sees, pass an attention_mask or cu_seq_lens_* in its place; "
-            "else leave it out"
-        )
-
-
 def _shown(values: dict[str, Any]) -> str:
-    """The first of the values that is given, with its name."""
+    """The first of the values that is not None, with its name."""
     name, value = next((name, value) for name, value in values.items() if value is not None)
     return f"{name}={type_text(value) if isinstance(value, Tensor) else value_text(value)}"

@@ -1,18 +1,15 @@
-"""Which keys a query sees, as the numbers and lengths that the ops of `metal_attn` take.
+"""The keys that a query sees, as the numbers and lengths that the ops of `metal_attn` take.
 
 transformers calls the mask function once per forward and the attention function once per layer, and
-passes one tensor from the first to the others. A `Band` travels as an int32 tensor (B, Sq, 1, 8),
-the descriptor, with one row per sequence. The queries share its memory: they are in the shape
-because a compiled graph can read no values. If every query sees the same keys, it is (B, 1, 1, 5),
-and for any number of queries.
+passes one tensor from the first to the second. A `Band` travels as an int32 tensor (B, Sq, 1, 8),
+the descriptor, with one row per sequence, which its queries share: they are in the shape because a
+compiled graph can read no values. If every query sees the same keys, it is (B, 1, 1, 5), for any
+number of queries. The band is also attached as an attribute, so a layer does not wait for the
+device. If the attribute is lost (`.to()`, slicing, checkpoints), the values give the same band.
 
-The band itself is attached as an attribute, so a layer needs neither a mask nor a wait for the
-device. If the attribute is lost (`.to()`, slicing, checkpoints), the row's values give the same
-band.
-
-The diagonal from the first key, which most forwards have, needs no values: it is an int32 tensor
-(B, 1, Sq, 0), a mask without keys. So None keeps its meaning in transformers' eager attention, that
-every query sees every key, and models that pass no mask get no diagonal.
+The diagonal from the first key, which most forwards have, is an int32 tensor (B, 1, Sq, 0), a mask
+without keys. So None keeps its meaning in transformers' eager attention, that every query sees
+every key, and models that pass no mask get no diagonal.
 """
 
 from dataclasses import dataclass
@@ -32,7 +29,7 @@ COLUMNS = (
     "window_size_right",
     "attention_chunk",  # 0: none
 )
-# Those of a band that is the same for all queries, and what the others would be in it.
+# The number of columns of a band that is the same for all queries, and the values of the rest.
 _SHARED = 5
 _NO_LIMITS = (-1, -1, 0)
 
@@ -57,12 +54,12 @@ class Band:
 
     @property
     def is_everything(self) -> bool:
-        """Whether every query sees every key."""
+        """True if every query sees every key."""
         return self.window_size_right < 0 and self._has_no_other_limit
 
     @property
     def is_causal(self) -> bool:
-        """Whether there are several queries, which see the keys up to their own number."""
+        """True if there are several queries, and each sees the keys up to its number."""
         on_diagonal = self.window_size_right == 0 and self.q_offset == 0
         return on_diagonal and self.q_length > 1 and self._has_no_other_limit
 
@@ -73,22 +70,14 @@ class Band:
 
     @property
     def _has_no_other_limit(self) -> bool:
-        return (
-            self.window_size_left < 0
-            and self.attention_chunk == 0
-            and self.leftpad_k is None
-            and self.seqused_k is None
-        )
+        return self.window_size_left < 0 and self.attention_chunk == 0 and not self.is_padded
+
+    @property
+    def is_padded(self) -> bool:
+        return self.leftpad_k is not None or self.seqused_k is not None
 
     def options(self) -> dict[str, Any]:
-        return {
-            "q_offset": self.q_offset,
-            "window_size_left": self.window_size_left,
-            "window_size_right": self.window_size_right,
-            "attention_chunk": self.attention_chunk,
-            "leftpad_k": self.leftpad_k,
-            "seqused_k": self.seqused_k,
-        }
+        return {name: x for name, x in vars(self).items() if name not in ("q_length", "kv_length")}
 
     def __str__(self) -> str:
         parts = []
@@ -101,7 +90,7 @@ class Band:
             parts.append(f"chunk {self.attention_chunk}")
         if self.q_offset:
             parts.append(f"offset {self.q_offset}")
-        if self.leftpad_k is not None or self.seqused_k is not None:
+        if self.is_padded:
             parts.append("padded")
         return " ".join(parts) or "full"
 
@@ -109,10 +98,8 @@ class Band:
 def pack(band: Band, batch: int, device: torch.device | str) -> Tensor:
     """The descriptor of `band`, int32 (B, Sq, 1, 8) or (B, 1, 1, 5)."""
     rows = table(band, batch, device)[:, None, None]
-    if band.is_same_for_all_queries:
-        descriptor = rows[..., :_SHARED]
-    else:
-        descriptor = rows.expand(-1, band.q_length, -1, -1)
+    shared = band.is_same_for_all_queries
+    descriptor = rows[..., :_SHARED] if shared else rows.expand(-1, band.q_length, -1, -1)
     setattr(descriptor, _ATTRIBUTE, band)
     return descriptor
 
@@ -120,14 +107,8 @@ def pack(band: Band, batch: int, device: torch.device | str) -> Tensor:
 def table(band: Band, batch: int, device: torch.device | str) -> Tensor:
     """A row per sequence, int32 (B, 8)."""
     row = [
-        band.q_offset,
-        band.q_length,
-        band.kv_length,
-        0,
-        band.kv_length,
-        band.window_size_left,
-        band.window_size_right,
-        band.attention_chunk,
+        *(band.q_offset, band.q_length, band.kv_length, 0, band.kv_length),
+        *(band.window_size_left, band.window_size_right, band.attention_chunk),
     ]
     rows = torch.tensor(row, dtype=torch.int32, device=device).repeat(batch, 1)
     if band.leftpad_k is not None:
@@ -143,12 +124,12 @@ def causal(batch: int, q_length: int, device: torch.device | str) -> Tensor:
 
 
 def is_causal(mask: Tensor) -> bool:
-    """Whether `mask` was made by `causal`, for any number of queries."""
+    """True if `mask` was made by `causal`, for any number of queries."""
     return mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[3] == 0
 
 
 def is_descriptor(mask: Tensor, kv_length: int) -> bool:
-    """Whether `mask` is a descriptor and cannot be a mask, whose last size is kv_length.
+    """True if `mask` is a descriptor and cannot be a mask, whose last size is kv_length.
 
     `metal_attention_mask` makes no descriptor for 8 keys or fewer. So whatever a model does to a
     descriptor as if it were a mask (slices, sums, concatenations), the result has another shape.
@@ -163,7 +144,7 @@ def is_descriptor(mask: Tensor, kv_length: int) -> bool:
 
 
 def is_for(descriptor: Tensor, q_length: int) -> bool:
-    """Whether a descriptor is for so many queries, without reading any value."""
+    """True if a descriptor is for this number of queries, without reading any value."""
     return descriptor.shape[3] == _SHARED or descriptor.shape[1] == q_length
 
 
@@ -205,10 +186,9 @@ def foreign(mask: Tensor) -> ValueError:
 
 
 def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
-    """The bool mask (B, 1, Sq, Sk) that a descriptor stands for, without reading any value.
+    """The bool mask (B, 1, Sq, Sk) of a descriptor, without reading any value on the host.
 
-    For compiled graphs, which cannot read values on the host, and for batches of packed rows, whose
-    descriptors have a row per query (see `packing`).
+    Descriptors of packed rows have a row per query (see `packing`).
     """
     columns = _columns(descriptor[:, 0, :, None])
     position, _, _, start, end, left, right, chunk = columns  # (B, 1 or Sq, 1) each
@@ -223,9 +203,9 @@ def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
 
 
 def lengths(descriptor: Tensor) -> dict[str, Tensor]:
-    """The options that say what a single query sees, without reading any value.
+    """The options for a single query, without reading any value on the host.
 
-    Works in compiled graphs too. leftpad_k, seqused_k: int32 (B,), equal if the query sees nothing.
+    leftpad_k, seqused_k: int32 (B,), equal if the query sees nothing.
     """
     position, _, _, start, end, left, right, chunk = _columns(descriptor[:, 0, 0])  # (B,) each
     # The chunk's first key, or the first of all.
@@ -234,14 +214,11 @@ def lengths(descriptor: Tensor) -> dict[str, Tensor]:
     first = torch.where(left < 0, first, torch.maximum(first, position - left))
     last = torch.where(right < 0, last, torch.minimum(last, position + right + 1))
     last = last.clamp(min=0)
-    return {
-        "leftpad_k": torch.minimum(torch.maximum(first, start), last),
-        "seqused_k": last,
-    }
+    return {"leftpad_k": torch.minimum(torch.maximum(first, start), last), "seqused_k": last}
 
 
 def _columns(rows: Tensor) -> list[Tensor]:
     """The last dimension's columns, by COLUMNS."""
-    found = list(rows.unbind(-1))
-    missing = _NO_LIMITS[len(found) - _SHARED :]
-    return [*found, *(torch.full_like(found[0], number) for number in missing)]
+    columns = list(rows.unbind(-1))
+    missing = _NO_LIMITS[len(columns) - _SHARED :]
+    return [*columns, *(torch.full_like(columns[0], number) for number in missing)]

@@ -61,10 +61,10 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
     parts = checked_parts(inner, FLASH_NAME)
     for name, part in parts:
         if not part._supports_flash_attn:
+            where = f"{type(part).__name__}{f' at {name!r}' if name else ''}"
             raise NotImplementedError(
-                f"{type(part).__name__}{f' at {name!r}' if name else ''} does not support flash "
-                "attention, so continuous batching would leave out what its masks say; use "
-                "enable(model) and generate"
+                f"{where} does not support flash attention, so continuous batching would leave out "
+                "what its masks say; use enable(model) and generate"
             )
     if any(hasattr(module, EXPAND) for module in inner.modules()):
         raise NotImplementedError(
@@ -73,7 +73,7 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
         )
     configs = {id(config): config for config in _configs(inner)}
     names = {key: config._attn_implementation for key, config in configs.items()}
-    contexts = {key: _entered.get(key) for key in configs}
+    outer = {key: _entered[key] for key in configs if key in _entered}
     # It was made for another attention: with masks, or without.
     manager = inner.__dict__.pop(_MANAGER, None)
     context = copy_context()
@@ -88,11 +88,8 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
             setattr(inner, _MANAGER, manager)
         for key, config in configs.items():
             config._attn_implementation_internal = names[key]
-            outer = contexts[key]
-            if outer is None:
-                del _entered[key]
-            else:
-                _entered[key] = outer
+            del _entered[key]
+        _entered.update(outer)
 
 
 # The paged cache is updated in place through views, of which a compiled graph would make copies.
@@ -107,21 +104,20 @@ def metal_flash_attention(
     cache: Any = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Attention in one step of continuous batching: new tokens of many requests in one row.
 
     Args: module: the attention module. query: (1, Hq, T, D). key, value: (1, Hkv, T, D) of the new
         tokens. cache: transformers' PagedAttentionCache, which stores them and returns those of
         all requests, concatenated. From 5.24 on the layer itself does that: cache is None, key and
-        value are those of all requests, and the lengths are the layer's. cu_seq_lens_q: int32
-        (requests + 1,). cu_seq_lens_k, max_length_k: with a cache by type of layer. read_index,
-        write_index: int64, by group of layers: rows of the cache. sliding_window: only checked if
-        there is a cache, which knows how many tokens it keeps. others: scaling, softcap, s_aux and
-        dropout as in `metal_attention`.
+        value are those of all requests, and the lengths are the layer's. sliding_window: only
+        checked if there is a cache, which knows how many tokens it keeps. keywords: scaling,
+        softcap, s_aux and dropout as in `metal_attention`; cu_seq_lens_q, int32 (requests + 1,);
+        with a cache by type of layer cu_seq_lens_k and max_length_k; by group of layers read_index
+        and write_index, int64, rows of the cache.
 
-    Returns:
-        out (1, T, Hq, D), contiguous, and None.
+    Returns: out (1, T, Hq, D), contiguous, and None.
 
     Raises: NotImplementedError: no paged cache (`generate` and `forward` have none), a mask,
         attention that is not causal, a window other than the cache's, an unknown argument.
@@ -134,7 +130,7 @@ def metal_flash_attention(
         check_rank(argument, x, "(1, H, T, D)")
     name = type(module).__name__
     context = _entered.get(id(module.config))
-    packed = {name: others.pop(name, None) for name in (*BOUNDS, "read_index", "write_index")}
+    packed = {name: keywords.pop(name, None) for name in (*BOUNDS, "read_index", "write_index")}
     has_lengths = isinstance(packed["cu_seq_lens_k"], Tensor)
     updated = cache is None and packed["read_index"] is not None and has_lengths
     paged = cache is not None or updated
@@ -150,7 +146,7 @@ def metal_flash_attention(
             f"attention_mask and is_causal=False in {name}: in continuous batching every token "
             "sees the tokens up to itself"
         )
-    options = score_options(module, query.device, **others)
+    options = score_options(module, query.device, **keywords)
     window = None if sliding_window is None else as_int("sliding_window", sliding_window)
     if not updated:
         if not hasattr(cache, "layer_to_allocator"):
@@ -165,10 +161,7 @@ def metal_flash_attention(
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packed
         )
-    options |= {
-        "window_size_left": -1 if window is None else window - 1,
-        "window_size_right": 0,
-    }
+    options |= {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
     # A copy, as a context cannot be entered twice at a time.
     out: Tensor = context.copy().run(flash_varlen, module, query, key, value, packed, **options)
     return out, None

@@ -16,20 +16,19 @@ def enable(model: _Model, *, fuse_rope: bool = False, absorb: bool = False) -> _
 
     Args: model: a transformers model, or a part of one, such as the language model of a multimodal
         model. It may be wrapped by torch.compile, PEFT or (Distributed)DataParallel. fuse_rope: let
-        the attention kernel rotate queries as it loads them. This saves one read and write of q
-        compared with `rope`, and ten compared with transformers' own operations
-        (bench/results/transformers.md). It needs a model whose attention calls
-        `apply_rotary_pos_emb` and does not change q afterwards. `metal_attn::rope` still rotates k
-        as it enters the cache, and q in packed sequences and continuous batching. enable(model)
-        undoes it. absorb: keep the latent rows of multi-head latent attention (DeepSeek-V3 and its
-        relatives) as they are instead of expanding them to keys and values of every head in each
-        step; `latent_cache` makes a cache that holds them side by side. enable(model) undoes it.
+        the attention kernel rotate queries as it loads them (bench/results/transformers.md has the
+        savings). It needs a model whose attention calls `apply_rotary_pos_emb` and does not change
+        q afterwards. `metal_attn::rope` still rotates k as it enters the cache, and q in packed
+        sequences and continuous batching. absorb: keep the latent rows of multi-head latent
+        attention (DeepSeek-V3 and its relatives) as they are instead of expanding them to keys and
+        values of every head in each step; `latent_cache` makes a cache that holds them side by
+        side. enable(model) undoes both.
 
     Raises: TypeError: `model` is not a transformers model. NotImplementedError: a part of the model
         ignores the attention interface, or depends on the implementation's name, so that its
-        results would be wrong or not come from this library; or, with fuse_rope, it rotates its
-        queries in an unknown way; or, with absorb, it has no such attention. The message names the
-        part and what works instead, and the model is not changed.
+        results would be wrong or not come from this library; its queries are rotated in an unknown
+        way (fuse_rope); it has no such attention (absorb). The message names the part and what
+        works instead, and the model is not changed.
     """
     fuse_rope, absorb = as_bool("fuse_rope", fuse_rope), as_bool("absorb", absorb)
     inner = unwrapped(model)
@@ -39,8 +38,7 @@ def enable(model: _Model, *, fuse_rope: bool = False, absorb: bool = False) -> _
     before = [part.config._attn_implementation for _, part in parts]
     inner.set_attn_implementation(NAME)
     for name, part in parts:
-        if part.config._attn_implementation != NAME:
-            chosen = part.config._attn_implementation
+        if (chosen := part.config._attn_implementation) != NAME:
             for (_, other), implementation in zip(parts, before, strict=True):
                 other.config._attn_implementation_internal = implementation
             raise NotImplementedError(

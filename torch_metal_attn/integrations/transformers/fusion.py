@@ -41,23 +41,23 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
     Raises: NotImplementedError: a module of `model` rotates q in an unknown way, or none of
         them rotates q.
     """
-    found = [
-        (module, own_class(module)) for module in model.modules() if _rotations(own_class(module))
-    ]
-    if not found:
-        raise NotImplementedError(
-            f"fuse_rope=True for {type(model).__name__}, which has no attention that calls "
-            f"{_FUNCTION}; use enable(model)"
-        )
-    for module, kind in found:
+    modules = [(module, own_class(module)) for module in model.modules()]
+    rotating = [(module, kind) for module, kind in modules if _rotations(kind)]
+    where = f"fuse_rope=True for {type(model).__name__}"
+    if not rotating:
+        raise _refused(f"{where}, which has no attention that calls {_FUNCTION}")
+    for module, kind in rotating:
         if "forward" in vars(module):
             # accelerate puts one there where a model is spread over devices.
-            raise NotImplementedError(
-                f"fuse_rope=True for {type(model).__name__}: {with_article(kind.__name__)} has a "
-                "forward that is not its class's; use enable(model), or fuse before hooks are added"
-            )
-    fused = {kind: fused_class(kind, _probe(model, kind)) for kind in {kind for _, kind in found}}
-    return [(module, fused[kind]) for module, kind in found]
+            text = f"{where}: {with_article(kind.__name__)} has a forward that is not its class's"
+            raise _refused(text, ", or fuse before hooks are added")
+    kinds = {kind for _, kind in rotating}
+    fused = {kind: fused_class(kind, _probe(model, kind, where)) for kind in kinds}
+    return [(module, fused[kind]) for module, kind in rotating]
+
+
+def _refused(text: str, more: str = "") -> NotImplementedError:
+    return NotImplementedError(f"{text}; use enable(model){more}")
 
 
 class Replacing:
@@ -77,9 +77,9 @@ def _bare(make: Callable[..., type], *arguments: Any) -> Any:
 
 def replacing(base: type, make: Callable[..., type], kind: type, *more: Any, **body: Any) -> type:
     """A class like `kind` with other attributes, which make(kind, *more) returns."""
-    own = {"_metal_attn_own": kind, "_metal_attn_made": (make, kind, *more)}
+    attributes = {"_metal_attn_own": kind, "_metal_attn_made": (make, kind, *more)}
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (base, kind), body | own | names)
+    return type(kind.__name__, (base, kind), body | attributes | names)
 
 
 class _Fused(Replacing):
@@ -87,8 +87,8 @@ class _Fused(Replacing):
 
 
 def own_class(module: nn.Module) -> type:
-    own: type = getattr(type(module), "_metal_attn_own", type(module))
-    return own
+    kind: type = getattr(type(module), "_metal_attn_own", type(module))
+    return kind
 
 
 @functools.cache
@@ -105,10 +105,7 @@ def fused_class(kind: type, tables: Tables) -> type:
     forward.__globals__.update({prefix + name: value for name, value in replaced.items()})
     names = (prefix + name if name in replaced else name for name in code.co_names)
     code = code.replace(co_names=tuple(names))
-    fused = types.FunctionType(
-        code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    fused.__kwdefaults__ = forward.__kwdefaults__
+    fused = _with_code(forward, code, forward.__closure__)
     fused.__annotations__, fused.__doc__ = forward.__annotations__, forward.__doc__
     fused.__qualname__ = forward.__qualname__
     forward = _decorated(kind.forward, fused)  # type: ignore[attr-defined]
@@ -134,11 +131,13 @@ def _decorated(like: Any, function: Any) -> Any:
         types.CellType(inner) if cell.cell_contents is like.__wrapped__ else cell
         for cell in like.__closure__
     )
-    wrapper = types.FunctionType(
-        like.__code__, like.__globals__, like.__name__, like.__defaults__, closure
-    )
-    wrapper.__kwdefaults__ = like.__kwdefaults__
-    return functools.wraps(inner)(wrapper)
+    return functools.wraps(inner)(_with_code(like, like.__code__, closure))
+
+
+def _with_code(like: Any, code: types.CodeType, closure: Any) -> types.FunctionType:
+    function = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
+    function.__kwdefaults__ = like.__kwdefaults__
+    return function
 
 
 class _Torch:
@@ -159,9 +158,9 @@ def _key_rotation(owner: str, tables: Tables) -> Callable[..., tuple[Unrotated, 
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Unrotated, Tensor]:
         if unsqueeze_dim != 1:
-            raise NotImplementedError(
+            raise _refused(
                 f"unsqueeze_dim={unsqueeze_dim} in {owner} with fuse_rope=True: the heads must be "
-                "the second dimension of q; use enable(model)"
+                "the second dimension of q"
             )
         cos, sin = tables.shortened(cos), tables.shortened(sin)
         return (
@@ -181,39 +180,31 @@ def _rotations(kind: type) -> list[str]:
     return [name for name in names if re.search(r"apply\w*(rotary|rope)", name)]
 
 
-def _probe(model: PreTrainedModel, kind: type) -> Tables:
-    """How modules of `kind` rotate, from what their function does with the model's tables."""
-    where = f"fuse_rope=True for {type(model).__name__}: {kind.__name__}"
+def _probe(model: PreTrainedModel, kind: type, where: str) -> Tables:
+    """How modules of `kind` rotate, from the results of their function on the model's tables."""
+    where = f"{where}: {kind.__name__}"
     forward, names = _undecorated(kind), _rotations(kind)
+    rotates = f"{where} rotates its queries"
     if names != [_FUNCTION] or forward is None:
-        raise NotImplementedError(
-            f"{where} rotates its queries by {', '.join(names)}, which is not known; use "
-            "enable(model)"
-        )
+        raise _refused(f"{rotates} by {', '.join(names)}, which is not known")
     _check_uses(forward, where)
     function = forward.__globals__[_FUNCTION]
-    arguments = list(inspect.signature(function).parameters.values())
-    if [one.name for one in arguments[:4]] != ["q", "k", "cos", "sin"]:
-        raise NotImplementedError(
-            f"{where} rotates its queries by a function of {', '.join(a.name for a in arguments)}, "
-            "which is not known; use enable(model)"
-        )
-    found: set[Tables | None] = set()
+    arguments = list(inspect.signature(function).parameters)
+    if arguments[:4] != ["q", "k", "cos", "sin"]:
+        by = f"a function of {', '.join(arguments)}"
+        raise _refused(f"{rotates} by {by}, which is not known")
     try:
         with unset_fake_temporarily():
-            for cos, sin in _tables_of(model, kind):
-                found.add(_recognise(function, cos, sin))
+            forms = {_recognise(function, *tables) for tables in _tables_of(model, kind)}
     except Exception as error:
-        raise NotImplementedError(
-            f"{where} could not be tried out ({error!r}); use enable(model)"
-        ) from error
-    tables = found.pop() if len(found) == 1 else None
-    if tables is None:
-        raise NotImplementedError(
-            f"{where} rotates its queries neither by halves nor by pairs of columns, with tables "
-            "that the kernel takes; use enable(model)"
+        raise _refused(f"{where} could not be tried out ({error!r})") from error
+    form = forms.pop() if len(forms) == 1 else None
+    if form is None:
+        raise _refused(
+            f"{rotates} neither by halves nor by pairs of columns, with tables that the kernel "
+            "takes"
         )
-    return tables
+    return form
 
 
 def _check_uses(forward: Callable[..., Any], where: str) -> None:
@@ -222,15 +213,12 @@ def _check_uses(forward: Callable[..., Any], where: str) -> None:
     call = re.search(rf"(\w+), \w+ = {_FUNCTION}\(", text)
     end = text.find("attention_interface(", call.end() if call else 0)
     if call is None or end < 0:
-        raise NotImplementedError(f"{where} calls {_FUNCTION} in an unknown way; use enable(model)")
+        raise _refused(f"{where} calls {_FUNCTION} in an unknown way")
     query = call.group(1)
     for line in text[call.end() : end].splitlines()[1:]:
         appended = rf"\w+ = torch\.cat\(\({query}, \w+\), dim=-1\)"
         if re.search(rf"\b{query}\b", line) and not re.search(appended, line):
-            raise NotImplementedError(
-                f"{where} works on its queries after they are rotated ({line.strip()}); use "
-                "enable(model)"
-            )
+            raise _refused(f"{where} works on its queries after they are rotated ({line.strip()})")
 
 
 def _tables_of(model: PreTrainedModel, kind: type) -> Iterator[tuple[Tensor, Tensor]]:
@@ -283,9 +271,10 @@ def _agrees(function: Callable[..., Any], cos: Tensor, sin: Tensor, tables: Tabl
             if must:
                 return False
             continue
-        for actual, given in zip(results, (q, k), strict=True):
-            if actual.shape != given.shape or not torch.allclose(
-                actual.double(), rotate(given, *short, tables.interleaved), rtol=1e-5, atol=1e-5
+        for actual, original in zip(results, (q, k), strict=True):
+            expected = rotate(original, *short, tables.interleaved)
+            if actual.shape != original.shape or not torch.allclose(
+                actual.double(), expected, rtol=1e-5, atol=1e-5
             ):
                 return False
     return True

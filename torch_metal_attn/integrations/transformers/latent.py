@@ -27,7 +27,6 @@ from torch_metal_attn.quantisation import dequantise
 from torch_metal_attn.wording import type_text, with_article
 
 EXPAND = "expand_kv"  # of a module that caches latent rows
-_ADVICE = "use enable(model)"
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,18 @@ class HeldRows:
         storage, where = self.layer.storage, self.layer.where()
         lengths = [self.shape[2]] * self.shape[0]
         if isinstance(storage.recent, RecentRows):
-            given = {n: x for n, x in _given(options) if torch.is_tensor(x) or x != _OFF.get(n)}
-            for name in given:
-                if name not in _WITH_RECENT or (name == "window_size_right" and given[name] != 0):
+            limits = {n: x for n, x in _known(options) if torch.is_tensor(x) or x != _OFF.get(n)}
+            for name in limits:
+                if name not in _WITH_RECENT or (name == "window_size_right" and limits[name] != 0):
                     raise NotImplementedError(
                         f"{name} with the recent rows of a latent cache, of which only causal "
                         "attention and padding are implemented: use latent_cache without recent"
                     )
             attend = functools.partial(
-                storage.recent.attend, 0, q, lengths, self.layer.slots(), where, given
+                storage.recent.attend, 0, q, lengths, self.layer.slots(), where, limits
             )
             advice = "call the model under torch.no_grad()"
-            out, lse = forward_only("a latent cache", advice, {"q": q, **given}, attend)
+            out, lse = forward_only("a latent cache", advice, {"q": q, **limits}, attend)
             return out, lse
         (k, v), kept = storage.operands(0)
         if "block_table" in where:
@@ -78,9 +77,8 @@ class HeldRows:
                 options["seqused_k"] = storage.indices(lengths)
         else:
             k, v = k[:, :, : lengths[0]], v[:, :, : lengths[0]]
-            kept = {n: x[:, :, : lengths[0]] if x.dim() == 4 else x for n, x in _given(kept)}
-        op = torch.ops.metal_attn.flash_decode
-        out, lse = op(q, k, v, **kept, **where, **options)
+            kept = {n: x[:, :, : lengths[0]] if x.dim() == 4 else x for n, x in _known(kept)}
+        out, lse = torch.ops.metal_attn.flash_decode(q, k, v, **kept, **where, **options)
         return out, lse
 
     def parts(self) -> tuple[Tensor, ...]:
@@ -104,7 +102,7 @@ class HeldRows:
         return rows.split(self.columns, -1)
 
 
-def _given(options: dict[str, Any]) -> list[tuple[str, Any]]:
+def _known(options: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in options.items() if x is not None]
 
 
@@ -144,8 +142,8 @@ class Latents:
         first = self._module.qk_nope_head_dim
         q = torch.cat([q[..., :first] @ self._up_projections()[0], q[..., first:]], -1)
         if (held := self._held) is not None:
-            own = held.layer.storage.layers[0].by_block()
-            self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in own), q)
+            blocks = held.layer.storage.layers[0].by_block()
+            self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in blocks), q)
             return q, held, held
         rows = self.rows()
         self._tell_of_bytes(rows.shape[-1] * rows.element_size(), q)
@@ -184,31 +182,35 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
     Raises: NotImplementedError: `model` has none, or one of another kind than DeepSeek's.
     """
     where = f"absorb=True for {type(model).__name__}"
-    found = [(module, own_class(module)) for module in model.modules() if hasattr(module, EXPAND)]
-    if not found:
-        raise NotImplementedError(
-            f"{where}, which has no attention that expands latent rows by {EXPAND} (as "
-            f"DeepSeek-V3's does since transformers 5.24); {_ADVICE}"
+
+    def refused(reason: str) -> NotImplementedError:
+        return NotImplementedError(f"{where}{reason}; use enable(model)")
+
+    expanding = [(m, own_class(m)) for m in model.modules() if hasattr(m, EXPAND)]
+    if not expanding:
+        raise refused(
+            f", which has no attention that expands latent rows by {EXPAND} (as DeepSeek-V3's does "
+            "since transformers 5.24)"
         )
-    for module, kind in found:
-        names = list(inspect.signature(getattr(kind, EXPAND)).parameters)[1:]
-        missing = [n for n in ("qk_nope_head_dim", "v_head_dim") if not hasattr(module, n)]
-        if len(names) != 2 or missing:
-            raise NotImplementedError(f"{where}: {kind.__name__} expands otherwise; {_ADVICE}")
+    for module, kind in expanding:
+        name = with_article(kind.__name__)
+        parameters = list(inspect.signature(getattr(kind, EXPAND)).parameters)[1:]
+        sizes = ("qk_nope_head_dim", "v_head_dim")
+        if len(parameters) != 2 or not all(hasattr(module, size) for size in sizes):
+            raise refused(f": {kind.__name__} expands otherwise")
         linear = getattr(module, "kv_b_proj", None)
         if type(linear) is not nn.Linear or getattr(linear, "bias", None) is not None:
-            raise NotImplementedError(
-                f"{where}: kv_b_proj of {with_article(kind.__name__)} is {type_text(linear)}; "
-                f"only the weight of a torch.nn.Linear without bias can be absorbed; {_ADVICE}"
+            raise refused(
+                f": kv_b_proj of {name} is {type_text(linear)}; only the weight of a "
+                "torch.nn.Linear without bias can be absorbed"
             )
         columns, rotated = linear.in_features, getattr(module, "qk_rope_head_dim", 0)
         if columns > MAX_VALUE_HEAD_DIM or columns + rotated > MAX_HEAD_DIM:
-            raise NotImplementedError(
-                f"{where}: the latent rows of {with_article(kind.__name__)} have {columns} + "
-                f"{rotated} columns; the kernels take at most {MAX_VALUE_HEAD_DIM}, and "
-                f"{MAX_HEAD_DIM} with those that are rotated; {_ADVICE}"
+            raise refused(
+                f": the latent rows of {name} have {columns} + {rotated} columns; the kernels take "
+                f"at most {MAX_VALUE_HEAD_DIM}, and {MAX_HEAD_DIM} with those that are rotated"
             )
-    return [(module, absorbed_class(kind)) for module, kind in found]
+    return [(module, absorbed_class(kind)) for module, kind in expanding]
 
 
 class _Absorbed(Replacing):
@@ -283,20 +285,19 @@ class LatentLayer(CacheLayerMixin):
         """Append latents (B, 1, L, C) and rotated keys (B, 1, L, R); all rows."""
         if key_states.shape[1] != 1 or value_states.shape[:-1] != key_states.shape[:-1]:
             raise ValueError(
-                f"a latent cache is given keys of shape {tuple(key_states.shape)} and values of "
+                f"the latent cache got keys of shape {tuple(key_states.shape)} and values of "
                 f"{tuple(value_states.shape)}; it must be latents (B, 1, L, C) and rotated keys "
                 "(B, 1, L, R), as models with latent attention have"
             )
         if self.cache is None:
             self.lazy_initialization(key_states, value_states)
-        assert self.cache is not None
         new = torch.cat([key_states, value_states], -1)
         if isinstance(self.cache, LatentCache):
             self.cache.append(self.ids, new)
         else:
+            assert self.cache is not None
             self.cache.append(new)
-        columns = key_states.shape[-1], value_states.shape[-1]
-        rows = HeldRows(self, columns, key_states.dtype)
+        rows = HeldRows(self, (key_states.shape[-1], value_states.shape[-1]), key_states.dtype)
         return rows, rows
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -352,15 +353,14 @@ def latent_cache(
 ) -> Cache:
     """A cache for `generate` of a model with latent attention: `past_key_values=latent_cache(...)`.
 
-    Each layer is a `torch_metal_attn.kv_cache.StaticLatentCache`, whose rows attention reads where
-    they lie. transformers' own caches hold latents and rotated keys apart, so each step joins them
-    in a copy.
+    Each layer is a `torch_metal_attn.kv_cache.StaticLatentCache`, and attention reads its rows in
+    place. transformers' own caches hold latents and rotated keys apart, so each step joins them.
 
-    Args: model: a model after `enable(model, absorb=True)`. max_length: tokens of a sequence, at
-        most. format: of `torch_metal_attn.quantisation`; rows are quantised as they are appended,
-        and all attention, the prompt's too, is to what is kept. page_size: each layer is a
-        `LatentCache` with pages of so many rows, which beams share. recent: so many of the last
-        rows, or more, are also kept in full precision, with a format.
+    Args: model: a model after `enable(model, absorb=True)`. max_length: the most tokens of a
+        sequence. format: of `torch_metal_attn.quantisation`; rows are quantised as they are
+        appended, and the prompt attends to the quantised rows too. page_size: rows of a page; each
+        layer is then a `LatentCache`, whose pages beams share. recent: with a format, at least this
+        number of the last rows is also kept in full precision.
 
     Raises: NotImplementedError: not every layer of the model was absorbed. ValueError: the rows'
         columns do not fit the format.

@@ -51,11 +51,11 @@ DENSE_MODELS = frozenset(
     }
 )
 
-# The types of models that do not say that they take sdpa's masks: their dense masks are additive,
-# as eager attention's are. Filled in where a model takes this implementation.
+# Types of models that do not support sdpa in transformers: their dense masks are additive, as eager
+# attention's are. `refusals.check_part` fills both sets.
 additive_masks: set[str] = set()
-# Those whose indexers add the mask to their scores, and hand on which keys they selected, as
-# DeepSeek-V3.2's does. Filled in likewise.
+# Types of models whose indexers add the mask to their scores, and pass on the keys that they
+# selected, as DeepSeek-V3.2 does.
 indexed_models: set[str] = set()
 
 _AND = and_masks().__code__
@@ -76,10 +76,9 @@ _REMAPPED = _remapped_code()
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A mask function that is a band, within each sequence if a row packs several.
+    """A mask function that is a band, inside of each sequence if a row packs several.
 
-    chunk_start: (B,), the token from which chunks count. sequences: (B, L), the sequence of each
-    token.
+    chunk_start: (B,), the token from which chunks count. sequences: (B, L), by token.
     """
 
     left: int = -1
@@ -103,7 +102,7 @@ def metal_attention_mask(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """What transformers' `sdpa_mask` describes, in the smallest form for `metal_attention`.
+    """The mask of transformers' `sdpa_mask` in the smallest form for `metal_attention`.
 
     Args:
         q_length, kv_length: sizes of the attention.
@@ -124,16 +123,12 @@ def metal_attention_mask(
     model_type = getattr(config, "model_type", None)
     is_additive = model_type in additive_masks
     device = options.get("device", "cpu")
+    forward = _Forward(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
 
     def dense(causal_skip: bool = False, bidirectional_skip: bool = False) -> Tensor | None:
         mask: Tensor | None = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
+            **vars(forward),
             mask_function=mask_function,
-            attention_mask=attention_mask,
             allow_is_causal_skip=causal_skip,
             allow_is_bidirectional_skip=bidirectional_skip,
             use_vmap=use_vmap,
@@ -148,7 +143,9 @@ def metal_attention_mask(
     tensors = (value for value in (q_offset, attention_mask) if isinstance(value, Tensor))
     traces = is_tracing() or any(map(packing.hidden, tensors))
     if not traces:
-        _check(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+        forward.check()
+        if not callable(mask_function):
+            raise TypeError(f"mask_function is {value_text(mask_function)}; it must be a function")
     pattern = None if traces or use_vmap else _recognise(mask_function)
 
     def from_first(mask: Tensor | None, position: int | Tensor = q_offset) -> Tensor | None:
@@ -182,62 +179,51 @@ def metal_attention_mask(
     allowed = (
         allow_is_causal_skip or q_length == 1 if pattern.right == 0 else allow_is_bidirectional_skip
     )
-    found = (
-        _describe(
-            pattern,
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            attention_mask,
-            # A step that fills the cache has the form of the others: a graph serves all of them.
-            keeps_diagonal=pattern.right == 0 and not allow_is_causal_skip,
-        )
-        if allowed
-        else None
-    )
-    if found is None:
+    # A step that fills the cache has the form of the others: a graph serves all of them.
+    keeps_diagonal = pattern.right == 0 and not allow_is_causal_skip
+    band = _describe(pattern, forward, keeps_diagonal) if allowed else None
+    if band is None:
         return from_first(dense())
-    if found.is_everything:
+    if band.is_everything:
         return None
-    if found.is_causal:
-        return from_first(bands.causal(batch_size, q_length, device), found.q_offset)
+    if band.is_causal:
+        return from_first(bands.causal(batch_size, q_length, device), band.q_offset)
     if kv_length <= len(bands.COLUMNS):
-        return from_first(dense(), found.q_offset)
-    return from_first(bands.pack(found, batch_size, device), found.q_offset)
+        return from_first(dense(), band.q_offset)
+    return from_first(bands.pack(band, batch_size, device), band.q_offset)
 
 
-def _check(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    mask_function: Callable[..., Any],
-    attention_mask: Tensor | None,
-) -> None:
-    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
-    for name, size in sizes.items():
-        as_int_at_least(name, size)
-    for name, offset in {"q_offset": q_offset, "kv_offset": kv_offset}.items():
-        if not isinstance(offset, Tensor):
-            as_int(name, offset)
-        elif offset.numel() != 1 or offset.is_floating_point():
-            raise ValueError(
-                f"{name} has shape {tuple(offset.shape)} and dtype {offset.dtype}; it must be one "
-                "int"
-            )
-    if not callable(mask_function):
-        raise TypeError(f"mask_function is {value_text(mask_function)}; it must be a function")
-    if attention_mask is not None:
-        check_rank("attention_mask", attention_mask, "(B, tokens)")
-        rows = attention_mask.shape[0]
-        if rows != batch_size:
-            raise ValueError(
-                f"attention_mask has {count_text(rows, 'row')}; it must have "
-                f"batch_size={batch_size}"
-            )
+@dataclass(frozen=True)
+class _Forward:
+    """The sizes and the padding of one forward, by the names of `sdpa_mask`."""
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor
+    kv_offset: int
+    attention_mask: Tensor | None
+
+    def check(self) -> None:
+        for name in ("batch_size", "q_length", "kv_length"):
+            as_int_at_least(name, getattr(self, name))
+        for name in ("q_offset", "kv_offset"):
+            offset = getattr(self, name)
+            if not isinstance(offset, Tensor):
+                as_int(name, offset)
+            elif offset.numel() != 1 or offset.is_floating_point():
+                shape = tuple(offset.shape)
+                raise ValueError(
+                    f"{name} has shape {shape} and dtype {offset.dtype}; it must be one int"
+                )
+        if self.attention_mask is not None:
+            check_rank("attention_mask", self.attention_mask, "(B, tokens)")
+            rows = self.attention_mask.shape[0]
+            if rows != self.batch_size:
+                raise ValueError(
+                    f"attention_mask has {count_text(rows, 'row')}; it must have "
+                    f"batch_size={self.batch_size}"
+                )
 
 
 def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern | None:
@@ -301,28 +287,19 @@ def _intersection(parts: list[_Pattern | None]) -> _Pattern | None:
     )
 
 
-def _describe(
-    pattern: _Pattern,
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    attention_mask: Tensor | None,
-    keeps_diagonal: bool,
-) -> Band | None:
+def _describe(pattern: _Pattern, forward: _Forward, keeps_diagonal: bool) -> Band | None:
     """The band of this forward, or None if it has none: padding with holes, shifted chunks.
 
     keeps_diagonal: keep the causal limit where it masks out no key.
-    What the host must know from the device comes in at most one transfer.
+    The host reads what it must know of the device in at most one transfer.
     """
+    batch, q_length, kv_length = forward.batch_size, forward.q_length, forward.kv_length
+    kv_offset, attention_mask = forward.kv_offset, forward.attention_mask
     if not batch or not q_length or not kv_length:
         return None
-    position = q_offset - kv_offset  # of the first query, among the keys
-    start: Tensor | None = None
-    end: Tensor | None = None
+    position = forward.q_offset - kv_offset  # of the first query, among the keys
+    start = end = right_padded = None
     refused: list[Tensor] = []
-    right_padded: Tensor | None = None
     if attention_mask is not None:
         if attention_mask.dtype != torch.bool or attention_mask.shape[:-1] != (batch,):
             return None

@@ -17,7 +17,7 @@ from torch_metal_attn.integrations.transformers import band as bands
 
 _ATTRIBUTE = "_metal_attn_packing"
 _UNPACKED = "_metal_attn_unpacked"
-# By `given` and `other` of `keeps_apart`. An attribute of a batch's tensor could not be pickled.
+# By `sequence` and `other` of `keeps_apart`. An attribute of a batch's tensor could not be pickled.
 _agreed = WeakTensorKeyDictionary()
 # Batches name their sequences in these ways too: TRL and models with convolutions, unsloth, and
 # linear attention. No attention of transformers reads them.
@@ -25,7 +25,7 @@ SEQUENCES = ("seq_idx", "packed_seq_lengths", "cu_seqlens")
 
 
 def hidden(tensor: Tensor) -> bool:
-    """Whether the host cannot read the values: of a graph, on meta, or inside of torch.func."""
+    """True if the host cannot read the values: in a graph, on meta, or inside of torch.func."""
     if is_tracing(tensor) or tensor.is_meta:
         return True
     wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -112,7 +112,7 @@ class _Checked:
     """The position_ids that were last compared with a mask, and whether they fall back."""
 
     position_ids: Tensor | None = None
-    found: bool = False
+    falls_back: bool = False
 
 
 def unpacked(mask: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def unpacked(mask: Tensor) -> Tensor:
 
 
 def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """Whether `position_ids` (B, L) say that a row of an `unpacked` mask holds several sequences.
+    """True if `position_ids` (B, L) say that a row of an `unpacked` mask holds several sequences.
 
     The positions then begin at 0, grow by 1 and fall back to 0. Every layer asks with the same
     tensors, so only the first one waits for the device.
@@ -138,34 +138,34 @@ def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
     if checked.position_ids is not position_ids:
         step, restarts = position_ids.diff(dim=1), position_ids[:, 1:] == 0
         counts = ((step == 1) | restarts).all(1) & (position_ids[:, 0] == 0)
-        checked.found = bool((counts & (restarts & (step < 0)).any(1)).any())
+        checked.falls_back = bool((counts & (restarts & (step < 0)).any(1)).any())
         checked.position_ids = position_ids
-    return checked.found
+    return checked.falls_back
 
 
 def keeps_apart(
-    name: str, given: Tensor, shape: tuple[int, int], bounds: Tensor | None, mask: Tensor | None
+    name: str, sequence: Tensor, shape: tuple[int, int], bounds: Tensor | None, mask: Tensor | None
 ) -> bool:
-    """Whether attention keeps the sequences apart that a batch of `shape` (B, L) holds.
+    """True if attention keeps the sequences apart that a batch of `shape` (B, L) holds.
 
     Every layer asks with the same tensors, so only the first one waits for the device. A graph
     cannot read the values: there, bounds or a dense mask are trusted.
 
     Args:
-        name, given: one of SEQUENCES: seq_idx (B, L), the number of each token's sequence;
+        name, sequence: one of SEQUENCES: seq_idx (B, L), the number of each token's sequence;
             packed_seq_lengths (sequences,); cu_seqlens (sequences + 1,).
         bounds: cu_seq_lens for the rows concatenated, or None if each row is one sequence.
         mask: bool or additive, broadcastable to (B, heads, L, L), if a dense mask decides.
     """
-    other = mask if mask is not None else given if bounds is None else bounds
-    if hidden(given) or hidden(other):
-        return other is not given
-    versions = tuple(None if x.is_inference() else x._version for x in (given, other))
-    agreed = _agreed.setdefault(given, WeakTensorKeyDictionary())
+    other = mask if mask is not None else sequence if bounds is None else bounds
+    if hidden(sequence) or hidden(other):
+        return other is not sequence
+    versions = tuple(None if x.is_inference() else x._version for x in (sequence, other))
+    agreed = _agreed.setdefault(sequence, WeakTensorKeyDictionary())
     if agreed.get(other) == (versions, shape):
         return True
-    stated = _stated(name, given).unique_consecutive()
-    tokens = torch.arange(shape[0] * shape[1] + 1, device=given.device)
+    stated = _stated(name, sequence).unique_consecutive()
+    tokens = torch.arange(shape[0] * shape[1] + 1, device=sequence.device)
     bounds = tokens[:: shape[1]] if bounds is None else bounds.unique_consecutive()
     # Tokens past the last sequence are padding.
     apart = torch.equal(stated, bounds[: len(stated)].to(stated))
@@ -178,12 +178,12 @@ def keeps_apart(
     return apart
 
 
-def _stated(name: str, given: Tensor) -> Tensor:
+def _stated(name: str, sequence: Tensor) -> Tensor:
     """Bounds, int64 (sequences + 1,), for the rows concatenated."""
     if name == "cu_seqlens":
-        return given.flatten().long()
+        return sequence.flatten().long()
     if name == "packed_seq_lengths":
-        return torch.nn.functional.pad(given.flatten().cumsum(0), (1, 0))
-    starts = torch.ones_like(given, dtype=torch.bool)
-    starts[:, 1:] = given.diff(dim=1) != 0
-    return torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=given.numel())
+        return torch.nn.functional.pad(sequence.flatten().cumsum(0), (1, 0))
+    starts = torch.ones_like(sequence, dtype=torch.bool)
+    starts[:, 1:] = sequence.diff(dim=1) != 0
+    return torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=sequence.numel())

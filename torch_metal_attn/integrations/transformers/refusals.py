@@ -36,7 +36,7 @@ _WEIGHTS = (
     "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
     + PADDED
 )
-# Of a model that transformers runs with "sdpa"; make census follows this advice.
+# For a model that transformers runs with "sdpa"; make census follows this advice.
 _THROUGH_SDPA = (
     'Load the model with attn_implementation="sdpa", and call it inside '
     "`with torch_metal_attn.sdpa_replaced():`, which runs that attention on the kernels"
@@ -62,24 +62,24 @@ _IN_OTHERS = re.compile(
 
 
 def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> None:
-    """Raises NotImplementedError if the code of `part`, found at `name`, does not work here."""
+    """Raises NotImplementedError if the code of `part`, at `name`, does not work here."""
     kind: type = type(part)
     where = f"{kind.__name__}{f' at {name!r}' if name else ''}"
-    given = f"attn_implementation={implementation!r}"
+    chosen = f"attn_implementation={implementation!r}"
     if part.config.output_attentions:
         raise NotImplementedError(f"output_attentions=True in the config of {where}: {_WEIGHTS}")
     reason = None
     if not part._can_set_attn_implementation():
-        reason = f"does not use transformers' attention interface, so it would ignore {given}"
+        reason = f"does not use transformers' attention interface, so it would ignore {chosen}"
     elif _hands_on_indices(kind):
         indexed_models.add(part.config.model_type)
     elif part.config.model_type not in DENSE_MODELS and _asks_by_name(kind):
         reason = (
             "prepares its masks only for attention implementations that it knows by name, so "
-            f"{given} would answer wrongly"
+            f"{chosen} would answer wrongly"
         )
     elif table := _chooses_by_name(kind):
-        reason = f"takes its attention class from {table}, which has none for {given}"
+        reason = f"takes its attention class from {table}, which has none for {chosen}"
     if reason is not None:
         advice = _THROUGH_SDPA if part._supports_sdpa else _NOTHING_TO_REPLACE
         raise NotImplementedError(f"{where} ({part.config.model_type}) {reason}. {advice}")
@@ -131,9 +131,8 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str, PreTrainedModel]]:
     """The models in `model`, itself included, with their names. Raises the errors of `enable`."""
-    parts = [
-        (name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
-    ]
+    modules = model.named_modules()
+    parts = [(name, part) for name, part in modules if isinstance(part, PreTrainedModel)]
     for name, part in parts:
         check_part(part, implementation, name)
     if not any(
@@ -178,7 +177,7 @@ def guard_models() -> None:
 
 
 class _Building(threading.local):
-    """How many models this thread is building, one inside the other."""
+    """The number of models that this thread is building, one inside the other."""
 
     depth = 0
 
@@ -249,7 +248,7 @@ def _chooses_by_name(kind: type) -> str | None:
     Looks at the classes of its file that `kind` names, those that they name, and so on, because one
     file may hold several models.
     """
-    found, waiting = {kind}, [kind]
+    seen, waiting = {kind}, [kind]
     while waiting:
         current = waiting.pop()
         text = source(current)
@@ -262,14 +261,14 @@ def _chooses_by_name(kind: type) -> str | None:
             for other in (*named, *current.__bases__)
             if isinstance(other, type) and other.__module__ == kind.__module__
         }
-        waiting += near - found
-        found |= near
+        waiting += near - seen
+        seen |= near
     return None
 
 
 @functools.cache
 def _hands_on_indices(kind: type) -> bool:
-    """Whether its code gives the selected keys to every attention that it does not know by name."""
+    """True if its code passes the selected keys to attention that it does not know by name."""
     text = module_source(kind.__module__)
     handed = [name for _, name in _IN_OTHERS.findall(text) if f"indices={name}," in text]
     return bool(handed) and len(handed) == len(_BY_NAME.findall(text))
@@ -277,5 +276,5 @@ def _hands_on_indices(kind: type) -> bool:
 
 @functools.cache
 def _asks_by_name(kind: type) -> bool:
-    """Whether the code that defines `kind` does something for some implementations alone."""
+    """True if the code that defines `kind` does something for some implementations alone."""
     return _BY_NAME.search(module_source(kind.__module__)) is not None

@@ -63,10 +63,10 @@ class Unrotated:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = [*args, *(kwargs or {}).values()]
-        given += [one for several in given if isinstance(several, list | tuple) for one in several]
-        found = next(one for one in given if isinstance(one, cls))
-        raise found._misused(f"calls {getattr(func, '__name__', func)} on it")
+        values = [*args, *(kwargs or {}).values()]
+        values += [x for several in values if isinstance(several, list | tuple) for x in several]
+        query = next(x for x in values if isinstance(x, cls))
+        raise query._misused(f"calls {getattr(func, '__name__', func)} on it")
 
     def _misused(self, what: str) -> NotImplementedError:
         return NotImplementedError(

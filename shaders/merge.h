@@ -2,7 +2,7 @@
 // columns that it moves.
 #pragma once
 
-#include "params.h"
+#include "params/merge.h"
 #include "tile.h"
 
 // Where a row is in its tensors.

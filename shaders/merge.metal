@@ -7,7 +7,7 @@
 // whatever its out holds: out is then not read.
 #include "features.h"
 #include "merge.h"
-#include "params.h"
+#include "params/merge.h"
 #include "softmax.h"
 
 // The specialisation, given by the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE and

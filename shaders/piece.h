@@ -3,7 +3,7 @@
 // params end with the place of the box.
 #pragma once
 
-#include "params.h"
+#include "params/common.h"
 
 #if GRID_PIECE
 template <typename Params>

@@ -1,7 +1,7 @@
 // Rows that are counted by several dimensions.
 #pragma once
 
-#include "params.h"
+#include "params/common.h"
 
 // Where a row begins, in elements.
 METAL_FUNC int64_t row_offset(constant RowDims& dims, uint row) {

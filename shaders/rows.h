@@ -6,7 +6,7 @@
 // values.
 #pragma once
 
-#include "params.h"
+#include "params/common.h"
 #include "row_dims.h"
 #include "tile.h"
 

@@ -7,7 +7,7 @@ from tests.helpers.mutants import mutant_tests
 # not show it the fault that the simulator reports.
 MUTANTS = {
     problems.plain: """
-        scale by 0.98 [everywhere]: scores.scale({~=> 0.98f *~}params.scale_log2)
+        scale by 0.98: score = score * {~=> 0.98f *~} params.scale_log2;
         columns of q's fragments reversed: UNIT_COLUMNS + 2 * {~f => (3 - f)~} +
         units of q reversed: {~row / 2 => (3 - row / 2)~} * UNIT_COLUMNS
         spans of q swapped:
@@ -195,7 +195,9 @@ MUTANTS = {
     problems.rules: """
         rules of the first query: batch, rows[i].head, {~rows[i].query => 0~}, own.column
         rules of the KV head: batch, {~rows[i].head => kv_head~}, rows[i].query, own.column
-        rules dropped [everywhere]: {~apply_bias_and_mask(scores, first_column, masked); =>~}
+        rules dropped [everywhere]:
+            {~apply<false>(scores, scores, first_column, masked, params) =>
+            scores.scale(params.scale_log2)~};
     """,
     problems.latent: """
         values from another span: v_units[j][{~s => 0~}].fragments

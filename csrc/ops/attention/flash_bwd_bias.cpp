@@ -13,10 +13,11 @@
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/overlap.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "shaders/params/backward.h"
 
 namespace metal_attn {
 namespace {
@@ -72,7 +73,7 @@ FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
                         1,       0,
                         0,       {}};
 
-  // Of each dimension: the tiles that there are, which all share one element, or have their own.
+  // Tiles along each dimension. They share one element of the bias, or have their own.
   const std::array<int64_t, 4> all{forward.batch, forward.heads,
                                    divide_up(forward.q_length, specialisation.block_rows()),
                                    divide_up(forward.kv_length, specialisation.block)};
@@ -167,8 +168,8 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
 
 }  // namespace
 
-// No more parts than keep the GPU busy: each writes float32 of all that is added, which is then
-// less than twice kBusyThreadgroups tiles, however large it is.
+// No more parts than keep the GPU busy. Each part writes a float32 copy of the tensor, so all
+// copies have less than twice kBusyThreadgroups tiles, however large the tensor is.
 int64_t score_gradient_splits(int64_t owned, int64_t shared) {
   if (owned == 0 || shared == 0) {
     return 1;
@@ -190,13 +191,12 @@ FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& a) {
   check_like_out("dout", a.dout, f);
   bool& long_offsets = call.problem.features.long_offsets;
   long_offsets = long_offsets || has_long_offsets(a.dout);
-  check_statistics("softmax_lse", a.softmax_lse, f);
-  check_contiguous("softmax_lse", a.softmax_lse);
-  check_statistics("delta", a.delta, f);
-  check_contiguous("delta", a.delta);
-  if (a.normalisers) {
-    check_statistics("normalisers", *a.normalisers, f);
-    check_contiguous("normalisers", *a.normalisers);
+  const OptionalTensor lse = a.softmax_lse;
+  const OptionalTensor delta = a.delta;
+  for (const auto& [name, tensor] :
+       present({{"softmax_lse", &lse}, {"delta", &delta}, {"normalisers", &a.normalisers}})) {
+    check_statistics(name, *tensor, f);
+    check_contiguous(name, *tensor);
   }
   return call;
 }

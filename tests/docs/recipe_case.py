@@ -76,10 +76,8 @@ with torch_metal_attn.simulate(check=True) as run:
     # Packed.
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out, _ = OPS.flash_varlen_fwd(*rows, *ends, 9, 33, **every)
-    check(
-        differentiated(out.unflatten(0, (2, 9)).transpose(1, 2)),
-        (expected, *gradients),
-    )
+    out = out.unflatten(0, (2, 9)).transpose(1, 2)
+    check(differentiated(out), (expected, *gradients))
     # Decode; then lists that have all keys, with gradients.
     with torch.no_grad():
         out, _ = OPS.flash_decode(q, k, v, **every)
@@ -110,7 +108,7 @@ with torch_metal_attn.simulate(check=True):
     outcome = running.run(case, torch.device("cpu"))
 assert outcome.ok, outcome
 
-# What refuses them, by name.
+# Calls refuse wrong values, and functions that do not take the options name them.
 for name, value, message in (
     ("temperature", temperature[:2], r"temperature has shape \(2,\); it must be \(3,\)"),
     ("score_clamp", -1.0, "score_clamp is -1; it must be 0"),

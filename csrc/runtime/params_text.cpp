@@ -25,13 +25,10 @@
 #define NAME "metal_attn_params_text"
 #endif
 
-#define TEXT_OF(header) ".incbin \"shaders/params/" #header ".h\"\n"
-// In alphabetical order.
-#define TEXTS(X)                                                                              \
-  X(append)                                                                                   \
-  X(attention)                                                                                \
-  X(backward)                                                                                 \
-  X(common) X(decode) X(index_scores) X(kv_formats) X(mask_blocks) X(merge) X(pages) X(probe) \
-      X(rope) X(softmax)
+#define TEXT_OF(name) ".incbin \"shaders/params/" name ".h\"\n"
 
-asm(".section " CONSTANTS "\n.globl " NAME "\n" NAME ":\n" TEXTS(TEXT_OF) ".byte 0\n.text\n");
+// In alphabetical order.
+asm(".section " CONSTANTS "\n.globl " NAME "\n" NAME ":\n" TEXT_OF("append") TEXT_OF("attention")
+        TEXT_OF("backward") TEXT_OF("common") TEXT_OF("decode") TEXT_OF("index_scores")
+            TEXT_OF("kv_formats") TEXT_OF("mask_blocks") TEXT_OF("merge") TEXT_OF("pages")
+                TEXT_OF("probe") TEXT_OF("rope") TEXT_OF("softmax") ".byte 0\n.text\n");

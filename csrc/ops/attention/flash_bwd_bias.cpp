@@ -29,10 +29,10 @@ struct FlashBwdBiasCall {
   std::array<int64_t, 4> sizes;  // its sizes among (batch, head, query, key)
   bool slopes;
   bool normalised;
-  int64_t splits;
-  int64_t split_tiles;
-  int64_t shared_tiles;
-  std::array<uint32_t, 3> threadgroups;
+  int64_t splits = 1;
+  int64_t split_tiles = 0;
+  int64_t shared_tiles = 1;
+  Extent threadgroups{};
 
   bool launches() const { return like.numel() > 0 && shared_tiles > 0; }
   bool direct() const { return splits == 1; }
@@ -67,11 +67,8 @@ FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
   const FlashBwdSpecialisation specialisation =
       choose_flash_bwd(forward.problem, Gradient::kScores, false, false, gpu());
   const Tensor& like = slopes ? *f.options.alibi_slopes : *forward.bias;
-  FlashBwdBiasCall call{forward, specialisation,
-                        like,    slopes ? slope_sizes(like) : bias_sizes(like),
-                        slopes,  a.normalisers.has_value(),
-                        1,       0,
-                        0,       {}};
+  const auto sizes = slopes ? slope_sizes(like) : bias_sizes(like);
+  FlashBwdBiasCall call{forward, specialisation, like, sizes, slopes, a.normalisers.has_value()};
 
   // Tiles along each dimension. They share one element of the bias, or have their own.
   const std::array<int64_t, 4> all{forward.batch, forward.heads,
@@ -79,7 +76,6 @@ FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
                                    divide_up(forward.kv_length, specialisation.block)};
   std::array<int64_t, 4> owned{};
   double shared = 1.0;
-  call.shared_tiles = 1;
   for (std::size_t dim = 0; dim < 4; ++dim) {
     const bool is_shared = call.sizes[dim] == 1;
     owned[dim] = is_shared ? 1 : all[dim];

@@ -98,16 +98,10 @@ void write_device(std::ostream& out, const Tensor& tensor) {
 }
 
 std::optional<Element> element_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return Element::kFloat;
-    case ScalarType::Half:
-      return Element::kHalf;
-    case ScalarType::BFloat16:
-      return Element::kBfloat;
-    default:
-      return std::nullopt;
-  }
+  return dtype == ScalarType::Float      ? std::optional(Element::kFloat)
+         : dtype == ScalarType::Half     ? std::optional(Element::kHalf)
+         : dtype == ScalarType::BFloat16 ? std::optional(Element::kBfloat)
+                                         : std::nullopt;
 }
 
 }  // namespace

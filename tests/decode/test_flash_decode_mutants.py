@@ -195,7 +195,7 @@ MUTANTS = {
     problems.rules: """
         rules of the first query: batch, rows[i].head, {~rows[i].query => 0~}, own.column
         rules of the KV head: batch, {~rows[i].head => kv_head~}, rows[i].query, own.column
-        rules dropped [everywhere]:
+        rules dropped:
             {~apply<false>(scores, scores, first_column, masked, params) =>
             scores.scale(params.scale_log2)~};
     """,

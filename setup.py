@@ -205,7 +205,7 @@ setup(
             depends=[
                 *under_root("csrc/**/*.h"),
                 *under_root("torch_metal_attn/simulator/shim/**/*.h"),
-                "shaders/params.h",
+                *under_root("shaders/params/*.h"),
             ],
             py_limited_api=True,
             define_macros=[("TORCH_TARGET_VERSION", TORCH_2_10)],

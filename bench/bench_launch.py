@@ -44,7 +44,7 @@ def quiet_library() -> Path:
     build: ModuleType = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     digest = hashlib.sha256(torch.__version__.encode())
-    for pattern in ("csrc/**/*", "tests/runtime/fake_mps/*", "shaders/params.h"):
+    for pattern in ("csrc/**/*", "tests/runtime/fake_mps/*", "shaders/params/*"):
         for path in sorted(ROOT.glob(pattern)):
             if path.is_file() and path.suffix in (".cpp", ".h", ".py"):
                 digest.update(path.read_bytes())

@@ -145,7 +145,8 @@ std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
 
 using namespace metal_attn;
 
-// What users call. The CPU kernels are in torch_metal_attn/ops/: the reference, or the next one.
+// The ops of users. Their CPU kernels, in torch_metal_attn/ops/, are the reference or the
+// simulator.
 STABLE_TORCH_LIBRARY(metal_attn, m) {
   OPS(DEFINE);
   m.def(APPLY_CAUSAL_MASK_TO_COPY);
@@ -154,7 +155,7 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
 // The shaders on CPU tensors, for the CPU kernels and for tests: no autograd, no fake kernels.
 STABLE_TORCH_LIBRARY(metal_attn_simulator, m) { OPS(DEFINE); }
 
-// What the same calls would launch, for `explain`, and for the checks of fake kernels. Nothing is
+// The launches of the same calls, for `explain` and for the checks of fake kernels. Nothing is
 // computed, allocated or written.
 STABLE_TORCH_LIBRARY(metal_attn_explain, m) { OPS(DEFINE_RECORDED); }
 

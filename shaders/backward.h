@@ -3,6 +3,7 @@
 #pragma once
 
 #include "inputs.h"
+#include "params/backward.h"
 
 using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "inputs.h"
+#include "params/mask_blocks.h"
 
 // Rows of a listed block on both sides, of which tiles have BLOCK_Q and BLOCK_K.
 #define LIST_Q_BLOCK listed_rows(BLOCK_Q, FLEX_Q_BLOCK)

@@ -1,5 +1,5 @@
 // Copies pages of a cache to other pages of it, so that forked sequences write to their own.
-#include "params.h"
+#include "params/pages.h"
 #include "row_dims.h"
 
 #define UNROLL _Pragma("clang loop unroll(full)")

@@ -5,6 +5,7 @@
 #include "flex.h"
 #include "hadamard.h"
 #include "output.h"
+#include "params/decode.h"
 #include "softmax.h"
 #include "spans.h"
 

@@ -2,7 +2,7 @@
 // random state, so it is the same in every kernel, tile and direction.
 #pragma once
 
-#include "params.h"
+#include "params/attention.h"
 #include "tile.h"
 
 // Philox4x32-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).

@@ -47,7 +47,7 @@
 #define FLEX_Q_BLOCK 0
 #define FLEX_KV_BLOCK 0
 #endif
-// Whether the queries of all sequences are packed rows; with VARLEN their keys are, too.
+// True if the queries of all sequences are packed rows; with VARLEN their keys are, too.
 #if VARLEN
 #define PACKED_Q 1
 #endif
@@ -56,16 +56,16 @@
 #else
 #define INDEX_BLOCK 0
 #endif
-// Whether a sequence's new tokens form a tree (tree.h).
+// True if a sequence's new tokens form a tree (tree.h).
 #if TREE_PARENTS || TREE_MASK
 #define TREE 1
 #endif
-// Whether tiles walk along lists of blocks (blocks.h).
+// True if tiles walk along lists of blocks (blocks.h).
 #if FLEX_Q_BLOCK || MASK_BLOCKS
 #define BLOCK_LISTS 1
 #endif
 
-// Whether score_mod has another slope than 1.
+// True if score_mod has another slope than 1.
 #ifdef FLEX_SLOPE
 #define FLEX_DERIVATIVES 1
 #endif

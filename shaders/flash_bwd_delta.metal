@@ -2,7 +2,7 @@
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2, line 4; the gradient of the log-sum-exp is
 // subtracted because d lse / d score is the same weight that delta multiplies.
-#include "params.h"
+#include "params/backward.h"
 #include "tile.h"
 
 // The specialisation: ELEMENT, HEAD_DIM_V, SIMDGROUPS, and DLSE if the log-sum-exp has a gradient.

@@ -1,6 +1,6 @@
 // The last step of dk or dv where flash_bwd_dkv splits the query heads of a KV head: the sum of the
 // parts, in their order, a row of a head to each SIMD group.
-#include "params.h"
+#include "params/backward.h"
 #include "tile.h"
 
 // The specialisation: ELEMENT, HEAD_DIM, columns of a row, and SIMDGROUPS.

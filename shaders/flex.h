@@ -171,8 +171,8 @@ METAL_FUNC float flex_erf(float x) {
   log_erfc = fma(log_erfc, u, -9.43893731e-1f);
   log_erfc = fma(log_erfc, u, -5.35268068f);
   log_erfc = fma(log_erfc, u, -7.80681515f);
-  const float found = 1.0f - precise::exp(log_erfc);
-  return x < 0.0f ? -found : found;
+  const float result = 1.0f - precise::exp(log_erfc);
+  return x < 0.0f ? -result : result;
 }
 
 // Shifts by any number of bits, as in PyTorch. Metal's own have no value past the last bit.
@@ -258,8 +258,9 @@ struct FlexRules {
     bool impossible = false;
     share = flex_share(scaled, inputs, params.flex, batch, head, query, key, impossible);
     bool outside = false;
-    const int64_t found = flex_place(scaled, inputs, params.flex, batch, head, query, key, outside);
-    return outside || found < 0 || found > INT_MAX ? INT_MAX : int(found);
+    const int64_t element =
+        flex_place(scaled, inputs, params.flex, batch, head, query, key, outside);
+    return outside || element < 0 || element > INT_MAX ? INT_MAX : int(element);
   }
 
   // Products become scores in base 2, and `slopes` what gradients of scores are multiplied by, for

@@ -4,6 +4,7 @@
 // A threadgroup stages BLOCK_K keys. Each SIMD group has one query, whose heads are the rows of its
 // fragments, so the sum over heads is one over rows.
 #include "operand.h"
+#include "params/index_scores.h"
 #include "piece.h"
 #include "products.h"
 

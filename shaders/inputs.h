@@ -1,4 +1,4 @@
-// What the kernels of attention read, and where a (sequence, head) lies in it.
+// The buffers that kernels of attention read, and the place of a (sequence, head) in them.
 #pragma once
 
 #include "cache.h"
@@ -6,12 +6,12 @@
 #include "features.h"
 #include "mask.h"
 #include "operand.h"
-#include "params.h"
+#include "params/attention.h"
 #include "piece.h"
 #include "scores.h"
 #include "sequence.h"
 
-// What a kernel that appends to the cache writes, and others only read.
+// The cache: a kernel that appends writes it, and others only read it.
 #define CACHE_ACCESS UNLESS(APPEND, const) device
 
 UNLESS(SINK, using SINK_ELEMENT = float;)
@@ -172,7 +172,7 @@ struct FlashInputs {
     return PAGED ? 0 : CACHE_BATCH_IDX ? cache_batch_idx[batch] : batch;
   }
 
-  // Where the rows of K or V lie.
+  // The place of the rows of K or V.
   template <typename Source, typename Element>
   METAL_FUNC void place(thread Source& operand, const device Element* tensor,
                         constant RowStrides& strides, int batch, int kv_head,

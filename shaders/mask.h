@@ -1,4 +1,4 @@
-// Which keys a query sees, apart from masks that are given key by key (scores.h).
+// The keys that a query sees, apart from masks that are given key by key (scores.h).
 #pragma once
 
 #include "sequence.h"
@@ -115,7 +115,7 @@ struct SeenRows {
   Range union_range;
   Range intersection_range;
 
-  // Of queries [first, first + count), those up to last_query.
+  // The queries [first, first + count), up to last_query.
   METAL_FUNC void reset(thread const Visibility& visible, int first, int count,
                         int last_query) thread {
     const Range of_first = visible.keys_of(first);
@@ -126,18 +126,18 @@ struct SeenRows {
     intersection_range.end = of_first.end;
   }
 
-  // Whether any row sees any of the rows [block, block + count) of the other side.
+  // True if any row sees any of the rows [block, block + count) of the other side.
   METAL_FUNC bool any_in(int block, int count) const thread {
     return block < union_range.end && block + count > union_range.begin;
   }
 
-  // Whether any of these keys is hidden from any query. `if (hides_in())` takes up to 11 registers
+  // True if any of these keys is hidden from any query. `if (hides_in())` takes up to 11 registers
   // fewer than `if (!all_in())` in flash_fwd.
   METAL_FUNC bool hides_in(int block, int count) const thread {
     return block < intersection_range.begin || block + count > intersection_range.end;
   }
 
-  // Whether all rows see all of these.
+  // True if all rows see all of these.
   METAL_FUNC bool all_in(int block, int count) const thread {
     return block >= intersection_range.begin && block + count <= intersection_range.end;
   }

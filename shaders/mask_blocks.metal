@@ -4,7 +4,7 @@
 // A threadgroup makes one list, 32 blocks at a time: its SIMD groups look at one block each, then
 // the first of them appends those that are not hidden, in ascending order. Each element of the mask
 // is read once.
-#include "params.h"
+#include "params/mask_blocks.h"
 #include "tile.h"
 
 // The specialisation: WORD, what a lane reads at a time: uint2 (8 elements) or uchar.

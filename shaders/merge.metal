@@ -6,7 +6,7 @@
 // "FlashAttention-2" (2023), section 2.3. A set without keys has lse -inf and changes nothing,
 // whatever its out holds: out is then not read.
 #include "features.h"
-#include "params.h"
+#include "params/merge.h"
 #include "softmax.h"
 #include "tile.h"
 

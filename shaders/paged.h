@@ -2,7 +2,6 @@
 #pragma once
 
 #include "features.h"
-#include "params.h"
 #include "tile.h"
 
 constant constexpr int NO_PAGE = -1;

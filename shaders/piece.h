@@ -3,7 +3,7 @@
 // params end with the place of the box.
 #pragma once
 
-#include "params.h"
+#include "params/common.h"
 
 #define THREAD_INDICES                                     \
   ushort thread_index [[thread_index_in_threadgroup]],     \

@@ -1,7 +1,7 @@
 // Tests what the kernels rely on: the GPU reads and writes memory, has SIMD groups of 32
 // lanes with sums and shuffles, and lays 8x8 matrices over the lanes as tile.h says.
 // csrc/runtime/probe.cpp knows the results.
-#include "params.h"
+#include "params/probe.h"
 #include "tile.h"
 
 // One SIMD group.

@@ -5,7 +5,7 @@
 #define TENSOR_TILES 1
 #endif
 
-#include "params.h"
+#include "params/probe.h"
 #include "tensor_tile.h"
 
 #if TENSOR_TILES

@@ -5,7 +5,7 @@
 // neighbours in a SIMD group.
 #pragma once
 
-#include "params.h"
+#include "params/kv_formats.h"
 #include "quantised.h"
 #include "tile.h"
 

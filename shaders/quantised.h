@@ -2,7 +2,7 @@
 #pragma once
 
 #include "features.h"
-#include "params.h"
+#include "params/kv_formats.h"
 #include "tile.h"
 
 // The elements of K and V in memory if they are not quantised: ELEMENT, unless the host defines

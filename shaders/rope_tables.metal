@@ -1,5 +1,5 @@
 // cos and sin of every position times every inverse frequency: the tables that rope reads.
-#include "params.h"
+#include "params/rope.h"
 
 // The specialisation, from the host: TABLE_ELEMENT, POSITION_ELEMENT.
 

@@ -4,7 +4,7 @@
 // thread owns VECTOR pairs of columns of one token, whose cos and sin serve all heads.
 #pragma once
 
-#include "params.h"
+#include "params/rope.h"
 #include "rope.h"
 
 #define UNROLL _Pragma("clang loop unroll(full)")

@@ -1,7 +1,7 @@
 // Rows that are counted by several dimensions.
 #pragma once
 
-#include "params.h"
+#include "params/common.h"
 
 // The offset of a row, in elements.
 METAL_FUNC int64_t row_offset(constant RowDims& dims, uint row) {

@@ -1,10 +1,10 @@
-// What changes scores between the product and the softmax, in this order: cap, ALiBi, bias, mask.
-// From the cap on, scores are in base 2: multiplied by log2(e).
+// The changes to scores between the product and the softmax, in this order: rules, ALiBi, bias,
+// mask. The rules' results are in base 2: multiplied by log2(e).
 #pragma once
 
 #include "features.h"
 #include "mask.h"
-#include "params.h"
+#include "params/attention.h"
 #include "tile.h"
 
 UNLESS(BIAS, using BIAS_ELEMENT = float;)
@@ -35,21 +35,6 @@ template <typename T>
 METAL_FUNC float base_2_less(T logit, float other) {
   const float scaled = base_2(logit);
   return (scaled - other) + rounded_off(float(logit), scaled);
-}
-
-// Subtracts slope * |distance|, Press et al., "Train Short, Test Long" (2021). `distance` is that
-// of the lane's first element, row minus column.
-template <int ROWS, int COLUMNS>
-METAL_FUNC void add_alibi(thread RegisterTile<float, ROWS, COLUMNS>& scores, float slope_log2,
-                          float distance) {
-  UNROLL
-  for (short i = 0; i < ROWS; i++) {
-    UNROLL
-    for (short j = 0; j < COLUMNS; j++) {
-      const float first = distance + float(i * FRAGMENT - column_offset(j));
-      scores.fragments[i][j] -= slope_log2 * Fragment<float>(fabs(first), fabs(first - 1.0f));
-    }
-  }
 }
 
 // Two neighbouring elements in one load.
@@ -132,13 +117,26 @@ struct ScoreRules {
     }
   }
 
-  // Products become scores, of columns from `first_column` on. masked: whether attn_mask hides any.
+  // The rules that are functions of a score: first those of the product, then the scale to base 2,
+  // then those of a score in base 2. A rule multiplies `slope` by its derivative.
+  METAL_FUNC void apply_rules(thread Fragment<float>& score, thread Fragment<float>& slope,
+                              constant FlashParams& params) const thread {
+    if (SOFTCAP) {
+      // cap * tanh(product * scale / cap) of Gemma 2 (2024).
+      const Fragment<float> capped = precise::tanh(score * params.scale_over_cap);
+      score = capped * params.cap_log2;
+      slope = slope * (1.0f - capped * capped);
+    } else {
+      score = score * params.scale_log2;
+    }
+  }
+
+  // Products become scores, for columns from `first_column` on. masked: attn_mask may hide some.
   template <int COLUMNS, typename Inputs>
   METAL_FUNC void value(thread RegisterTile<float, ROWS, COLUMNS>& scores, int first_column,
                         bool masked, thread const Inputs&,
                         constant FlashParams& params) const thread {
-    transform<false>(scores, scores, params);
-    apply_bias_and_mask(scores, first_column, masked);
+    apply<false>(scores, scores, first_column, masked, params);
   }
 
   // The same, and with SCORE_DERIVATIVES `slopes` is d score / d product, but for the scale.
@@ -147,63 +145,29 @@ struct ScoreRules {
                                   thread RegisterTile<float, ROWS, COLUMNS>& slopes,
                                   int first_column, bool masked, thread const Inputs&,
                                   constant FlashParams& params) const thread {
-    transform<SCORE_DERIVATIVES>(scores, slopes, params);
-    apply_bias_and_mask(scores, first_column, masked);
+    apply<SCORE_DERIVATIVES>(scores, slopes, first_column, masked, params);
   }
 
-  // Products become scores by the options that are functions of a score. Slopes are those of
-  // value_and_slope, if there are any.
   template <bool WITH_SLOPES, int COLUMNS>
-  METAL_FUNC void transform(thread RegisterTile<float, ROWS, COLUMNS>& scores,
-                            thread RegisterTile<float, ROWS, COLUMNS>& slopes,
-                            constant FlashParams& params) const thread {
-    if (!SOFTCAP) {
-      scores.scale(params.scale_log2);
-      return;
-    }
-    tanh(scores, params);
-    if (WITH_SLOPES) {
-      // d tanh(x) / dx = 1 - tanh(x)^2
-      UNROLL
-      for (short i = 0; i < ROWS; i++) {
-        UNROLL
-        for (short j = 0; j < COLUMNS; j++) {
-          const Fragment<float> capped = scores.fragments[i][j];
-          slopes.fragments[i][j] = 1.0f - capped * capped;
-        }
-      }
-    }
-    scores.scale(params.cap_log2);
-  }
-
-  // cap * tanh(product * scale / cap) of Gemma 2 (2024), but for the cap. tanh sees natural units.
-  template <int COLUMNS>
-  METAL_FUNC void tanh(thread RegisterTile<float, ROWS, COLUMNS>& scores,
-                       constant FlashParams& params) const thread {
-    UNROLL
-    for (short i = 0; i < ROWS; i++) {
-      UNROLL
-      for (short j = 0; j < COLUMNS; j++) {
-        scores.fragments[i][j] = precise::tanh(scores.fragments[i][j] * params.scale_over_cap);
-      }
-    }
-  }
-
-  // ALiBi, bias and, if the block is `masked`, mask.
-  template <int COLUMNS>
-  METAL_FUNC void apply_bias_and_mask(thread RegisterTile<float, ROWS, COLUMNS>& scores,
-                                      int first_column, bool masked) const thread {
-    if (ALIBI) {
-      add_alibi(scores, slope_log2, float(distance - first_column));
-    }
-    if (!BIAS && !MASK) {
-      return;
-    }
+  METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                        thread RegisterTile<float, ROWS, COLUMNS>& slopes, int first_column,
+                        bool masked, constant FlashParams& params) const thread {
+    const float block_distance = ALIBI ? float(distance - first_column) : 0.0f;
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       UNROLL
       for (short j = 0; j < COLUMNS; j++) {
         thread Fragment<float>& score = scores.fragments[i][j];
+        Fragment<float> slope = Fragment<float>(1.0f, 1.0f);
+        apply_rules(score, slope, params);
+        if (WITH_SLOPES) {
+          slopes.fragments[i][j] = slope;
+        }
+        if (ALIBI) {
+          // slope * |distance| of Press et al., "Train Short, Test Long" (2021).
+          const float first = block_distance + float(i * FRAGMENT - column_offset(j));
+          score -= slope_log2 * Fragment<float>(fabs(first), fabs(first - 1.0f));
+        }
         const int column = first_column + lane_column + column_offset(j);
         if (BIAS) {
           const Fragment<BIAS_ELEMENT> added = bias.pair(i, column);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "features.h"
-#include "params.h"
+#include "params/attention.h"
 
 // Lengths come from the caller's memory. Invalid ones make the sequence `impossible`, and nothing
 // outside the tensors is read.

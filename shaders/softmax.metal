@@ -2,7 +2,7 @@
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3: one pass
 // over the row for its maximum and sum together, a second one that writes.
-#include "params.h"
+#include "params/softmax.h"
 #include "row_dims.h"
 #include "softmax.h"
 #include "tile.h"

@@ -15,7 +15,7 @@
 #pragma once
 
 #include "features.h"
-#include "params.h"
+#include "params/common.h"
 
 using namespace metal;
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "features.h"
-#include "params.h"
+#include "params/append.h"
 #include "tile.h"
 
 // A bit a new token.

@@ -442,11 +442,13 @@ def _dropout_factors(
 
 
 def transformed(scores: Tensor, *, softcap: float = 0.0) -> Tensor:
-    """The scores by the options that are a number, before anything is added to them.
+    """The scores by the options that are functions of a score, before anything is added to them.
 
     softcap > 0: softcap * tanh(score / softcap) (Gemma 2, 2024).
     """
-    return softcap * torch.tanh(scores / softcap) if softcap > 0 else scores
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores
 
 
 _TRANSFORMS = frozenset(transformed.__annotations__) - {"scores", "return"}

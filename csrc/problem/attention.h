@@ -1,4 +1,4 @@
-// What the ops of attention are given, and what is left to know of it once it is checked.
+// The arguments of the ops of attention, and the problem that remains after the checks.
 #pragma once
 
 #include <cstdint>
@@ -91,31 +91,33 @@ struct FlexFeatures {
   bool operator==(const FlexFeatures&) const = default;
 };
 
-// X(feature, its define): those that are on or off.
+// X(feature, its define, IN_KEY or NO_KEY): those that are on or off. The key of a tuned tile has
+// those that change a kernel's work or registers, as a word of this name; it has band and chunk as
+// one word.
 // - band: a window or the diagonal hides some key from some query.
 // - chunk: queries see their own chunk.
 // - varlen: queries and keys are packed; packed_q: queries alone.
 // - tree_parents, tree_mask: what says which new tokens a query of flash_decode sees.
 // - mask_blocks: tiles walk along the blocks that the mask shows; no problem differs by it.
 // - long_offsets: some tensor ends past 2^31 elements.
-#define FLASH_FLAGS(X)          \
-  X(band, BAND)                 \
-  X(chunk, CHUNKED)             \
-  X(varlen, VARLEN)             \
-  X(packed_q, PACKED_Q)         \
-  X(tree_parents, TREE_PARENTS) \
-  X(tree_mask, TREE_MASK)       \
-  X(seqused_k, SEQUSED_K)       \
-  X(leftpad_k, LEFTPAD_K)       \
-  X(mask_blocks, MASK_BLOCKS)   \
-  X(long_offsets, LONG_OFFSETS) \
-  X(softcap, SOFTCAP)           \
-  X(alibi, ALIBI)               \
-  X(dropout, DROPOUT)
+#define FLASH_FLAGS(X)                  \
+  X(band, BAND, NO_KEY)                 \
+  X(chunk, CHUNKED, NO_KEY)             \
+  X(varlen, VARLEN, NO_KEY)             \
+  X(packed_q, PACKED_Q, NO_KEY)         \
+  X(tree_parents, TREE_PARENTS, NO_KEY) \
+  X(tree_mask, TREE_MASK, NO_KEY)       \
+  X(seqused_k, SEQUSED_K, NO_KEY)       \
+  X(leftpad_k, LEFTPAD_K, NO_KEY)       \
+  X(mask_blocks, MASK_BLOCKS, NO_KEY)   \
+  X(long_offsets, LONG_OFFSETS, NO_KEY) \
+  X(softcap, SOFTCAP, IN_KEY)           \
+  X(alibi, ALIBI, NO_KEY)               \
+  X(dropout, DROPOUT, IN_KEY)
 
-// What is compiled in only where a call needs it.
+// The features that are compiled in only if a call needs them.
 struct FlashFwdFeatures {
-#define FLAG_FIELD(NAME, DEFINE) bool NAME = false;
+#define FLAG_FIELD(NAME, DEFINE, KEY) bool NAME = false;
   FLASH_FLAGS(FLAG_FIELD)
 #undef FLAG_FIELD
   std::optional<MaskOperand> mask;
@@ -125,10 +127,10 @@ struct FlashFwdFeatures {
   CacheFeatures cache;
   std::optional<FlexFeatures> flex;
 
-  // Whether q has the rows of all sequences.
+  // True if q has the rows of all sequences.
   bool packs_queries() const { return varlen || packed_q; }
 
-  // Whether a lane's two keys of a mask or of a bias are loaded one by one.
+  // True if a lane's two keys of a mask or of a bias are loaded one by one.
   bool unpaired_keys() const { return (mask && !mask->pairs) || (bias && !bias->pairs); }
 
   bool has_tree() const { return tree_parents || tree_mask; }
@@ -144,7 +146,7 @@ struct FlashFwdFeatures {
 // With fewer rows the time is a launch's, whatever the tile.
 inline constexpr int64_t kManyRows = 512;
 
-// What may differ between two calls that the choice depends on.
+// The properties of a call on which the choice of a kernel depends.
 struct FlashFwdProblem {
   Element element;
   int head_dim_qk;
@@ -175,7 +177,7 @@ struct FlashFwdCall {
   OptionalTensor mask;
   OptionalTensor bias;
 
-  // Of all sequences.
+  // The queries of all sequences.
   int64_t queries() const {
     return problem.features.packs_queries() ? q_total : int64_t{batch} * q_length;
   }

@@ -6,7 +6,7 @@
 
 #include "csrc/problem/element.h"
 #include "csrc/problem/tensor.h"
-#include "shaders/params.h"
+#include "shaders/params/kv_formats.h"
 
 namespace metal_attn {
 
@@ -61,7 +61,7 @@ constexpr int kv_load_bytes(Element element, KvFormat kv_format) {
   return kv_format == KvFormat::kPlain ? 16 : 16 / element_bytes(element) * kv_bits(format) / 8;
 }
 
-// What a cache is beyond one tensor of q's dtype.
+// How a cache differs from one tensor of q's dtype.
 struct CacheFeatures {
   std::optional<Element> element;  // of k and v where it is not q's, and they are not quantised
   int page_size = 0;               // keys of a page; 0 without pages
@@ -74,24 +74,31 @@ struct CacheFeatures {
   bool operator==(const CacheFeatures&) const = default;
 };
 
-// What messages call the tensors that the options are about.
+// The names of q, k and v in messages.
 struct CacheNames {
   const char* q = "q";
   const char* k = "k";
   const char* v = "v";
 };
-// Of ops that append k and v to a cache.
+// In ops that append k and v to a cache.
 inline constexpr CacheNames kAppendNames{"k", "k_cache", "v_cache"};
 
-// What each means is in torch_metal_attn/reference.py, `cached`, and quantisation.py.
+struct CheckedCache {
+  KvFormats formats;
+  int32_t batch;     // of the sequences
+  int32_t capacity;  // rows that a sequence may have
+};
+
+// torch_metal_attn/reference.py, `cached`, and quantisation.py explain the options.
 struct CacheOptions {
   OptionalTensor block_table;
   OptionalTensor cache_batch_idx;
   OptionalTensor k_scale;
   OptionalTensor v_scale;
   CacheNames names = {};
+  std::optional<CheckedCache> checked = std::nullopt;  // results of append_kv's checks, if it ran
 
-  // Whether k and v hold more than this call's keys: then they have 4 dimensions, and a batch of
+  // True if k and v hold more than this call's keys: then they have 4 dimensions, and a batch of
   // their own, even if q is packed.
   bool indexed() const { return block_table || cache_batch_idx; }
 };
@@ -102,7 +109,7 @@ struct SeenKeys {
   int64_t end;
 };
 
-// Where each sequence's queries and new rows begin, where they are packed: (B + 1) int32.
+// The first row of each packed sequence's queries and new rows: (B + 1) int32.
 struct PackedRows {
   Tensor cu_seqlens_q;
   Tensor cu_seqlens_k_new;

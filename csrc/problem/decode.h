@@ -1,4 +1,4 @@
-// What the ops of decoding are given.
+// The arguments of the ops of decoding.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct DecodeOptions {
 
   bool has_tree() const { return parents || tree_mask; }
 
-  // What is packed, as attention is told.
+  // The packing as attention takes it.
   std::optional<Packing> packing() const {
     return cu_seqlens_q ? std::optional(Packing{*cu_seqlens_q, None, max_seqlen_q, 0})
                         : std::nullopt;

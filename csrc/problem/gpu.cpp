@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kOldestFamily = 7;
 constexpr int kNewestFamily = 10;
-// Of M1, M2 and so on.
+// The families of M1, M2 and so on.
 constexpr std::array<int, 5> kFamilies{7, 8, 9, 9, 10};
 
 }  // namespace

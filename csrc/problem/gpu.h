@@ -1,4 +1,4 @@
-// What the choice of tiles depends on of the GPU.
+// The properties of the GPU on which the choice of tiles depends.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the ops of merge are given, and what is left to know of it once it is checked.
+// The arguments of the ops of merge, and the problem that remains after the checks.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 #include "csrc/problem/element.h"
 #include "csrc/problem/tensor.h"
-#include "shaders/params.h"
+#include "shaders/params/merge.h"
 
 namespace metal_attn {
 
@@ -32,7 +32,7 @@ struct MergeSplitsArguments {
   bool infinity_is_empty;
 };
 
-// Of merge_state or of merge_splits.
+// A problem of merge_state or of merge_splits.
 struct MergeProblem {
   Element element;  // of out
   std::optional<Element> sink;

@@ -10,7 +10,7 @@
 #include "csrc/problem/cache.h"
 #include "csrc/problem/tensor.h"
 
-// What each type of the lists is in a schema.
+// The types of the lists as schemas write them.
 #define SCHEMA_Flag "bool"
 #define SCHEMA_Integer "SymInt"
 #define SCHEMA_Number "float"
@@ -92,7 +92,7 @@ struct FlashFwdOptions {
   FLASH_OPTIONS(OPTION_FIELD)
 };
 
-// What score_mod and mask_mod were compiled to, and the lists of a BlockMask.
+// The texts of score_mod and mask_mod, and the lists of a BlockMask.
 struct FlexOptions {
   std::vector<Tensor> captures;  // what the texts index
 #define FLEX_FIELD(TYPE, NAME, SCHEMA, DEFAULT) TYPE NAME = {};

@@ -1,4 +1,4 @@
-// What the ops of rope are given, and what is left to know of it once it is checked.
+// The arguments of the ops of rope, and the problem that remains after the checks.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace metal_attn {
 
-// Whether every 16-byte chunk of the columns that are rotated meets its partners in one chunk.
+// True if every 16-byte chunk of the columns that are rotated meets its partners in one chunk.
 constexpr bool rotates_by_chunks(Element element, int first, int rotary_dim, bool interleaved) {
   const int chunk = 16 / element_bytes(element);
   return first % chunk == 0 && rotary_dim % (interleaved ? chunk : 2 * chunk) == 0;

@@ -2,11 +2,11 @@
 #pragma once
 
 #include "csrc/problem/tensor.h"
-#include "shaders/params.h"
+#include "shaders/params/common.h"
 
 namespace metal_attn {
 
-// Of a dense (B, H, L, D) or a packed (T, H, D) tensor.
+// The tensor is dense (B, H, L, D) or packed (T, H, D).
 inline RowStrides row_strides(const Tensor& tensor) {
   if (tensor.dim() == 3) {
     return {0, tensor.stride(1), tensor.stride(0)};
@@ -14,7 +14,7 @@ inline RowStrides row_strides(const Tensor& tensor) {
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-// Of statistics a row: dense (B, H, L) or packed (H, T).
+// One number for each row: dense (B, H, L) or packed (H, T).
 inline RowStrides statistics_strides(const Tensor& tensor) {
   if (tensor.dim() == 2) {
     return {0, tensor.stride(0), tensor.stride(1)};

@@ -1,7 +1,21 @@
-// The text of shaders/params.h that this extension is built with.
-// torch_metal_attn/runtime/extension.py compares it with the file that kernels are compiled with:
-// structs that differ look like races.
-#include "shaders/params.h"  // so that build tools know that this file depends on it
+// The texts of shaders/params/*.h that this extension is built with, one after the other.
+// torch_metal_attn/runtime/extension.py compares them with the files that kernels are compiled
+// with: structs that differ look like races.
+
+// For build tools, which see no dependency in .incbin.
+#include "shaders/params/append.h"
+#include "shaders/params/attention.h"
+#include "shaders/params/backward.h"
+#include "shaders/params/common.h"
+#include "shaders/params/decode.h"
+#include "shaders/params/index_scores.h"
+#include "shaders/params/kv_formats.h"
+#include "shaders/params/mask_blocks.h"
+#include "shaders/params/merge.h"
+#include "shaders/params/pages.h"
+#include "shaders/params/probe.h"
+#include "shaders/params/rope.h"
+#include "shaders/params/softmax.h"
 
 #ifdef __APPLE__
 #define CONSTANTS "__TEXT,__const"
@@ -11,5 +25,10 @@
 #define NAME "metal_attn_params_text"
 #endif
 
-asm(".section " CONSTANTS "\n.globl " NAME "\n" NAME
-    ":\n.incbin \"shaders/params.h\"\n.byte 0\n.text\n");
+#define TEXT_OF(name) ".incbin \"shaders/params/" name ".h\"\n"
+
+// In alphabetical order.
+asm(".section " CONSTANTS "\n.globl " NAME "\n" NAME ":\n" TEXT_OF("append") TEXT_OF("attention")
+        TEXT_OF("backward") TEXT_OF("common") TEXT_OF("decode") TEXT_OF("index_scores")
+            TEXT_OF("kv_formats") TEXT_OF("mask_blocks") TEXT_OF("merge") TEXT_OF("pages")
+                TEXT_OF("probe") TEXT_OF("rope") TEXT_OF("softmax") ".byte 0\n.text\n");

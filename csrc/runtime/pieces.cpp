@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "csrc/runtime/callbacks.h"
-#include "shaders/params.h"
+#include "shaders/params/common.h"
 
 namespace {
 

@@ -19,7 +19,7 @@
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/torch_call.h"
-#include "shaders/params.h"
+#include "shaders/params/probe.h"
 
 namespace metal_attn {
 namespace {

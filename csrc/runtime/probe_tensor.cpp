@@ -7,7 +7,7 @@
 #include <sstream>
 #include <vector>
 
-#include "shaders/params.h"
+#include "shaders/params/probe.h"
 
 namespace metal_attn {
 namespace {

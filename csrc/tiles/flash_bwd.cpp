@@ -2,7 +2,7 @@
 
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
-#include "shaders/params.h"
+#include "shaders/params/common.h"
 
 namespace metal_attn {
 namespace {
@@ -28,7 +28,7 @@ int FlashBwdSpecialisation::slice_of(int columns) const {
   return slice_columns(columns, slices(), tensor_tiles ? kTensorSpan * column_simdgroups : 8);
 }
 
-FlashBwdSpecialisation::Kernel FlashBwdSpecialisation::own() const {
+FlashBwdSpecialisation::Kernel FlashBwdSpecialisation::named_rows() const {
   if (tensor_tiles) {
     return dkv() ? Kernel{"flash_bwd_dkv_tensor", kTensorDkvRows}
                  : Kernel{"flash_bwd_dq_tensor", kTensorDqRows};
@@ -68,7 +68,7 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
   const int chunks =
       kept_chunks(head_dim_qk, parts, element) + kept_chunks(head_dim_v, parts, element);
   const int kept = rows_in_threadgroup ? 32 * block_rows() / 8 * parts * chunks * 16 : 0;
-  // Of scores or weights and of their gradients; dq's are parts of each.
+  // Scores or weights, and their gradients; dq has a part of each for each SIMD group.
   const int scores = column_simdgroups > 1 ? 2 * block_rows() * block * parts : 0;
   return block * (pairs + rows) * element_bytes(element) + kept + votes +
          (statistics + scores) * int(sizeof(float));

@@ -37,22 +37,22 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
   int slice_of(int columns) const;
   int qk_slice() const { return slice_of(head_dim_qk); }  // of dq, or dk, that a threadgroup owns
   int v_slice() const { return slice_of(head_dim_v); }    // columns of dv
-  // Whether the two tiles of the other side lie in one place, one after the other: in float32 they
+  // True if the two tiles of the other side lie in one place, one after the other: in float32 they
   // are too wide for places of their own.
   bool tiles_shared() const;
-  // Whether SIMD groups that share rows exchange finished weights; else they add up scores.
+  // True if SIMD groups that share rows exchange finished weights; else they add up scores.
   bool exchanges_weights() const { return dkv() && column_simdgroups > 1 && !tensor_tiles; }
   // How many parts of the rows of scores such SIMD groups compute, as queries are too few.
   int row_parts() const;
-  // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
+  // True if the rounding of the log-sum-exp would show in the weights: in float32, and in what the
   // other gradients that are float32's are computed from.
   bool normalised() const;
-  const char* kernel() const { return own().name; }
+  const char* kernel() const { return named_rows().name; }
 
   int tile_queries() const { return dkv() ? block : block_rows(); }
   int tile_keys() const { return dkv() ? block_rows() : block; }
   int threadgroup_bytes() const;
-  std::span<const DefaultRow<FlashBwdTile>> table() const { return own().rows; }
+  std::span<const DefaultRow<FlashBwdTile>> table() const { return named_rows().rows; }
   void cut();
   bool can_run() const;
 
@@ -61,7 +61,7 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
     const char* name;
     std::span<const DefaultRow<FlashBwdTile>> rows;
   };
-  Kernel own() const;
+  Kernel named_rows() const;
 };
 
 FlashBwdSpecialisation choose_flash_bwd(const FlashFwdProblem& problem, Gradient of,

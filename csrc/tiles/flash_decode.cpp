@@ -4,7 +4,8 @@
 
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
-#include "shaders/params.h"
+#include "shaders/params/decode.h"
+#include "shaders/params/kv_formats.h"
 
 namespace metal_attn {
 namespace {
@@ -20,14 +21,14 @@ int most_spans(const FlashDecodeSpecialisation& s) {
   return std::max(spans_of(s.head_dim_qk), spans_of(s.head_dim_v));
 }
 
-// Of a threadgroup whose threads have 128 registers each on M1.
+// The most threads of a threadgroup on M1 if each has 128 registers.
 constexpr int kMostThreads = 384;
 
 // With different keys, if none of them shares keys.
 constexpr int kKeySimdgroups = 4;
 
-// Of so few rows the matrix unit would mostly multiply zeros: lanes have units of 8 columns of the
-// values instead, 4 lanes or more a key.
+// The matrix unit would mostly multiply zeros for so few rows. Instead, each key has 4 lanes or
+// more, and a lane sums up units of 8 columns of the values.
 constexpr int kUnitColumns = 8;
 constexpr int kFewestKeyLanes = 4;
 
@@ -44,7 +45,7 @@ int power_of_2(int64_t least) {
 std::span<const DefaultRow<FlashDecodeTile>> FlashDecodeSpecialisation::table() { return kRows; }
 
 TileConditions FlashDecodeSpecialisation::conditions(int family) const {
-  // Of more the keys are read again, as for as many rows as a tile can have.
+  // The keys are read again for more rows than a tile can have.
   TileConditions conditions = Tiled::conditions(family);
   conditions.queries = static_cast<int>(std::min<int64_t>(all_rows, 8 * knobs()[0].most));
   return conditions;

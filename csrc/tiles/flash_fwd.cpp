@@ -4,7 +4,7 @@
 
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
-#include "shaders/params.h"
+#include "shaders/params/common.h"
 
 namespace metal_attn {
 namespace {

@@ -1,5 +1,5 @@
-// What is chosen of each kernel: the knobs of its tile. `tune` and `explain` know them by their
-// names, the rows of csrc/tiles/table.inc have them in this order, and bench/agx reads these lines.
+// The knobs of each kernel's tile, by the names of `tune` and `explain` and in the order of the
+// rows of csrc/tiles/table.inc. bench/agx reads these lines.
 #pragma once
 
 namespace metal_attn {

@@ -32,9 +32,9 @@ std::string refusals_key(const TileKey& key, const FlashFwdFeatures& features) {
 
 bool is_refused(const std::string& key, const std::string& name) {
   const RefusedTiles* all = refused_tiles();
-  const auto found = all == nullptr ? RefusedTiles::const_iterator() : all->find(key);
-  return all != nullptr && found != all->end() &&
-         std::any_of(found->second.begin(), found->second.end(),
+  const auto entry = all == nullptr ? RefusedTiles::const_iterator() : all->find(key);
+  return all != nullptr && entry != all->end() &&
+         std::any_of(entry->second.begin(), entry->second.end(),
                      [&](const RefusedTile& tile) { return tile.name == name; });
 }
 

@@ -1,4 +1,4 @@
-// What the tiles of all kernels of attention share, decoding among them: how they are counted.
+// Counts that the tiles of all kernels of attention share, including decoding.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ inline int slice_columns(int columns, int slices, int unit) {
   return unit * ((units + slices - 1) / slices);
 }
 
-// The most parts, up to `most`, of which each of `rows` divides a BlockMask's block; 0: there is no
-// such number. Any rows divide a block of 0, as there is without a BlockMask.
+// The largest p <= most such that p * rows divides the block; 0 if there is none. Without a
+// BlockMask the block is 0, which any rows divide.
 inline int parts_within(int block, int rows, int most) {
   while (most > 0 && block % (rows * most) != 0) {
     --most;
@@ -28,7 +28,7 @@ inline int parts_within(int block, int rows, int most) {
 bool wide_loads(const FlashFwdProblem& problem);
 bool wide_rotary(const FlashFwdProblem& problem);
 
-// What every kernel of attention takes from a problem as it is.
+// The fields of a problem that every kernel of attention takes unchanged.
 template <class Specialisation>
 Specialisation specialisation_for(const FlashFwdProblem& problem) {
   Specialisation s{};
@@ -40,7 +40,7 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
   return s;
 }
 
-// Of tensor tiles, columns of one product's result: also the keys of a forward's block.
+// Columns of one product's result on tensor tiles, and the keys of a forward's block.
 inline constexpr int kTensorSpan = 32;
 
 // Columns that a lane's loads of 8 neighbours are spread over (shaders/spans.h).

@@ -5,10 +5,10 @@
 // GPU has not refused (csrc/tiles/refused.h). The last rows are small tiles that every problem can
 // run that has enough threadgroup memory.
 //
-// What rows cannot know is settled when one is taken: slices of wide rows, no more row fragments
-// than a decode has queries for, and tiles within the blocks of a BlockMask. The number of splits,
-// of a decode's keys or of the query heads of dk and dv, depends on the GPU's cores and is no part
-// of a tile.
+// A row's tile is then fitted to the problem: slices of wide rows, no more row fragments than a
+// decode has queries for, and tiles within the blocks of a BlockMask. The number of splits, of a
+// decode's keys or of the query heads of dk and dv, depends on the GPU's cores and is no part of a
+// tile.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +24,11 @@
 #include "csrc/tiles/knobs.h"
 #include "csrc/tiles/refused.h"
 #include "csrc/tiles/tuned.h"
-#include "shaders/params.h"
+#include "shaders/params/common.h"
 
 namespace metal_attn {
 
-// What features add to a kernel, in registers and in the work of each score.
+// The registers, and the work of each score, that features add to a kernel.
 enum class RegisterPressure {
   kLight,   // at most a band, a mask, slopes, a cap or a sink
   kHeavy,   // anything but rotary embeddings
@@ -83,7 +83,7 @@ struct TileConditions {
   double registers = 0;       // of a row: that a thread of M1 needs, of 32 bits (bench/agx), or 0
 
   int whole_registers() const { return static_cast<int>(registers + 0.5); }
-  // Whether a row's tile is for such operands on this GPU, and for this problem.
+  // True if a row's tile is for such operands on this GPU, and for this problem.
   bool suits(const TileConditions& problem) const {
     return bits == problem.bits && columns >= problem.columns && family <= problem.family;
   }
@@ -105,7 +105,7 @@ struct DefaultRow {
 #define DECODE_TILE_ROW(BITS, COLUMNS, QUERIES, LOAD, FAMILY, REGISTERS, ...) \
   {{BITS, COLUMNS, QUERIES, RegisterPressure::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
 
-// What the specialisations of all kernels of attention have. Each also has its rows, `table`;
+// The fields of the specialisations of all kernels of attention. Each also has its rows, `table`;
 // `cut`, which fits a row's tile to the problem; and what the kernel can run: `tile_queries` and
 // `tile_keys`, which no block of a BlockMask may divide, `threadgroup_bytes`, exactly those that
 // the shader's arrays take, and `can_run` for the rest.
@@ -123,9 +123,9 @@ struct Tiled : OwnTile {
 
   OwnTile& tile() { return *this; }
   const OwnTile& tile() const { return *this; }
-  // What tiles and fragments of k and v hold.
+  // The element of tiles and fragments of k and v.
   Element kv_element() const { return features.cache.element.value_or(element); }
-  // Of a thread, for `explain`: 0 if nobody has measured the tile.
+  // Registers of a thread, for `explain`: 0 if nobody has measured the tile.
   int registers() const { return defaults == nullptr ? 0 : defaults->whole_registers(); }
   TileConditions conditions(int family) const {
     return {8 * element_bytes(element), std::max(head_dim_qk, head_dim_v), 0,
@@ -187,13 +187,13 @@ std::optional<Specialisation> default_tile(const Specialisation& problem, const 
   std::optional<Specialisation> first;
   for (const auto& row : problem.table()) {
     if (row.conditions.holds(conditions)) {
-      if (auto found = with_tile(problem, row.tile)) {
-        found->defaults = &row.conditions;
-        found->refused = is_refused(*found);
-        if (!found->refused) {
-          return found;
+      if (auto candidate = with_tile(problem, row.tile)) {
+        candidate->defaults = &row.conditions;
+        candidate->refused = is_refused(*candidate);
+        if (!candidate->refused) {
+          return candidate;
         }
-        first = first ? first : found;
+        first = first ? first : candidate;
       }
     }
   }
@@ -209,13 +209,13 @@ Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys
     return chosen;
   }
   const TileKey key = key_of(chosen, queries, keys);
-  auto found = table->find(std::string_view(chosen.kernel()));
-  found = found != table->end() ? found : table->find(key.text());
-  if (found == table->end()) {
+  auto entry = table->find(std::string_view(chosen.kernel()));
+  entry = entry != table->end() ? entry : table->find(key.text());
+  if (entry == table->end()) {
     return chosen;
   }
   Specialisation s = chosen;
-  s.row = &found->second;
+  s.row = &entry->second;
   if (!s.row->give(s.tile()) || !runs(s)) {
     s.row->refuse(key.text());
     return chosen;
@@ -228,26 +228,26 @@ Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys
   return s;
 }
 
-// What is worth a measurement: the chosen tile, and those of other rows for such operands. They
+// The tiles worth a measurement: the chosen one, and those of other rows for such operands. They
 // differ in kind: fewer keys a block, rows that are held or read again, shared columns.
 inline constexpr std::size_t kMostCandidates = 8;
 
 template <class Specialisation>
 std::vector<std::string> tile_candidates(const Specialisation& chosen, const Gpu& gpu) {
-  std::vector<std::string> found{tile_text(chosen)};
+  std::vector<std::string> texts{tile_text(chosen)};
   const TileConditions conditions = chosen.conditions(gpu.family);
   for (const auto& row : chosen.table()) {
-    if (found.size() == kMostCandidates || !row.conditions.suits(conditions)) {
+    if (texts.size() == kMostCandidates || !row.conditions.suits(conditions)) {
       continue;
     }
     if (const auto other = with_tile(chosen, row.tile)) {
       const std::string text = tile_text(*other);
-      if (std::find(found.begin(), found.end(), text) == found.end()) {
-        found.push_back(text);
+      if (std::find(texts.begin(), texts.end(), text) == texts.end()) {
+        texts.push_back(text);
       }
     }
   }
-  return found;
+  return texts;
 }
 
 }  // namespace metal_attn

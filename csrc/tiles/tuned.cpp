@@ -13,9 +13,9 @@ std::atomic<const metal_attn::TileTable*> g_table{nullptr};
 
 // The text up to a character. Both are removed from `text`; without the character all of it is.
 std::string_view take_until(std::string_view& text, char end) {
-  const std::string_view found = text.substr(0, text.find(end));
-  text.remove_prefix(std::min(found.size() + 1, text.size()));
-  return found;
+  const std::string_view part = text.substr(0, text.find(end));
+  text.remove_prefix(std::min(part.size() + 1, text.size()));
+  return part;
 }
 
 }  // namespace
@@ -37,6 +37,10 @@ const void* metal_attn_make_tiles(const char* rows) {
 void metal_attn_use_tiles(const void* table) {
   g_table = static_cast<const metal_attn::TileTable*>(table);
 }
+
+#define FLAG_WORD(NAME, DEFINE, KEY) KEY(NAME)
+#define IN_KEY(NAME) {#NAME, f.NAME},
+#define NO_KEY(NAME)
 
 namespace metal_attn {
 namespace {
@@ -60,8 +64,7 @@ TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_
       {"mask", f.mask.has_value()},
       {"bias", f.bias.has_value()},
       {"unpaired_keys", f.unpaired_keys()},
-      {"softcap", f.softcap},
-      {"dropout", f.dropout},
+      FLASH_FLAGS(FLAG_WORD)  // those that are IN_KEY
       {"flex", f.flex.has_value()},
       {"q_rotary", f.rotary && f.rotary->q},
       {"k_rotary", f.rotary && f.rotary->k},
@@ -79,9 +82,9 @@ TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_
   add(plain ? " plain" : "");
   key.without_lengths = key.length;
   for (const auto& [side, length] : {std::pair{'q', queries}, {'k', keys}}) {
-    const auto found = std::lower_bound(kClasses.begin(), kClasses.end(), length);
-    const bool longest = found == kClasses.end();
-    add(" %c%s%d", side, longest ? ">" : "<=", longest ? kClasses.back() : *found);
+    const auto limit = std::lower_bound(kClasses.begin(), kClasses.end(), length);
+    const bool longest = limit == kClasses.end();
+    add(" %c%s%d", side, longest ? ">" : "<=", longest ? kClasses.back() : *limit);
   }
   return key;
 }

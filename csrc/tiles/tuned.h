@@ -28,7 +28,7 @@ __attribute__((visibility("default"))) void metal_attn_use_tiles(const void* tab
 namespace metal_attn {
 
 struct TileKey {
-  std::array<char, 160> letters;  // more than all words together
+  std::array<char, 256> letters;  // more than all words together
   std::size_t length = 0;
   std::size_t without_lengths = 0;  // so many letters say what the problem is at any length
 
@@ -36,7 +36,7 @@ struct TileKey {
   std::string_view problem() const { return {letters.data(), without_lengths}; }
 };
 
-// What the choice of a tile depends on, in words: "flash_fwd half 128 128 band q<=2048 k<=2048".
+// The words on which the choice of a tile depends: "flash_fwd half 128 128 band q<=2048 k<=2048".
 // Alignment is not in it, as it must not change the bits of results, nor is what changes neither
 // the work nor the registers: lengths of sequences, pages, sinks, slopes. `queries`, `keys`: the
 // lengths on which a kernel's time depends; for decoding, the queries that share a KV head.
@@ -64,7 +64,7 @@ class TileRow {
   }
   // Says once on stderr that the kernel cannot run this tile.
   void refuse(std::string_view wanted) const;
-  // Whether it is for all launches of a kernel, as where tiles are tried: then it is never dropped.
+  // True if it is for all launches of a kernel, as where tiles are tried: then it is never dropped.
   bool tries() const { return key_.find(' ') == std::string::npos; }
 
   const std::string source;  // how it was chosen
@@ -78,7 +78,7 @@ class TileRow {
 // By key. Never destroyed: a launch of another thread may be reading it.
 using TileTable = std::map<std::string, TileRow, std::less<>>;
 
-// What launches look tiles up in; null: nothing, and all tiles are the default ones.
+// The table in which launches look tiles up; null: all tiles are the default ones.
 const TileTable* tile_table();
 
 }  // namespace metal_attn

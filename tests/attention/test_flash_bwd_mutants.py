@@ -139,7 +139,7 @@ MUTANTS = {
         dq: slope 1 - tanh: 1.0f - capped {~* capped =>~}
         dkv: slope of the scaled cap:
             1.0f - capped * capped{~=> * params.cap_log2 * params.cap_log2~}
-        dq: cap ignored: scores.scale(params.{~cap_log2 => scale_log2~})
+        dq: cap ignored: capped * params.{~cap_log2 => scale_log2~};
     """,
     "alibi at an offset": """
         dkv: offset's sign not transposed:

@@ -7,7 +7,7 @@ from tests.helpers.mutants import mutant_tests
 # not show it the fault that the simulator reports.
 MUTANTS = {
     "plain": """
-        scale by 0.98 [everywhere]: scores.scale({~=> 0.98f *~}params.scale_log2)
+        scale by 0.98: score = score * {~=> 0.98f *~} params.scale_log2;
         diagonal hidden: position + window_right {~+ 1 =>~}
         one key past the diagonal: position + window_right + {~1 => 2~}
         offset ignored: position = query {~+ q_offset =>~}
@@ -107,14 +107,13 @@ MUTANTS = {
         bias subtracted: {~+= => -=~} Fragment<float>(base_2(added.x)
     """,
     "softcap": """
-        softcap dropped: {~tanh(scores, params => scores.scale(params.scale_over_cap~});
-        cap of scores in base 2:
-            tanh(scores.fragments[i][j] * params.scale_over_cap{~=> * M_LOG2E_F~})
-        capped scores not in base 2: scores.scale(params.cap_log2{~=> / M_LOG2E_F~})
+        softcap dropped: {~precise::tanh =>~}(score * params.scale_over_cap)
+        cap of scores in base 2: tanh(score * params.scale_over_cap{~=> * M_LOG2E_F~})
+        capped scores not in base 2: capped * params.cap_log2{~=> / M_LOG2E_F~};
     """,
     "alibi": """
-        ALiBi dropped: scores.fragments[i][j] -= {~slope_log2 => 0.0f~}
-        ALiBi's sign flipped: scores.fragments[i][j] {~-= => +=~} slope_log2
+        ALiBi dropped: score -= {~slope_log2 => 0.0f~}
+        ALiBi's sign flipped: score {~-= => +=~} slope_log2
         slope of the KV head: alibi_batch_stride + head{~=> / params.queries_per_kv~}]
         slope of the first batch: {~batch * params.alibi_batch_stride => 0~}
         slope in base 2: alibi_batch_stride + head] {~* M_LOG2E_F =>~}

@@ -14,7 +14,7 @@ from tests.commands import fuzz_deadly
 from tests.commands.test_fuzz import SEED, drawn
 from tests.helpers import forks
 from tests.helpers.cases import each_case
-from tests.helpers.mutants import plant, repeated
+from tests.helpers.mutants import plant
 from torch_metal_attn import simulate, testing
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.testing import running, shrinking, storage
@@ -24,7 +24,7 @@ from torch_metal_attn.tools.fuzz import command, report, workers
 from torch_metal_attn.tools.fuzz.workers import Ran
 
 CPU = torch.device("cpu")
-SCALE = (repeated("scores.scale(params.scale_log2)"), "scores.scale(0.98f * params.scale_log2)")
+SCALE = ("score * params.scale_log2", "0.98f * score * params.scale_log2")
 
 
 class TestShrinking:

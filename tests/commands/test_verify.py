@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.mutants import plant, repeated
+from tests.helpers.mutants import plant
 from torch_metal_attn import reference, testing
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime.device import best_device
@@ -193,8 +193,8 @@ class TestReport:
         assert captured.err.splitlines() == ["[1/2] flash_fwd"]
 
     def test_a_wrong_kernel(self, monkeypatch, tmp_path, capsys):
-        scale = repeated("scores.scale(params.scale_log2)")
-        plant(monkeypatch, "flash_fwd", scale, "scores.scale(0.98f * params.scale_log2)")
+        scale = "score * params.scale_log2"
+        plant(monkeypatch, "flash_fwd", scale, f"0.98f * {scale}")
         code, text = run_full(monkeypatch, tmp_path, [causal()])
         assert code == 1
         assert "**1 failed, 0 passed**" in text

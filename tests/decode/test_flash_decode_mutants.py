@@ -191,7 +191,9 @@ MUTANTS = {
     problems.rules: """
         rules of the first query: batch, rows[i].head, {~rows[i].query => 0~}, lane.column
         rules of the KV head: batch, {~rows[i].head => task.kv_head~}, rows[i].query, lane.column
-        rules dropped [everywhere]: {~apply_bias_and_mask(scores, first_column, masked); =>~}
+        rules dropped:
+            {~apply<false>(scores, scores, first_column, masked, params) =>
+            scores.scale(params.scale_log2)~};
     """,
     problems.latent: """
         values from another span: v_units[j][{~s => 0~}].fragments

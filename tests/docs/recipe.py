@@ -1,167 +1,158 @@
-"""A new score option, place by place: `temperature`, a factor of each head's scores.
+"""Two new score options, place by place, as docs/adding-a-kernel.md explains them.
 
-docs/adding-a-kernel.md explains the places. `apply` makes the edits in a copy of the sources, and
-test_recipe.py builds and runs that copy. So a place that moves, or that a new option needs
-too, shows here first. The option is a tensor (H,) of float32 with a gradient; it is an example, and
-shares a buffer slot with the gradient of a bias, which it therefore refuses.
+`temperature` is a tensor (H,) with a gradient: a factor of each head's scores, before the other
+rules. `score_clamp` is a number c > 0: scores are clamped to -c..c after the other rules, and their
+slope beyond is 0. An edit adds lines to a list, a struct or a function that it names, so neither
+the file's wording nor earlier options matter. test_recipe.py makes the edits in a copy of the
+sources, builds it and runs recipe_case.py with it: a place that moves, or a new one, shows there
+first. temperature shares a buffer slot with the gradient of a bias, which it refuses.
 """
 
-DOCSTRING = '''    """The scores by the options that are a number, before anything is added to them.
+import ast
+import re
 
-    softcap > 0: softcap * tanh(score / softcap) (Gemma 2, 2024).
-    """
-'''
-
-# (file, text that stands there once, what replaces it)
-EDITS = [
-    # C++: the schemas, the struct and the dispatcher's parameters follow from this line.
-    (
-        "csrc/problem/options.h",
-        "  X(OptionalTensor, learnable_sink, None, IN) \\\n",
-        "  X(OptionalTensor, learnable_sink, None, IN) \\\n"
-        "  X(OptionalTensor, temperature, None, IN) \\\n",
-    ),
-    # The feature, whose define selects the kernel.
-    (
-        "csrc/problem/attention.h",
-        "  X(alibi, ALIBI)               \\\n",
-        "  X(alibi, ALIBI)               \\\n  X(temperature, TEMPERATURE)   \\\n",
-    ),
-    (
-        "csrc/ops/attention/check.cpp",
-        "    features.alibi = true;\n  }\n",
-        "    features.alibi = true;\n  }\n"
-        "  if (const std::optional<Tensor>& temperature = a.options.temperature) {\n"
-        '    check_operand("temperature", *temperature, "q", a.q, {ScalarType::Float},\n'
-        "                  {{call.heads}});\n"
-        '    check(!call.bias, "`temperature` is given and so is a bias; give one of them");\n'
-        "    features.temperature = true;\n"
-        "  }\n",
-    ),
-    (
-        "csrc/ops/attention/fill.cpp",
-        "  read_given(FLASH_ALIBI_SLOPES, o.alibi_slopes);\n",
-        "  read_given(FLASH_ALIBI_SLOPES, o.alibi_slopes);\n"
-        "  read_given(FLASH_TEMPERATURE, o.temperature);\n",
-    ),
-    # Metal: the slot, the feature's constant and what it does to d score / d product, the buffer,
-    # and the rule.
-    (
-        "shaders/params.h",
-        "  FLASH_K_SIN = 15,\n",
-        "  FLASH_K_SIN = 15,\n  FLASH_TEMPERATURE = 24,\n",
-    ),
-    (
-        "shaders/features.h",
-        "constant constexpr bool SCORE_DERIVATIVES = SOFTCAP || ",
-        "FEATURE(TEMPERATURE)\n"
-        "constant constexpr bool SCORE_DERIVATIVES = SOFTCAP || TEMPERATURE || ",
-    ),
-    (
-        "shaders/inputs.h",
-        "  X(ALIBI, const device float*, alibi_slopes, FLASH_ALIBI_SLOPES) ",
-        "  X(TEMPERATURE, const device float*, temperature, FLASH_TEMPERATURE) \\\n"
-        "  X(ALIBI, const device float*, alibi_slopes, FLASH_ALIBI_SLOPES) ",
-    ),
-    (
-        "shaders/scores.h",
-        "  float slope_log2;  // ALIBI\n",
-        "  float slope_log2;  // ALIBI\n  float temperature;  // TEMPERATURE\n",
-    ),
-    (
-        "shaders/scores.h",
-        "    if (ALIBI) {\n      slope_log2 =",
-        "    if (TEMPERATURE) {\n      temperature = inputs.temperature[head];\n    }\n"
-        "    if (ALIBI) {\n      slope_log2 =",
-    ),
-    (
-        "shaders/scores.h",
-        "    if (!SOFTCAP) {\n      scores.scale(params.scale_log2);\n",
-        "    if (TEMPERATURE) {\n      scores.scale(temperature);\n    }\n"
-        "    if (!SOFTCAP) {\n"
-        "      if (WITH_SLOPES) {\n        slopes.fill(temperature);\n      }\n"
-        "      scores.scale(params.scale_log2);\n",
-    ),
-    (
-        "shaders/scores.h",
-        "1.0f - capped * capped;",
-        "(1.0f - capped * capped) * (TEMPERATURE ? temperature : 1.0f);",
-    ),
-    # Python: the reference, the functions' keyword, and the gradient. As the score is temperature
-    # times a product of q, sum(dq * q) is temperature times its gradient.
-    (
-        "torch_metal_attn/reference.py",
-        "softcap: float = 0.0) -> Tensor:\n" + DOCSTRING + "    return",
-        "softcap: float = 0.0, temperature: Tensor | None = None) -> Tensor:\n"
-        + DOCSTRING
-        + "    if temperature is not None:\n"
-        "        scores = scores * temperature.to(scores.dtype)[:, None, None]\n"
-        "    return",
-    ),
-    (
-        "torch_metal_attn/call/options.py",
-        "    learnable_sink: Tensor | None\n",
-        "    learnable_sink: Tensor | None\n    temperature: Tensor | None\n",
-    ),
-    (
-        "torch_metal_attn/ops/flash_fwd_autograd.py",
-        "    return gradients\n\n\ndef differentiable(",
-        '    if needed.get("temperature"):\n'
-        '        products = (gradients["q"].float() * q.float()).sum(-1)\n'
-        '        gradients["temperature"] = products.sum(0 if packed else (0, 2)) /'
-        ' arguments["temperature"]\n'
-        "    return gradients\n\n\ndef differentiable(",
-    ),
-]
-
-# What a reader of the copy would call, and its float64 counterpart.
-CASE = """
-import torch
-import torch_metal_attn
-
-torch.manual_seed(0)
-q, k, v = (torch.randn(2, length, 3, 16, requires_grad=True) for length in (9, 33, 33))
-temperature = torch.tensor([0.5, 1.5, -1.0], requires_grad=True)
-leaves = (q, k, v, temperature)
-
-
-def exact(softcap):
-    q, k, v, factor = (x.detach().double().requires_grad_() for x in leaves)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4 * factor[:, None, None]
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(torch.ones(9, 33).triu(33 - 9 + 1).bool(), -torch.inf)
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
-    return out, torch.autograd.grad(out.square().sum(), (q, k, v, factor))
-
-
-for softcap in (0.0, 2.0):
-    expected, gradients = exact(softcap)
-    with torch_metal_attn.simulate(check=True) as run:
-        out = torch_metal_attn.flash_attn_func(
-            q, k, v, causal=True, softcap=softcap, temperature=temperature
-        )
-        found = torch.autograd.grad(out.square().sum(), leaves)
-    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= {x.kernel for x in run.launches}
-    for ours, exactly in zip((out, *found), (expected, *gradients), strict=True):
-        torch.testing.assert_close(ours.double(), exactly, rtol=1e-4, atol=1e-5)
-    without = torch_metal_attn.flash_attn_func(q, k, v, causal=True, softcap=softcap)
-    assert not torch.allclose(without, out, atol=1e-2)
-
-try:
-    torch_metal_attn.flash_attn_func(q, k, v, temperature=temperature[:2])
-except ValueError as error:
-    assert str(error) == "temperature has shape (2,); it must be (3,)", error
-else:
-    raise AssertionError("a wrong shape was not refused")
+# Each edit is a line `file: place`, then the lines to add, or the text after `+`. Places:
+# `list X`, the end of the macro list X; `end X Y`, the end of block Y in block X, before a last
+# `return`; `start X Y`; `before X`, the line before the constant X; `value X`, the end of its
+# value; `parameter X`, the end of the function's parameters. Blocks of .py files are the classes
+# and functions, those of other files what braces enclose.
+TEMPERATURE = """
+csrc/problem/options.h: list FLASH_OPTIONS
+  X(OptionalTensor, temperature, None, STEP)
+csrc/problem/attention.h: list FLASH_FLAGS
+  X(temperature, TEMPERATURE, IN_KEY)
+csrc/ops/attention/check.cpp: end check_score_options
+  if (const std::optional<Tensor>& temperature = a.options.temperature) {
+    check_operand("temperature", *temperature, "q", a.q, {ScalarType::Float}, {{call.heads}});
+    check(!call.bias, "`temperature` is given and so is a bias; give one of them");
+    features.temperature = true;
+  }
+csrc/ops/attention/fill.cpp: end flash_inputs
+  read_given(FLASH_TEMPERATURE, o.temperature);
+shaders/params/attention.h: end FlashBuffer
+  FLASH_TEMPERATURE = 24,
+shaders/features.h: before SCORE_DERIVATIVES
+FEATURE(TEMPERATURE)
+shaders/features.h: value SCORE_DERIVATIVES +  || TEMPERATURE
+shaders/inputs.h: list FLASH_INPUTS
+  X(TEMPERATURE, const device float*, temperature, FLASH_TEMPERATURE)
+shaders/scores.h: start ScoreRules
+  float temperature;  // TEMPERATURE
+shaders/scores.h: end ScoreRules reset
+    if (TEMPERATURE) {
+      temperature = inputs.temperature[head];
+    }
+shaders/scores.h: start ScoreRules apply_rules
+    if (TEMPERATURE) {
+      score = score * temperature;
+      slope = slope * temperature;
+    }
+torch_metal_attn/reference.py: parameter transformed + , temperature: Tensor | None = None
+torch_metal_attn/reference.py: start transformed
+    if temperature is not None:
+        scores = scores * temperature.to(scores.dtype)[:, None, None]
+torch_metal_attn/call/options.py: end NewerOptions
+    temperature: Tensor | None
+torch_metal_attn/ops/flash_fwd_autograd.py: end _gradients
+    # A score is temperature times a product of q.
+    if needed.get("temperature"):
+        products = (gradients["q"].float() * q.float()).sum(-1).sum(0 if packed else (0, 2))
+        gradients["temperature"] = products / arguments["temperature"]
 """
+SCORE_CLAMP = """
+csrc/problem/options.h: list FLASH_OPTIONS
+  X(Number, score_clamp, 0.0, STEP)
+csrc/problem/attention.h: list FLASH_FLAGS
+  X(score_clamp, SCORE_CLAMP, IN_KEY)
+csrc/ops/attention/check.cpp: end check_score_options
+  const double limit = a.options.score_clamp;
+  check(limit >= 0.0 && std::isfinite(static_cast<float>(limit * std::numbers::log2e)),
+        "`score_clamp` is ", limit, "; it must be 0 (off) or positive and finite");
+  features.score_clamp = limit > 0.0;
+csrc/ops/attention/fill.cpp: end flash_problem
+  params.clamp_log2 = static_cast<float>(o.score_clamp * std::numbers::log2e);
+shaders/params/attention.h: end FlashParams
+  float clamp_log2;  // SCORE_CLAMP
+shaders/features.h: before SCORE_DERIVATIVES
+FEATURE(SCORE_CLAMP)
+shaders/features.h: value SCORE_DERIVATIVES +  || SCORE_CLAMP
+shaders/scores.h: end ScoreRules apply_rules
+    if (SCORE_CLAMP) {
+      // Comparisons keep NaN, which clamp() does not.
+      const float limit = params.clamp_log2;
+      UNROLL
+      for (short e = 0; e < 2; e++) {
+        slope[e] = fabs(score[e]) > limit ? 0.0f : slope[e];
+        score[e] = score[e] > limit ? limit : score[e] < -limit ? -limit : score[e];
+      }
+    }
+torch_metal_attn/reference.py: parameter transformed + , score_clamp: float = 0.0
+torch_metal_attn/reference.py: end transformed
+    if score_clamp > 0:
+        scores = scores.clamp(-score_clamp, score_clamp)
+torch_metal_attn/call/options.py: end NewerOptions
+    score_clamp: float
+torch_metal_attn/testing/attention.py: end Attention
+    score_clamp: float = field(0.0, one_of(0.0, 0.5, 2.0), calls=_SCORED, least=0, feature=1.0)
+"""
+OPTIONS = {"temperature": TEMPERATURE, "score_clamp": SCORE_CLAMP}
+EDIT = re.compile(
+    r"^([\w/]+\.\w+): (\w+) ([\w ]+?)(?: \+ ?(.*)\n|\n((?:(?![\w/]+\.\w+: ).*\n)*))", re.M
+)
 
 
-def apply(root):
+def edits(option):
+    """(file, place, names, text) of each edit."""
+    return [
+        (f, place, names.split(), more or lines)
+        for f, place, names, more, lines in EDIT.findall(OPTIONS[option])
+    ]
+
+
+def apply(root, option):
     """Make the edits in the copy at `root`; returns the names of the files that changed."""
-    for name, old, new in EDITS:
+    for name, place, names, added in edits(option):
         path = root / name
         text = path.read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{name}: {text.count(old)} places, not one, have {old!r}"
-        path.write_text(text.replace(old, new), encoding="utf-8")
-    return {name for name, _, _ in EDITS}
+        of_python = path.suffix == ".py"
+        at = (python_offset if of_python else offset)(text, place, names)
+        if place == "list":
+            added = " \\\n" + added.rstrip("\n")
+        path.write_text(text[:at] + added + text[at:], encoding="utf-8")
+    return {name for name, *_ in edits(option)}
+
+
+def offset(text, place, names):
+    """Where a C++ or Metal file has the place."""
+    patterns = {
+        "list": rf"^#define {names[0]}\(X\)(?:.*\\\n)*.*",
+        "value": rf"\b{names[0]} = [^;]*",
+        "before": rf"^(?=.*\b{names[0]} =)",
+    }
+    if place in patterns:
+        (found,) = re.finditer(patterns[place], text, re.M)
+        return found.end()
+    begin, end = 0, len(text)
+    for name in names:  # each in the block before
+        found = re.compile(rf"\b{name}\b(?:\([^{{;]*\))?[^;{{}}()]*\{{\n").search(text, begin, end)
+        assert found, f"no block {name}"
+        begin = end = found.end()
+        depth = 1
+        while depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        end = text.rindex("\n", begin, end) + 1
+    last = re.search(r"^ *return [^;]*;\n\Z", text[begin:end], re.M)
+    return begin if place == "start" else begin + last.start() if last else end
+
+
+def python_offset(text, place, names):
+    """Where a Python file has the place."""
+    nodes = {node.name: node for node in ast.walk(ast.parse(text)) if hasattr(node, "name")}
+    node, lines = nodes[names[-1]], text.splitlines(keepends=True)
+    if place == "parameter":
+        last = node.args.kw_defaults[-1]
+        return sum(map(len, lines[: last.end_lineno - 1])) + last.end_col_offset
+    last = node.body[0 if place == "start" else -1]  # the docstring, or the last statement
+    before = isinstance(last, ast.Return)
+    return sum(map(len, lines[: last.lineno - 1 if before else last.end_lineno]))

@@ -1,4 +1,4 @@
-"""The recipe for a new score option in docs/adding-a-kernel.md works as it is written."""
+"""The recipe for new score options in docs/adding-a-kernel.md works as it is written."""
 
 import os
 import re
@@ -7,33 +7,48 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs import recipe
 from tests.docs.doc_pages import ROOT
 from tests.runtime.fake_mps.build import compile_command, link_command, of_the_extension
 
-MOST_PLACES = 14
+PLACES = {"temperature": 15, "score_clamp": 12}
+CASE = Path(__file__).with_name("recipe_case.py")
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
-# What a file defines: the last word of a line without indentation, its classes before it, and of a
-# function its parameters behind it.
+# The definitions of a file: the last word of a line without indentation, its classes before it, and
+# a function's parameters after it.
 DEFINED = re.compile(
     r"^(?!namespace)\w[^;={(\n]*?((?:\w+::)*\w+(?:\[\w*\])?(?: =|\([^)]*\)| \{))", re.MULTILINE
 )
 
 
-def test_a_new_score_option(tmp_path):
-    """In a copy of the sources, of which what an edit reaches is compiled again."""
-    assert len(recipe.EDITS) <= MOST_PLACES
+@pytest.mark.parametrize(
+    "options", [["temperature"], ["score_clamp"], ["score_clamp", "temperature"]]
+)
+def test_the_places_of_an_option(options, tmp_path):
+    """Each option by itself, and after the other in another order than below."""
+    for name in {name for option in recipe.OPTIONS for name, *_ in recipe.edits(option)}:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for option in options:
+        assert len(recipe.edits(option)) == PLACES[option]
+        recipe.apply(tmp_path, option)
+
+
+def test_two_new_score_options(tmp_path):
+    """One after the other in a copy of the sources, of which the files that changed are built."""
     copy = tmp_path / "copy"
     for folder in ("csrc", "shaders", "torch_metal_attn"):
         shutil.copytree(
             ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )
-    build(copy, recipe.apply(copy))
-    (copy / "case.py").write_text(recipe.CASE, encoding="utf-8")
+    build(copy, set().union(*(recipe.apply(copy, option) for option in recipe.OPTIONS)))
     # The program's folder comes first among those in which Python looks for modules.
+    program = shutil.copy(CASE, copy)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, copy / "case.py"], env=environment, capture_output=True, text=True
+        [sys.executable, program], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""The structs and buffer slots of shaders/params.h, read from its text."""
+"""The structs and buffer slots of shaders/params, read from its text."""
 
 import ctypes
 import re
@@ -56,4 +56,4 @@ def _number(name):
 
 
 def _text():
-    return shaders.source("flash_fwd")
+    return shaders.source("flash_fwd") + shaders.source("flash_decode")

@@ -61,7 +61,7 @@ def test_a_shaders_header_includes_lower_ones_only():
     headers = {path.name: path.read_text() for path in (ROOT / "shaders").glob("*.h")}
     assert set(headers) == set(rank)
     for name, header in headers.items():
-        for other in re.findall(r'#include "([^"]+)"', header):
+        for other in re.findall(r'#include "([^"/]+)"', header):
             assert rank[other] <= rank[name], f"{name} includes {other}"
 
 

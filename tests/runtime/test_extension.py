@@ -176,10 +176,10 @@ def test_a_checkout_of_other_params(change, library, fits, tmp_path, monkeypatch
     """A host that fills structs of another version would look like races in the kernels."""
     monkeypatch.setattr(extension, "PATH", tmp_path / "torch_metal_attn" / "_C.abi3.so")
     text = ctypes.c_char.in_dll(extension.load(), "metal_attn_params_text")
-    params = tmp_path / "shaders" / "params.h"
+    params = tmp_path / "shaders" / "params"
     if change:
-        params.parent.mkdir()
-        params.write_text(change(ctypes.string_at(ctypes.addressof(text)).decode()))
+        params.mkdir(parents=True)
+        (params / "all.h").write_text(change(ctypes.string_at(ctypes.addressof(text)).decode()))
     if fits:
         extension._require_same_params(library())
         return

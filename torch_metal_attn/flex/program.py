@@ -16,7 +16,7 @@ from torch_metal_attn.flex.traces import Parts, Unknown
 from torch_metal_attn.flex.tracing import POSITIONS, trace
 from torch_metal_attn.ops.differentiation import transforming
 
-# What shaders/params.h has room for.
+# The sizes of arrays in shaders/params/attention.h.
 MAX_CAPTURES = 12
 MAX_DIMENSIONS = 24
 

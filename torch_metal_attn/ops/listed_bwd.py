@@ -1,8 +1,9 @@
 """Gradients of attention to listed keys: `flash_bwd` of the keys of each list, gathered.
 
-Memory is linear in the listed keys: what is gathered is that of some lists at a time.
+Some lists are gathered at a time, so memory is linear in the listed keys.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,20 @@ from torch_metal_attn.ops.flash_bwd import Gradients, rotated_rows
 
 # Elements of gathered keys and values at once, unless a single list has more.
 GATHERED = 2**24
+
+# The options that say which listed keys a query sees. They become a mask.
+_VISIBILITY = {
+    name
+    for name, parameter in inspect.signature(visible_listed).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+# The other options of flash_bwd are passed on. flash_decode has more, which its checks refuse with
+# lists unless they are off.
+_PASSED_ON = {
+    argument.name
+    for argument in torch.ops.metal_attn.flash_bwd.default._schema.arguments
+    if argument.kwarg_only
+} - _VISIBILITY
 
 
 def listed_gradients(
@@ -30,20 +45,19 @@ def listed_gradients(
     indices: Tensor,
     kv_block_size: int = 1,
     q_block_size: int = 1,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    learnable_sink: Tensor | None = None,
     q_rotary_cos: Tensor | None = None,
     q_rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
-    **visibility: Any,
+    **options: Any,
 ) -> Gradients:
-    """What `flash_bwd` with exact_delta gives, of dense q, k and v. visibility: what hides keys.
+    """The results of `flash_bwd` with exact_delta, for dense q, k and v.
 
-    A list is a sequence of `flash_bwd`, whose keys are the listed ones in the list's order: those
-    that are listed twice are there twice. A mask hides what the queries do not see. It runs in
-    float32, as what several lists add to a key's gradient is to be rounded once.
+    Each list is a sequence of `flash_bwd`. Its keys are the listed ones in the list's order; a key
+    that is listed twice is there twice. A mask hides the keys that a query does not see. The sums
+    are in float32, so that the gradient of a key in several lists is rounded once.
     """
+    visibility = {name: x for name, x in options.items() if name in _VISIBILITY}
+    options = {name: x for name, x in options.items() if name in _PASSED_ON}
     dout, rotated, out = (x.float() for x in (dout, q, out))
     batch, kv_heads, kv_length, _ = k.shape
     q_length, group = q.shape[2], q.shape[1] // max(kv_heads, 1)
@@ -54,9 +68,8 @@ def listed_gradients(
         rotated = rotated_rows(q, *tables, None, rotary_interleaved).to(q.dtype).float()
     lists = indices.shape[2]
     shape = (batch, kv_heads, lists, indices.shape[3] * kv_block_size)
-    # Of the first row of each head, where all rows of k, or of v, are one matrix.
+    # The first row of each head in the matrix of all rows of k or v.
     firsts = torch.arange(batch * kv_heads, device=k.device).view(batch, 1, kv_heads, 1) * kv_length
-    options = {"softmax_scale": softmax_scale, "softcap": softcap, "learnable_sink": learnable_sink}
     matrices = [x.reshape(-1, x.shape[-1]) for x in (k, v)]
     sums = [q.new_zeros(x.shape, dtype=torch.float32) for x in matrices]
     columns = k.shape[-1] + v.shape[-1]
@@ -93,13 +106,13 @@ def listed_gradients(
             """(B, H, L, ...) as (B * lists, H, q_block_size, ...)."""
             if x is None:
                 return None
-            own = x[:, :, rows]
-            missing = rows.stop - rows.start - own.shape[2]
+            some = x[:, :, rows]
+            missing = rows.stop - rows.start - some.shape[2]
             if missing > 0:
-                behind = own.new_full((*own.shape[:2], missing, *own.shape[3:]), fill)
-                own = torch.cat([own, behind], 2)
-            own = own.unflatten(2, (-1, q_block_size)).transpose(1, 2).flatten(0, 1)
-            return own.contiguous() if x is softmax_lse else own
+                padding = some.new_full((*some.shape[:2], missing, *some.shape[3:]), fill)
+                some = torch.cat([some, padding], 2)
+            some = some.unflatten(2, (-1, q_block_size)).transpose(1, 2).flatten(0, 1)
+            return some.contiguous() if x is softmax_lse else some
 
         dq, dk, dv, delta, normalisers = flash_bwd(
             of_lists(dout),
@@ -108,9 +121,8 @@ def listed_gradients(
             *gathered,
             of_lists(out),
             of_lists(softmax_lse, -torch.inf),
-            exact_delta=True,
-            attn_mask=seen.flatten(0, 1).repeat_interleave(group, 1),
-            **options,
+            **options
+            | {"exact_delta": True, "attn_mask": seen.flatten(0, 1).repeat_interleave(group, 1)},
         )
         parts.append(
             [

@@ -100,18 +100,19 @@ def load() -> ctypes.CDLL:
 
 
 def _require_same_params(library: ctypes.CDLL) -> None:
-    """Raise ImportError if a checkout's shaders/params.h is not the one of the build."""
+    """Raise ImportError if the headers in a checkout's shaders/params are not those of the build."""
     root = PATH.parent.parent
-    params = root / "shaders" / "params.h"
-    if not params.is_file():
+    params = root / "shaders" / "params"
+    if not params.is_dir():
         return
+    now = b"".join(header.read_bytes() for header in sorted(params.glob("*.h")))
     try:
         text = ctypes.c_char.in_dll(library, "metal_attn_params_text")
     except ValueError:  # older than the text
         built = b""
     else:
         built = ctypes.string_at(ctypes.addressof(text))
-    if _without_comments(built) != _without_comments(params.read_bytes()):
+    if _without_comments(built) != _without_comments(now):
         _refuse(
             f"{PATH.name} was built with another version of {params}: build it again with "
             f"`{_build(root)}`"

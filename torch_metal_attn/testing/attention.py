@@ -17,6 +17,7 @@ from torch_metal_attn.testing.case import (
     layout,
     one_of,
     value_formats,
+    with_metadata,
 )
 from torch_metal_attn.testing.tensors import DTYPES, partial_groups, rotated_blocks, wrong_rotation
 
@@ -196,7 +197,7 @@ class Attention(Case):
     causal_bias: str = field("", one_of("upper_left", "lower_right"), share=0.2, calls=(_SDPA,))
     window_size_left: int = field(-1, _limit(0), share=0.25, calls=_SCORED, varied=True)
     window_size_right: int = field(-1, _limit(0), share=0.25, calls=_SCORED, varied=True)
-    attention_chunk: int = field(0, _limit(1), share=0.25, calls=_SCORED, varied=True)
+    attention_chunk: int = field(0, _limit(1), share=0.25, calls=_SCORED, varied=True, least=0)
     q_offset: int | None = field(
         None,
         lambda r, case: r.randint(-case.longest[1] // 2 - 2, case.longest[1] + 2),
@@ -204,7 +205,9 @@ class Attention(Case):
         calls=OPS,
         varied=True,
     )
-    softcap: float = field(0.0, one_of(0.0, 0.0, 0.0, 1.5, 30.0), calls=_SCORED)
+    softcap: float = field(
+        0.0, one_of(0.0, 0.0, 0.0, 1.5, 30.0), calls=_SCORED, least=0, feature=2.0
+    )
     seqused_k: tuple[int, ...] | None = field(
         None, _some_keys, share=0.3, calls=(*OPS, *_PACKED_FUNCTIONS, _WITH_KVCACHE), varied=True
     )
@@ -413,8 +416,10 @@ class Attention(Case):
             "heads that do not divide": self.heads % max(self.kv_heads, 1),
             "head dim": not (1 <= self.head_dim <= 576 and 1 <= self.v_head_dim <= 512),
             "dtype": self.dtype not in DTYPES,
-            "a chunk below 0": self.attention_chunk < 0,
-            "softcap below 0": self.softcap < 0,
+            **{
+                f"{name} below {least}": getattr(self, name) < least
+                for name, least in with_metadata(Attention, "least").items()
+            },
             "dropout_p": not 0 <= self.dropout_p <= 1,
             "num_splits": not 0 <= self.num_splits <= 1024,
             "rotated columns": self.rotary and not 2 <= self.rotary_columns <= self.head_dim,
@@ -453,8 +458,7 @@ class Attention(Case):
             {"dtype": "float64"},
             {"head_dim": 577},
             {"v_head_dim": 513},
-            {"attention_chunk": -1},
-            {"softcap": -2.0},
+            *({name: x - 1} for name, x in with_metadata(Attention, "least").items()),
             {"dropout_p": 1.5},
             {"num_splits": 1025},
             {"num_splits": -1},

@@ -16,7 +16,7 @@ from torch_metal_attn.testing.tensors import Memory
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
-# What functions call the ops' arguments, where it is not the same.
+# The functions' names of the ops' arguments, where they differ.
 _RENAMED = {
     "flash_attn_with_kvcache": {
         "k": "k_cache",
@@ -44,34 +44,35 @@ _OTHERS: dict[str, Callable[..., Any]] = {
 
 def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
     """The function, which returns out and the log-sum-exp or None, and its arguments."""
-    given = problem.options | problem.where
+    options = problem.options | problem.where
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     packing = zip(names, problem.packing, strict=False)
-    given |= {name: x for name, x in packing if x is not None}
+    options |= {name: x for name, x in packing if x is not None}
     if case.num_splits:
-        given["num_splits"] = case.num_splits
+        options["num_splits"] = case.num_splits
     if case.call in OPS:
         op = getattr(torch.ops.metal_attn, case.call.replace("bwd", "fwd"))
-        return op, _arguments(case, problem, memory, given)
+        return op, _arguments(case, problem, memory, options)
     function = _OTHERS.get(case.call) or getattr(functional, case.call)
-    given |= {
+    options |= {
         "window_size": (case.window_size_left, case.window_size_right),
         "enable_gqa": True,
         "return_attn_probs": True,
         "return_softmax_lse": True,
     }
     names_there, renamed = inspect.signature(function).parameters, _RENAMED.get(case.call, {})
-    given = {n: x for n, x in given.items() if renamed.get(n, n) in names_there}
-    arguments = _arguments(case, problem, memory, given)
+    options = {n: x for n, x in options.items() if renamed.get(n, n) in names_there}
+    arguments = _arguments(case, problem, memory, options)
     if "flash_attn" in case.call:
         arguments = {n: _to_blhd(n, x) for n, x in arguments.items()}
     arguments = {renamed.get(n, n): x for n, x in arguments.items()}
     if case.causal_bias:
         arguments["attn_mask"] = _causal_bias(case)
 
-    def run(**given: Any) -> tuple[Tensor, Tensor | None]:
+    def run(**arguments: Any) -> tuple[Tensor, Tensor | None]:
         torch.manual_seed(case.seed)
-        out, *others = found if isinstance(found := function(**given), tuple) else (found,)
+        result = function(**arguments)
+        out, *others = result if isinstance(result, tuple) else (result,)
         is_transposed = "flash_attn" in case.call and not case.packs_queries
         return out.transpose(1, 2) if is_transposed else out, others[0] if others else None
 
@@ -101,9 +102,9 @@ def _operands(case: Attention, problem: Problem, memory: Memory) -> dict[str, An
 
 
 def _arguments(
-    case: Attention, problem: Problem, memory: Memory, given: dict[str, Any]
+    case: Attention, problem: Problem, memory: Memory, options: dict[str, Any]
 ) -> dict[str, Any]:
-    return within_keys(case, _operands(case, problem, memory) | _placed(case, memory, given))
+    return within_keys(case, _operands(case, problem, memory) | _placed(case, memory, options))
 
 
 def _placed(case: Attention, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:

@@ -98,28 +98,31 @@ def ends_of(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-# Options of the ops whose values are the case's.
-_NUMBERS = (
-    *("softmax_scale", "causal", "window_size_left", "window_size_right", "attention_chunk"),
-    *("q_offset", "softcap"),
-)
+# Options of the ops that are fields of a case, but for those that belong to a tensor.
+_NUMBERS = [
+    argument.name
+    for argument in torch.ops.metal_attn.flash_fwd.default._schema.arguments
+    if argument.name in Attention.__dataclass_fields__
+    and "Tensor" not in str(argument.type)
+    and argument.name not in ("dropout_p", "rotary_interleaved")
+]
 
 
 def options_of(case: Attention, batch: int, rows: int) -> dict[str, Any]:
     """The ops' options, without those of caches. rows: of each sequence in a cache."""
     options: dict[str, Any] = {n: getattr(case, n) for n in _NUMBERS}
     for name in ("seqused_k", "leftpad_k"):
-        given = getattr(case, name)
-        if given is not None:
-            options[name] = ints(*given)
+        value = getattr(case, name)
+        if value is not None:
+            options[name] = ints(*value)
     longest_q, longest = case.longest
     # A cache in pages has as many keys as its table has room for.
     keys = rows if case.cache and not case.is_packed else longest
     whole = {"b": batch, "h": case.heads, "q": longest_q, "k": keys}
     for seed, name in ((5, "attn_mask"), (6, "attn_bias")):
-        given = getattr(case, name)
-        if given:
-            dtype, dims = given.split(" ")
+        value = getattr(case, name)
+        if value:
+            dtype, dims = value.split(" ")
             sizes = [size if letter in dims else 1 for letter, size in whole.items()]
             options[name] = _mask(*sizes, dtype=dtype_of(dtype), seed=case.seed + seed)
     if case.alibi_slopes:
@@ -227,15 +230,15 @@ def _hide(case: Attention, k: Tensor, v: Tensor) -> None:
     for x, layout in rows:
         if any(word.startswith("repeated") for word in layout):
             continue
-        own = list(x)  # (H, L, D) of each sequence
+        parts = list(x)  # (H, L, D) of each sequence
         if x.dim() == 3:
             x[sum(lengths) :] = math.nan
-            own = [part.transpose(0, 1) for part in x[: sum(lengths)].split(lengths)]
+            parts = [part.transpose(0, 1) for part in x[: sum(lengths)].split(lengths)]
         for b, length in enumerate(lengths):
             end = length if case.seqused_k is None else case.seqused_k[b]
-            own[b][:, max(end, 0) :] = math.nan
+            parts[b][:, max(end, 0) :] = math.nan
             if case.leftpad_k is not None:
-                own[b][:, : max(case.leftpad_k[b], 0)] = math.nan
+                parts[b][:, : max(case.leftpad_k[b], 0)] = math.nan
 
 
 def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
@@ -257,14 +260,14 @@ def stored(
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
     if case.format:
-        # What the call refuses is no size that rows can have.
+        # Rows cannot have a size that the call refuses.
         size = 0 if any(wrong_rotation(case).values()) else case.hadamard
         for i, (name, x, format) in enumerate(
             (("k", k, case.format), ("v", v, case.v_format or case.format))
         ):
             by_head = format == "fp8_e4m3"
-            given = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
-            data, scale = quantise(x, format, given, hadamard=size)
+            head_scale = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
+            data, scale = quantise(x, format, head_scale, hadamard=size)
             exact[i] = dequantise(data, scale, torch.float32, hadamard=size)
             # As bytes, which every device has.
             kept[name] = data.view(torch.uint8) if by_head else data
@@ -285,22 +288,22 @@ def stored(
         where = {"block_table": table} if paged else {"cache_batch_idx": table.flatten()}
     if case.values_in_keys:
         exact[1] = exact[0][..., : case.v_head_dim]
-        found = within_keys(case, kept | scales)
-        kept, scales = {n: found[n] for n in kept}, {n: found[n] for n in scales}
+        views = within_keys(case, kept | scales)
+        kept, scales = {n: views[n] for n in kept}, {n: views[n] for n in scales}
     rotation = {"hadamard": case.hadamard} if case.hadamard else {}
     return exact, list(kept.values()), scales | where | rotation
 
 
-def within_keys(case: Any, given: dict[str, Any], suffix: str = "") -> dict[str, Any]:
+def within_keys(case: Any, arguments: dict[str, Any], suffix: str = "") -> dict[str, Any]:
     """Arguments of which, with values_in_keys, v and its scale are views of the keys'."""
     if not case.values_in_keys:
-        return given
+        return arguments
     columns, scales = sizes(case.format, case.v_head_dim) if case.format else (case.v_head_dim, 0)
-    given = given | {f"v{suffix}": given[f"k{suffix}"][..., :columns]}
-    if "k_scale" in given:
-        scale = given["k_scale"]
-        given["v_scale"] = scale[..., :scales] if scale.dim() > 2 else scale
-    return given
+    arguments = arguments | {f"v{suffix}": arguments[f"k{suffix}"][..., :columns]}
+    if "k_scale" in arguments:
+        scale = arguments["k_scale"]
+        arguments["v_scale"] = scale[..., :scales] if scale.dim() > 2 else scale
+    return arguments
 
 
 def _in_pages(x: Tensor, table: Tensor, count: int, page: int) -> Tensor:

@@ -69,15 +69,15 @@ def _leaves(case: Attention, arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _by_autograd(
-    case: Attention, function: Callable[..., Any], given: dict[str, Tensor], **arguments: Any
+    case: Attention, function: Callable[..., Any], gradients: dict[str, Tensor], **arguments: Any
 ) -> Any:
     """out, lse, and the gradients by name, including those of q, k and v in one tensor."""
     leaves = {n: x.detach().requires_grad_() for n, x in _leaves(case, arguments).items()}
     out, lse = function(**(arguments | leaves))
-    results, wanted = [out], [given["dout"]]
-    if "dlse" in given:
+    results, wanted = [out], [gradients["dout"]]
+    if "dlse" in gradients:
         results.append(lse)
-        wanted.append(given["dlse"])
+        wanted.append(gradients["dlse"])
     grads = torch.autograd.grad(results, list(leaves.values()), wanted)
     named = dict(zip(leaves, grads, strict=True))
     transposed = "flash_attn" in case.call and not case.packs_queries
@@ -91,28 +91,28 @@ def _by_autograd(
 
 
 def _without_gradient(
-    case: Attention, function: Callable[..., Any], given: dict[str, Tensor], **arguments: Any
+    case: Attention, function: Callable[..., Any], gradients: dict[str, Tensor], **arguments: Any
 ) -> Any:
     """out and lse for arguments that require grad, where `backward` must raise."""
     leaves = {n: x.detach().requires_grad_() for n, x in _leaves(case, arguments).items()}
     out, lse = function(**(arguments | leaves))
     try:
-        torch.autograd.grad(out, list(leaves.values()), given["dout"])
+        torch.autograd.grad(out, list(leaves.values()), gradients["dout"])
     except NotImplementedError:
         return out.detach(), lse.detach()
     raise AssertionError("a call without a gradient returned one")
 
 
 def _directly(
-    case: Attention, function: Callable[..., Any], given: dict[str, Tensor], **arguments: Any
+    case: Attention, function: Callable[..., Any], gradients: dict[str, Tensor], **arguments: Any
 ) -> Any:
     """The same by the ops that autograd calls."""
     ops = torch.ops.metal_attn
     out, lse = function(**arguments)
-    dlse = given.get("dlse")
+    dlse = gradients.get("dlse")
     name = case.call
     *grads, delta, normalisers = getattr(ops, name)(
-        dout=given["dout"],
+        dout=gradients["dout"],
         dlse=dlse,
         out=out,
         softmax_lse=lse,
@@ -126,7 +126,7 @@ def _directly(
         ("alibi_slopes", f"{name}_slopes"),
     ):
         if option in arguments and arguments[option].is_floating_point():
-            more = {"dout": given["dout"], "softmax_lse": lse, "delta": delta}
+            more = {"dout": gradients["dout"], "softmax_lse": lse, "delta": delta}
             if case.exact_delta:
                 more["normalisers"] = normalisers
             named[option] = getattr(ops, op)(**more, **arguments)
@@ -140,14 +140,14 @@ def judge(
 
     parts: those whose outputs were merged, as in `merge_errors`.
     """
-    found, found_lse = results[:2]
+    actual, actual_lse = results[:2]
     exact, exact_lse = _attend(problem, torch.float64)
     with as_multiplied():
         composed, _ = _attend(problem, None)
     if problem.poisoned_v is not None:
-        exact, composed = _with_poison_where_seen(problem, found.cpu(), exact, composed)
-    if found.dtype != problem.q.dtype:
-        raise AssertionError(f"out has dtype {found.dtype} and not {problem.q.dtype}")
+        exact, composed = _with_poison_where_seen(problem, actual.cpu(), exact, composed)
+    if actual.dtype != problem.q.dtype:
+        raise AssertionError(f"out has dtype {actual.dtype} and not {problem.q.dtype}")
     sequences = _alone(case, problem)
     errors = [torch_error(*operands, options) for operands, _, options in sequences]
     error = max([*errors, worst_of([(composed, exact)])])
@@ -159,10 +159,10 @@ def judge(
         slack = _out_slack(case, problem, attend, errors_of_scores)
         if parts is not None:
             slack = slack + merge_errors(attend, problem.v, parts, exact_lse, problem.q.dtype)
-    measures = [near("out", found, exact, error, slack)]
-    if found_lse is not None:
+    measures = [near("out", actual, exact, error, slack)]
+    if actual_lse is not None:
         rows = errors_of_scores.t() if problem.packing else errors_of_scores
-        measures.append(near_statistic("softmax_lse", found_lse, exact_lse, 1e-5, rows))
+        measures.append(near_statistic("softmax_lse", actual_lse, exact_lse, 1e-5, rows))
     if case.backward and case.differentiable:
         measures += _judge_gradients(case, problem, sequences, results[2])
     return measures
@@ -231,7 +231,7 @@ def _attend(
 
 
 def _with_poison_where_seen(
-    problem: Problem, found: Tensor, exact: Tensor, composed: Tensor
+    problem: Problem, actual: Tensor, exact: Tensor, composed: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What is in the column of v's NaN or infinity: for queries that see it, and for others NaN."""
     place = problem.poisoned_v
@@ -243,7 +243,7 @@ def _with_poison_where_seen(
     seen = (other - exact).abs() > 1e-30
     may_be = torch.zeros_like(seen)
     may_be[..., place[-1]] = True
-    unclear = may_be & found.isnan() & ~seen
+    unclear = may_be & actual.isnan() & ~seen
     exact, composed = (
         x.masked_fill(unclear, math.nan).masked_fill(seen, poison) for x in (exact, composed)
     )
@@ -259,7 +259,9 @@ def _alone(
     """
     if not problem.packing:
         return [((problem.q, problem.k, problem.v), problem.dout, problem.options)]
-    given = {n: x for n, x in problem.options.items() if n not in ("dropout_p", "rng_state")}
+    whole_options = {
+        n: x for n, x in problem.options.items() if n not in ("dropout_p", "rng_state")
+    }
     ends_q, ends_k = (None if x is None else x.tolist() for x in problem.packing[:2])
     assert ends_q is not None
     asked = []
@@ -277,18 +279,20 @@ def _alone(
                 for x in (problem.k, problem.v)
             )
             assert q is not None
-            options = {n: option_of_sequence(n, x, b, rows, k.shape[2]) for n, x in given.items()}
+            options = {
+                n: option_of_sequence(n, x, b, rows, k.shape[2]) for n, x in whole_options.items()
+            }
             asked.append(((q, k, v), dout, options))
     return asked
 
 
 def _judge_gradients(
-    case: Attention, problem: Problem, sequences: Any, found: dict[str, Tensor]
+    case: Attention, problem: Problem, sequences: Any, actual: dict[str, Tensor]
 ) -> list[Measure]:
     """Measures of the gradients of q, k, v and of what is added to the scores."""
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
     assert dout is not None
-    added = [n for n in _ADDED if n in found]
+    added = [n for n in _ADDED if n in actual]
     operands = (q, k, v)
 
     def gradients(
@@ -320,8 +324,8 @@ def _judge_gradients(
     with as_multiplied():
         composed = gradients(attend, q.dtype, options)
     errors = [
-        torch_gradient_errors(asked[0], asked[1], asked[2], gradient, given)
-        for asked, gradient, given in sequences
+        torch_gradient_errors(asked[0], asked[1], asked[2], gradient, options)
+        for asked, gradient, options in sequences
     ]
     slacks = (_policy_slacks if case.strict else _gradient_slacks)(case, problem)
     narrow = {n: x.to(q.dtype) if n in added else x for n, x in options.items()}
@@ -334,12 +338,12 @@ def _judge_gradients(
     measures = []
     for i, name in enumerate("qkv"):
         torchs = [composed[name], *([rough[name]] if case.dropout_p else [])]
-        own = worst_of((x, exact[name]) for x in torchs)
-        error = max([own, *(each[i] for each in errors)])
-        measures.append(near(f"d{name}", found[name], exact[name], error, slacks[name]))
+        composed_error = worst_of((x, exact[name]) for x in torchs)
+        error = max([composed_error, *(each[i] for each in errors)])
+        measures.append(near(f"d{name}", actual[name], exact[name], error, slacks[name]))
     for name in added:
         error = worst_of([(rough[name], exact[name])])
-        measures.append(near(f"d{name}", found[name], exact[name], error, slacks[name]))
+        measures.append(near(f"d{name}", actual[name], exact[name], error, slacks[name]))
     return measures
 
 
@@ -369,7 +373,7 @@ def _sink_terms(problem: Problem) -> tuple[Tensor, Tensor]:
     if dlse is not None:
         of_rows = of_rows + dlse.transpose(-2, -1).abs()
     lse = lse.transpose(-2, -1)
-    # Of rows that belong to no sequence the log-sum-exp is -inf.
+    # The log-sum-exp of rows that belong to no sequence is -inf.
     logits = problem.options["learnable_sink"].double() - lse
     return logits.masked_fill(lse == -math.inf, -math.inf).exp(), of_rows.nan_to_num(0, 0, 0)
 
@@ -441,9 +445,9 @@ def _weights_and_score_gradients(case: Attention, problem: Problem) -> tuple[Ten
     """The softmax and the gradient of the scores in float64, (B, Hq, Lq, Lk)."""
     options = dict(problem.options)
     name = next((n for n in ("attn_mask", "attn_bias") if _added(options.get(n))), "attn_bias")
-    given = options.get(name, torch.zeros(())).double()
+    bias = options.get(name, torch.zeros(())).double()
     whole = (len(case.sequences), case.heads, *case.longest)
-    bias = given.expand(whole).clone().requires_grad_()
+    bias = bias.expand(whole).clone().requires_grad_()
     operands = (problem.q.double(), problem.k.double(), problem.v.double())
     out, lse = _attend(problem, torch.float64, operands, options | {name: bias})
     lse = lse.masked_fill(lse == -math.inf, 0)

@@ -37,16 +37,20 @@ def field(
     calls: Container[str] | None = None,
     when: Callable[[Any], Any] = lambda case: True,
     varied: bool = False,
+    least: float | None = None,
+    feature: Any = None,
 ) -> Any:
     """A field of a case, and how it is drawn.
 
     default: the simplest case's. share: how often it is drawn; otherwise it is the default. calls:
     those that have it; None for all. when: further conditions under which it has a meaning, by the
     other fields. varied: no kernel is specialised for the value, so that variations of a case
-    draw it again, unless its share left it at the default.
+    draw it again, unless its share left it at the default. least: the call refuses smaller values.
+    feature: the value of the cases in `features.FEATURES` that have this option.
     """
     how = Drawn(draw, share, calls, when, varied)
-    return dataclasses.field(default=default, metadata={"drawn": how})
+    metadata = {"drawn": how, "least": least, "feature": feature}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def call(*names: str) -> Any:
@@ -205,6 +209,12 @@ def _fits(value: Any, kind: Any) -> bool:
         as_many = isinstance(value, tuple) and (... in parts or len(value) == len(parts))
         return as_many and all(_fits(x, parts[0]) for x in value)
     return isinstance(value, (float, int) if kind is float else kind)
+
+
+def with_metadata(family: type[Case], name: str) -> dict[str, Any]:
+    """The `least` or `feature` of each field that has one, by the field's name."""
+    fields = dataclasses.fields(family)
+    return {f.name: f.metadata[name] for f in fields if f.metadata.get(name) is not None}
 
 
 def drawn(family: type[Case]) -> dict[str, Drawn]:

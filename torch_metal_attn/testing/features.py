@@ -5,6 +5,7 @@ from typing import Any
 
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing.attention import Attention
+from torch_metal_attn.testing.case import with_metadata
 from torch_metal_attn.testing.tensors import Layout
 
 # Grouped heads, several sequences, and lengths that fill no tile.
@@ -19,6 +20,13 @@ def _lengths(c: Attention) -> dict[str, Any]:
 def _rotary(c: Attention) -> dict[str, Any]:
     return {"rotary": "qk", "rotary_columns": 2 * max(c.head_dim // 4, 1)}
 
+
+def _option(name: str, value: Any) -> Callable[[Attention], dict[str, Any]]:
+    return lambda c: {name: value, "softmax_scale": 0.5}
+
+
+# The fields of score options that are numbers.
+ALL_OPTIONS = with_metadata(Attention, "feature")
 
 # Fields of a case, which may depend on its sizes.
 FEATURES: dict[str, Callable[[Attention], dict[str, Any]]] = {
@@ -38,14 +46,14 @@ FEATURES: dict[str, Callable[[Attention], dict[str, Any]]] = {
     "mask of keys": lambda c: {"attn_mask": "bool bk"},
     "additive mask": lambda c: {"attn_mask": "float32 bhqk"},
     "bias": lambda c: {"attn_bias": "float32 hqk"},
-    "softcap": lambda c: {"softcap": 2.0, "softmax_scale": 0.5},
+    **{name: _option(name, value) for name, value in ALL_OPTIONS.items()},
     "ALiBi": lambda c: {"alibi_slopes": "h"},
     "sinks": lambda c: {"learnable_sink": "float32"},
     "rotary": _rotary,
     "rotary, interleaved": lambda c: _rotary(c) | {"rotary_interleaved": True},
     "dropout": lambda c: {"dropout_p": 0.3},
     "all scores": lambda c: (
-        {"window_size_left": 40, "softcap": 5.0, "attn_bias": "float32 hqk"}
+        {"window_size_left": 40, **ALL_OPTIONS, "attn_bias": "float32 hqk"}
         | {"alibi_slopes": "h", "learnable_sink": "float32"}
         | _lengths(c)
     ),

@@ -8,7 +8,7 @@
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "shaders/params.h"
+#include "shaders/params/attention.h"
 
 namespace metal_attn {
 namespace {
@@ -21,7 +21,7 @@ Element check_operands(const FlashFwdArguments& a, KvFormats& formats) {
   check_same_device("k", a.k, "q", a.q);
   check_same_device("v", a.v, "q", a.q);
   const Element element = check_element("q", a.q);
-  formats = check_kv_formats(a.cache, a.q, a.k, a.v);
+  formats = a.cache.checked ? a.cache.checked->formats : check_kv_formats(a.cache, a.q, a.k, a.v);
   const bool packed = a.packing.has_value();
   const bool indexed = a.cache.indexed();
   const int64_t rank = packed ? 3 : 4;
@@ -80,6 +80,16 @@ void check_numbers(const FlashFwdOptions& o, double scale) {
         "; it must be in -", kMaxLength, "..", kMaxLength);
 }
 
+// True if append_kv has checked the cache for these sequences.
+bool is_checked(const CacheOptions& cache, int32_t batch) {
+  return cache.checked && cache.checked->batch == batch;
+}
+
+int32_t capacity_of(const FlashFwdArguments& a, int32_t batch) {
+  return is_checked(a.cache, batch) ? a.cache.checked->capacity
+                                    : check_cache_capacity(a.cache, a.k, a.q, batch);
+}
+
 // Fills the sizes of `call`.
 void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   const Packing& packing = *a.packing;
@@ -99,8 +109,7 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   check_cu_seqlens("cu_seqlens_q", packing.cu_seqlens_q, call.q_total, packing.max_seqlen_q,
                    "max_seqlen_q");
   const bool in_cache = a.cache.indexed() || !packing.cu_seqlens_k;
-  call.kv_total = in_cache ? check_cache_capacity(a.cache, a.k, a.q, call.batch)
-                           : check_length("k", a.k, 0, "length");
+  call.kv_total = in_cache ? capacity_of(a, call.batch) : check_length("k", a.k, 0, "length");
   if (!packing.cu_seqlens_k) {
     call.kv_length = call.kv_total;
     return;
@@ -138,23 +147,23 @@ void check_lengths(ArgumentName name, const OptionalTensor& lengths, const Flash
   }
 }
 
-// Of what kernels read, and of out.
+// True if a tensor that kernels read, or out, has long offsets.
 bool reads_long_offsets(const FlashFwdArguments& a, const FlashFwdCall& call) {
   const FlashFwdProblem& p = call.problem;
   const FlashFwdOptions& o = a.options;
-  bool found = a.q.numel() / std::max(p.head_dim_qk, 1) > kMaxLength / std::max(p.head_dim_v, 1);
+  bool is_long = a.q.numel() / std::max(p.head_dim_qk, 1) > kMaxLength / std::max(p.head_dim_v, 1);
   for (const Tensor* tensor : {&a.q, &a.k, &a.v}) {
-    found = found || has_long_offsets(*tensor);
+    is_long = is_long || has_long_offsets(*tensor);
   }
-  for (const OptionalTensor* given :
+  for (const OptionalTensor* operand :
        {&call.mask, &call.bias, &o.q_rotary_cos, &o.q_rotary_sin, &o.k_rotary_cos, &o.k_rotary_sin,
         &a.cache.k_scale, &a.cache.v_scale}) {
-    found = found || has_long_offsets(*given);
+    is_long = is_long || has_long_offsets(*operand);
   }
-  return found || (a.flex && has_long_lists(*a.flex));
+  return is_long || (a.flex && has_long_lists(*a.flex));
 }
 
-// Whether keys 2i and 2i + 1 always lie in one aligned vector of two elements.
+// True if keys 2i and 2i + 1 always lie in one aligned vector of two elements.
 bool has_aligned_pairs(const Tensor& mask, int32_t kv_length) {
   const int64_t last = mask.dim() - 1;
   return last >= 0 && kv_length % 2 == 0 && mask.size(last) == kv_length &&
@@ -193,8 +202,8 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
   }
 }
 
-void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
-                    FlashFwdFeatures& features) {
+void check_score_options(const FlashFwdArguments& a, const FlashFwdCall& call,
+                         FlashFwdFeatures& features) {
   if (const OptionalTensor& slopes = a.options.alibi_slopes) {
     check_operand("alibi_slopes", *slopes, "q", a.q, {ScalarType::Float},
                   {{call.heads}, {call.batch, call.heads}});
@@ -283,7 +292,7 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   }
 }
 
-// Whether a window or the diagonal hides some key from some query. Lengths that only the device
+// True if a window or the diagonal hides some key from some query. Lengths that only the device
 // knows leave every place of the diagonal possible.
 bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
                 const FlashFwdCall& call) {
@@ -370,12 +379,14 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   } else {
     call.batch = check_length("q", a.q, 0, "batch");
     call.q_length = check_length("q", a.q, 2, "length");
-    call.kv_length = check_cache_capacity(a.cache, a.k, a.q, call.batch);
+    call.kv_length = capacity_of(a, call.batch);
     call.kv_total = call.kv_length;
   }
   problem.head_dim_qk = check_head_dim("q", a.q.size(a.q.dim() - 1), kMaxHeadDimQk);
   problem.head_dim_v = check_head_dim("v", kv_columns(a.v, formats.v), kMaxHeadDimV);
-  check_scales(a.cache, formats, a.k, a.v, call.batch);
+  if (!is_checked(a.cache, call.batch)) {
+    check_scales(a.cache, formats, a.k, a.v, call.batch);
+  }
   features.cache = cache_features(a.cache, formats, problem.element, a.k);
   problem.aligned = rows_aligned(a.k, kv_load_bytes(problem.element, formats.k)) &&
                     rows_aligned(a.v, kv_load_bytes(problem.element, formats.v));
@@ -401,7 +412,7 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   features.chunk = o.attention_chunk > 0;
   features.softcap = o.softcap > 0.0;
   check_masks(a, call, features);
-  check_per_head(a, call, features);
+  check_score_options(a, call, features);
   check_rotary(a, call, problem.head_dim_qk, features);
   check_dropout(a, features);
   if (a.flex) {

@@ -1,4 +1,4 @@
-// What attention refuses, and what is left to know of its arguments.
+// The checks of attention's arguments, and the problem that remains.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +19,10 @@ std::vector<SeenKeys> seen_keys(const FlashFwdArguments& arguments, const FlashF
 // Throws std::invalid_argument.
 FlashFwdCall check_flash_fwd(const FlashFwdArguments& arguments);
 
-// Of the shape that the forward's out has, and of q's dtype.
+// The tensor has the shape of the forward's out and q's dtype.
 void check_like_out(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& forward);
 
-// Of the shape that the forward's softmax_lse has, float32.
+// The tensor has the shape of the forward's softmax_lse and is float32.
 void check_statistics(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& forward);
 
 }  // namespace metal_attn

@@ -8,7 +8,7 @@ void define_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
   const auto define = [&defines](const char* name, auto value) {
     defines.push_back({name, value});
   };
-#define DEFINE_FLAG(NAME, DEFINE) define_if(f.NAME, defines, #DEFINE);
+#define DEFINE_FLAG(NAME, DEFINE, KEY) define_if(f.NAME, defines, #DEFINE);
   FLASH_FLAGS(DEFINE_FLAG)
 #undef DEFINE_FLAG
   if (f.mask) {

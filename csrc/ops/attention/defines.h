@@ -1,4 +1,4 @@
-// What the kernels of attention are compiled with: a specialisation as defines.
+// The defines of a specialisation of attention's kernels.
 #pragma once
 
 #include "csrc/problem/attention.h"
@@ -11,13 +11,13 @@ void define_features(Defines& defines, const FlashFwdFeatures& features, bool wi
 
 // The defines that every kernel of attention has, its own, and those of the features.
 template <class Specialisation>
-Defines all_defines(const Specialisation& s, const Defines& own) {
+Defines all_defines(const Specialisation& s, const Defines& specific) {
   Defines defines{
       {"ELEMENT", element_name(s.element)}, {"HEAD_DIM_QK", s.head_dim_qk},
       {"HEAD_DIM_V", s.head_dim_v},         {"ROW_FRAGMENTS", s.row_fragments},
       {"WIDE_LOADS", s.wide_loads},
   };
-  defines.append(own.begin(), own.end());
+  defines.append(specific.begin(), specific.end());
   define_features(defines, s.features, s.wide_rotary);
   return defines;
 }

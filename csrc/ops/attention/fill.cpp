@@ -82,7 +82,7 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
 
 Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
   Buffers buffers;
-  // Where a side has no rows its tensors have no memory: what is not read may as well be the other.
+  // A tensor without rows has no memory. It is not read, so another tensor is bound instead.
   const Tensor& present = a.q.numel() > 0 ? a.q : a.k;
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
     buffers.push_back({slot, tensor.numel() > 0 ? tensor : present, false});

@@ -7,7 +7,6 @@
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
-#include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
@@ -20,12 +19,12 @@
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
-#include "shaders/params.h"
+#include "shaders/params/backward.h"
 
 namespace metal_attn {
 namespace {
 
-// Rows of one threadgroup of what comes before and after the walks, one a SIMD group.
+// Rows of a threadgroup of flash_bwd_delta and flash_bwd_sum, one a SIMD group.
 constexpr int kRowSimdgroups = 4;
 
 struct FlashBwdCall {
@@ -38,20 +37,20 @@ MaskTile mask_tile(const FlashBwdSpecialisation& s) {
   return {s.tile_queries(), s.tile_keys(), s.dkv() ? FlexWalk::kOverQueries : FlexWalk::kOverKeys};
 }
 
-// What a grid of dk and dv with so many splits of a KV head's query heads takes longer than the
-// products alone, because it leaves cores idle, and adds up the splits' parts.
+// Estimated time of dk and dv, with so many splits of a KV head's query heads, divided by the time
+// of the products alone: cores are idle, and the parts of splits are added up.
 double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdProblem& problem,
                    const Gpu& gpu) {
   const double tiles = double(problem.keys) / s.block_rows();
   const double waves =
       tiles * s.slices() * s.simdgroups * splits / double(kSimdgroupsPerCore * gpu.cores);
-  // Of a band some tiles are shorter, which only later tiles make up for.
+  // With a band some tiles are shorter; only later tiles can fill the idle cores.
   const double uneven = s.features.band ? 1.0 + std::max(2.0 - waves, 0.0) / 2 : 1.0;
   // Two thirds of the SIMD groups still do more than two thirds of the work (replay.md).
   constexpr double kExponent = 0.85;
   const double idle = uneven / std::pow(std::min(waves, 1.0), kExponent);
-  // To write and add up a key's part takes as long as this many queries. By judgement: memory of
-  // 68 GB/s beside 2.6 TFLOPS, as M1 has, and of 269 beside 32 of matrix units, as M5 Pro has.
+  // Writing and adding up a key's part takes as long as this many queries, estimated from 68 GB/s
+  // and 2.6 TFLOPS of M1, and 269 GB/s and 32 TFLOPS of M5 Pro's matrix units.
   const double part_queries = s.tensor_tiles ? 250 : 80;
   const double queries = double(problem.q_length) * problem.queries_per_kv;
   return splits > 1 ? idle * (1.0 + part_queries * splits / queries) : idle;
@@ -71,6 +70,14 @@ int choose_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& p
     }
   }
   return best;
+}
+
+Extent threadgroups_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s) {
+  const GridRows q{"q", call.q_length, call.heads, s.slices()};
+  const GridRows k{"k", call.kv_length, call.kv_heads, s.head_splits * s.slices()};
+  const int listed = s.dkv() ? s.features.kv_block() : s.features.q_block();
+  return check_grid(call, s.dkv() ? k : q,
+                    {s.block_rows(), listed, s.features.ordered(), s.threads()});
 }
 
 FlashBwdCall check_and_choose(const FlashBwdArguments& a, bool tensor_tiles) {
@@ -98,7 +105,7 @@ FlashBwdCall check_and_choose(const FlashBwdArguments& a, bool tensor_tiles) {
     return tuned(choose_flash_bwd(problem, of, a.exact_delta, tensor, gpu()), call.forward.q_length,
                  call.forward.kv_length);
   };
-  // Both have tensor tiles or none: delta must be that of the same products.
+  // Both have tensor tiles or none, because delta must be computed from the same products.
   if (tensor && refused_tiles() != nullptr) {
     tensor = !choose(Gradient::kQ).refused && !choose(Gradient::kKv).refused;
   }
@@ -108,17 +115,10 @@ FlashBwdCall check_and_choose(const FlashBwdArguments& a, bool tensor_tiles) {
   }
   call.dkv = choose(Gradient::kKv);
   call.dkv.head_splits = choose_head_splits(call.dkv, problem, gpu());
+  for (const FlashBwdSpecialisation* s : {&call.dq, &call.dkv}) {
+    threadgroups_of(call.forward, *s);  // throws before anything is launched
+  }
   return call;
-}
-
-// For so many rows of each of `columns` of a sequence.
-Extent threadgroups_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, int64_t rows,
-                       int64_t columns) {
-  const int listed = s.dkv() ? s.features.kv_block() : s.features.q_block();
-  const int64_t blocks = tiles_of(rows, s.block_rows(), listed, s.features.ordered());
-  // Packed: one more row of the grid writes the rows of no sequence.
-  const int64_t sequences = int64_t{call.batch} + (call.problem.features.varlen ? 1 : 0);
-  return extent(std::max<int64_t>(blocks, 1), columns * s.slices(), sequences);
 }
 
 // The work of a launch of dq, or of dk and dv, whose grid is known.
@@ -166,7 +166,7 @@ Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const 
   return launch;
 }
 
-// Of parts of a gradient of k or v, as many as there are splits of the query heads.
+// A part of the gradient of k or v for each split of the query heads.
 Tensor new_parts(const Tensor& gradient, int splits) {
   Dims sizes = sizes_of(gradient);
   sizes[0] *= splits;
@@ -204,7 +204,7 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
     params.problem.flex = flex_params(*a.forward.flex, walk);
   }
   walk_along(lists, launch.buffers, params.problem);
-  // Where there are no queries these have no memory, and are not read.
+  // Without queries these have no memory and are not read.
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
     launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : a.forward.k, false});
   };
@@ -218,13 +218,13 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
 
 JsonObject note_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, const Tensor& q) {
   const std::string problem = tensor_tiles_problem(q, Pass::kBackward);
-  const char* own = no_tensor_gradients(call.problem);
-  if (own == nullptr && problem.empty() && !s.tensor_tiles) {
-    own = kTensorTilesRefused;
+  const char* why_not = no_tensor_gradients(call.problem);
+  if (why_not == nullptr && problem.empty() && !s.tensor_tiles) {
+    why_not = kTensorTilesRefused;
   }
   std::string reason;
   for (const std::string& more :
-       {missing_tensor_tiles(own, problem), describe_tf32(s.element, s.tensor_tiles),
+       {missing_tensor_tiles(why_not, problem), describe_tf32(s.element, s.tensor_tiles),
         describe_mask_blocks(call, mask_tile(s))}) {
     reason += reason.empty() || more.empty() ? more : "; " + more;
   }
@@ -232,37 +232,6 @@ JsonObject note_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, co
       .add("head_splits", s.head_splits)
       .add("reason", reason);
 }
-
-}  // namespace
-
-FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
-  const FlashFwdCall call = check_and_choose(f).call;
-  // k and v are not quantised, which their dtype alone may tell.
-  check_same_dtype("k", f.k, "q", f.q);
-  check_same_dtype("v", f.v, "q", f.q);
-  return call;
-}
-
-Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
-  const bool of_rows = s.of != Gradient::kScores;
-  Defines own;
-  define_if(of_rows, own, s.dkv() ? "DK_SLICE" : "DQ_SLICE", s.qk_slice());
-  own.push_back({s.dkv() ? "BLOCK_Q" : "BLOCK_K", s.block});
-  own.push_back({"SIMDGROUPS", s.simdgroups});
-  own.push_back({"ROWS_IN_REGISTERS", s.rows_in_registers});
-  define_if(of_rows, own, "ROW_PAIRS", s.row_pairs);
-  define_if(s.dkv(), own, "DV_SLICE", s.v_slice());
-  define_if(s.dkv(), own, "SLICES", s.slices());
-  define_if(s.rows_in_threadgroup, own, "ROWS_IN_THREADGROUP");
-  define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
-  define_if(s.head_splits > 1, own, "HEAD_SPLITS", s.head_splits);
-  define_if(s.exact_delta && !s.dkv(), own, "EXACT_DELTA");
-  define_if(s.normalised(), own, "NORMALISED");
-  define_if(s.tiles_shared(), own, "TILES_SHARED");
-  return all_defines(s, own);
-}
-
-namespace {
 
 FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_tiles) {
   const FlashBwdCall call = check_and_choose(a, tensor_tiles);
@@ -298,8 +267,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     if (call.dq.normalised()) {
       launch.buffers.push_back({FLASH_BWD_NORMALISERS, normalisers, true});
     }
-    launch.threadgroups =
-        threadgroups_of(call.forward, call.dq, call.forward.q_length, call.forward.heads);
+    launch.threadgroups = threadgroups_of(call.forward, call.dq);
     launch.work = work_of(call, f, call.dq, launch.threadgroups);
     append_block_order(launch, f, FlexWalk::kOverKeys);
     note(backend, [&] { return note_of(call.forward, call.dq, f.q); });
@@ -319,12 +287,11 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     launch.buffers.push_back({FLASH_BWD_DK, dk_parts, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv_parts, true});
     if (call.dkv.normalised()) {
-      // Where there are no queries it has no memory, and is not read.
+      // Without queries it has no memory and is not read.
       launch.buffers.push_back(
           {FLASH_BWD_NORMALISERS, normalisers.numel() > 0 ? normalisers : f.k, false});
     }
-    launch.threadgroups = threadgroups_of(call.forward, call.dkv, call.forward.kv_length,
-                                          int64_t{call.forward.kv_heads} * splits);
+    launch.threadgroups = threadgroups_of(call.forward, call.dkv);
     launch.work = work_of(call, f, call.dkv, launch.threadgroups);
     append_block_order(launch, f, FlexWalk::kOverQueries);
     note(backend, [&] { return note_of(call.forward, call.dkv, f.q); });
@@ -338,6 +305,33 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
 }
 
 }  // namespace
+
+FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
+  const FlashFwdCall call = check_flash_fwd(f);
+  // k and v are not quantised, which their dtype alone may tell.
+  check_same_dtype("k", f.k, "q", f.q);
+  check_same_dtype("v", f.v, "q", f.q);
+  return call;
+}
+
+Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
+  const bool of_rows = s.of != Gradient::kScores;
+  Defines specific;
+  define_if(of_rows, specific, s.dkv() ? "DK_SLICE" : "DQ_SLICE", s.qk_slice());
+  specific.push_back({s.dkv() ? "BLOCK_Q" : "BLOCK_K", s.block});
+  specific.push_back({"SIMDGROUPS", s.simdgroups});
+  specific.push_back({"ROWS_IN_REGISTERS", s.rows_in_registers});
+  define_if(of_rows, specific, "ROW_PAIRS", s.row_pairs);
+  define_if(s.dkv(), specific, "DV_SLICE", s.v_slice());
+  define_if(s.dkv(), specific, "SLICES", s.slices());
+  define_if(s.rows_in_threadgroup, specific, "ROWS_IN_THREADGROUP");
+  define_if(s.column_simdgroups > 1, specific, "COLUMN_SIMDGROUPS", s.column_simdgroups);
+  define_if(s.head_splits > 1, specific, "HEAD_SPLITS", s.head_splits);
+  define_if(s.exact_delta && !s.dkv(), specific, "EXACT_DELTA");
+  define_if(s.normalised(), specific, "NORMALISED");
+  define_if(s.tiles_shared(), specific, "TILES_SHARED");
+  return all_defines(s, specific);
+}
 
 FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tensor_tiles) {
   return with_tiles_that_run([&] { return run(a, backend, tensor_tiles); });

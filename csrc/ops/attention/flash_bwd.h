@@ -10,7 +10,7 @@
 
 namespace metal_attn {
 
-// The forward's checks, and those that are about its gradients.
+// The forward's checks and those of its gradients.
 FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
@@ -20,12 +20,12 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 // exact_delta it is that of the out before it was rounded. With rotary tables dq and dk are those
 // of the rotated q and k.
 //
-// normalisers, of the same shape: what exp(score - softmax_lse) is multiplied by, so that the
-// weights of a row add up to 1. It is empty where the rounding of softmax_lse does not show.
+// normalisers, of the same shape: factors of exp(score - softmax_lse) that make the weights of a
+// row add up to 1. It is empty if the rounding of softmax_lse does not show.
 using FlashGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
-// With or without tensor tiles, whatever the backend's are worth.
+// The caller chooses the kind of tile, and not the backend.
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend, bool tensor_tiles);
 
 }  // namespace metal_attn

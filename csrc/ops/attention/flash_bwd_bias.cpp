@@ -13,10 +13,11 @@
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/overlap.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "shaders/params/backward.h"
 
 namespace metal_attn {
 namespace {
@@ -28,10 +29,10 @@ struct FlashBwdBiasCall {
   std::array<int64_t, 4> sizes;  // its sizes among (batch, head, query, key)
   bool slopes;
   bool normalised;
-  int64_t splits;
-  int64_t split_tiles;
-  int64_t shared_tiles;
-  std::array<uint32_t, 3> threadgroups;
+  int64_t splits = 1;
+  int64_t split_tiles = 0;
+  int64_t shared_tiles = 1;
+  Extent threadgroups{};
 
   bool launches() const { return like.numel() > 0 && shared_tiles > 0; }
   bool direct() const { return splits == 1; }
@@ -66,19 +67,15 @@ FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
   const FlashBwdSpecialisation specialisation =
       choose_flash_bwd(forward.problem, Gradient::kScores, false, false, gpu());
   const Tensor& like = slopes ? *f.options.alibi_slopes : *forward.bias;
-  FlashBwdBiasCall call{forward, specialisation,
-                        like,    slopes ? slope_sizes(like) : bias_sizes(like),
-                        slopes,  a.normalisers.has_value(),
-                        1,       0,
-                        0,       {}};
+  const auto sizes = slopes ? slope_sizes(like) : bias_sizes(like);
+  FlashBwdBiasCall call{forward, specialisation, like, sizes, slopes, a.normalisers.has_value()};
 
-  // Of each dimension: the tiles that there are, which all share one element, or have their own.
+  // Tiles along each dimension. They share one element of the bias, or have their own.
   const std::array<int64_t, 4> all{forward.batch, forward.heads,
                                    divide_up(forward.q_length, specialisation.block_rows()),
                                    divide_up(forward.kv_length, specialisation.block)};
   std::array<int64_t, 4> owned{};
   double shared = 1.0;
-  call.shared_tiles = 1;
   for (std::size_t dim = 0; dim < 4; ++dim) {
     const bool is_shared = call.sizes[dim] == 1;
     owned[dim] = is_shared ? 1 : all[dim];
@@ -167,8 +164,8 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
 
 }  // namespace
 
-// No more parts than keep the GPU busy: each writes float32 of all that is added, which is then
-// less than twice kBusyThreadgroups tiles, however large it is.
+// No more parts than keep the GPU busy. Each part writes a float32 copy of the tensor, so all
+// copies have less than twice kBusyThreadgroups tiles, however large the tensor is.
 int64_t score_gradient_splits(int64_t owned, int64_t shared) {
   if (owned == 0 || shared == 0) {
     return 1;
@@ -190,13 +187,12 @@ FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& a) {
   check_like_out("dout", a.dout, f);
   bool& long_offsets = call.problem.features.long_offsets;
   long_offsets = long_offsets || has_long_offsets(a.dout);
-  check_statistics("softmax_lse", a.softmax_lse, f);
-  check_contiguous("softmax_lse", a.softmax_lse);
-  check_statistics("delta", a.delta, f);
-  check_contiguous("delta", a.delta);
-  if (a.normalisers) {
-    check_statistics("normalisers", *a.normalisers, f);
-    check_contiguous("normalisers", *a.normalisers);
+  const OptionalTensor lse = a.softmax_lse;
+  const OptionalTensor delta = a.delta;
+  for (const auto& [name, tensor] :
+       present({{"softmax_lse", &lse}, {"delta", &delta}, {"normalisers", &a.normalisers}})) {
+    check_statistics(name, *tensor, f);
+    check_contiguous(name, *tensor);
   }
   return call;
 }

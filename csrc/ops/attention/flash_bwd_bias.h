@@ -11,18 +11,18 @@
 
 namespace metal_attn {
 
-// Checks what gradients of scores are computed from.
+// Checks the arguments of gradients of scores.
 FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& arguments);
 
-// What it reads of dense or packed attention, and the result that it writes.
+// The buffers that it reads, for dense or packed attention, and the result that it writes.
 Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArguments& arguments,
                                const Tensor& result);
 
-// Into how many parts the walk over `shared` tiles of scores is split, of each of `owned` tiles of
-// what is added to them. At least 1, and at most `shared` unless that is 0.
+// Parts of the walk over `shared` tiles of scores, for each of `owned` tiles of the tensor that is
+// added to them: at least 1, and at most `shared` unless that is 0.
 int64_t score_gradient_splits(int64_t owned, int64_t shared);
 
-// What is told of its launch.
+// The note of its launch.
 JsonObject score_gradient_note(const FlashBwdSpecialisation& specialisation);
 
 // The gradient of attn_bias, or of a floating attn_mask: of its shape and dtype, contiguous, summed

@@ -15,13 +15,12 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "shaders/params/backward.h"
 
 namespace metal_attn {
 namespace {
 
-// What copies of one captured tensor may take, if it is split into several; and what even the
-// fewest copies, one a SIMD group, may take.
+// The most bytes of all copies of one captured tensor, and of the fewest: one a SIMD group.
 constexpr double kCopiesBytes = 64.0 * (1 << 20);
 constexpr double kMostBytes = 1024.0 * (1 << 20);
 

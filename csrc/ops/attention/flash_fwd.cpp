@@ -1,7 +1,5 @@
 #include "csrc/ops/attention/flash_fwd.h"
 
-#include <limits>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
@@ -15,10 +13,10 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
-#include "shaders/params.h"
+#include "csrc/tiles/flash_fwd.h"
+#include "shaders/params/attention.h"
 
 namespace metal_attn {
-
 namespace {
 
 FlashFwdSpecialisation choose(const FlashFwdCall& call, bool tensor_tiles) {
@@ -27,54 +25,15 @@ FlashFwdSpecialisation choose(const FlashFwdCall& call, bool tensor_tiles) {
 
 // Why this call has 8x8 tiles only, or null.
 const char* why_no_tensor_tiles(const FlashFwdCall& call) {
-  const char* own = no_tensor_tiles(call.problem);
-  return own == nullptr && refused_tiles() != nullptr && choose(call, true).refused
+  const char* why_not = no_tensor_tiles(call.problem);
+  return why_not == nullptr && refused_tiles() != nullptr && choose(call, true).refused
              ? kTensorTilesRefused
-             : own;
-}
-
-// Throws std::invalid_argument for a grid that Metal cannot count.
-std::array<uint32_t, 3> threadgroups_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s) {
-  // Metal's positions in the grid are 32-bit, counted in threads.
-  const int64_t block_q = s.block_q();
-  const int64_t blocks =
-      tiles_of(call.q_length, block_q, s.features.q_block(), s.features.ordered());
-  const int64_t max_blocks = std::numeric_limits<uint32_t>::max() / s.threads();
-  check(blocks <= max_blocks, "`q` has a length of ", call.q_length, "; with head dims ",
-        s.head_dim_qk, " and ", s.head_dim_v, " it must be at most ", max_blocks * block_q);
-  const int64_t columns = int64_t{call.heads} * s.v_slices();
-  check(columns <= kMaxLength, "`q` has ", call.heads, " heads; with a head dim of ", s.head_dim_v,
-        " of `v` it must be at most ", kMaxLength / s.v_slices());
-  // Packed: one more row of the grid writes the rows of no sequence.
-  const int64_t sequences = int64_t{call.batch} + (s.features.varlen ? 1 : 0);
-  return extent(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0), columns, sequences);
+             : why_not;
 }
 
 MaskTile mask_tile(const FlashFwdSpecialisation& s) {
   return {s.block_q(), s.block_k, FlexWalk::kOverKeys};
 }
-
-}  // namespace
-
-ChosenFlashFwd check_and_choose(const FlashFwdArguments& a, bool tensor_tiles) {
-  const FlashFwdCall call = check_flash_fwd(a);
-  FlashFwdSpecialisation s = choose(call, tensor_tiles && why_no_tensor_tiles(call) == nullptr);
-  s.features.mask_blocks = skips_mask_blocks(call);
-  return {call, s, threadgroups_of(call, s)};
-}
-
-Tensor new_out(const FlashFwdArguments& a, int64_t head_dim_v) {
-  Dims sizes = sizes_of(a.q);
-  sizes.back() = head_dim_v;
-  return new_empty_strided(a.q, sizes, strides_like(a.q, sizes), dtype_of(a.q));
-}
-
-Tensor new_lse(const FlashFwdArguments& a) {
-  const auto q = a.q.sizes();
-  return new_empty(a.q, a.packing ? Dims{q[1], q[0]} : Dims{q[0], q[1], q[2]}, ScalarType::Float);
-}
-
-namespace {
 
 // The choice and its reasons, for `explain`.
 std::string describe_choice(const FlashFwdSpecialisation& s) {
@@ -106,18 +65,23 @@ JsonObject note_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s, co
 }
 
 Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
-  Defines own{
+  Defines specific{
       {"V_SLICE", s.v_slice},       {"BLOCK_K", s.block_k},
       {"SIMDGROUPS", s.simdgroups}, {"Q_IN_REGISTERS", s.q_in_registers},
       {"ROW_PAIRS", s.row_pairs},
   };
-  define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
-  define_if(!s.kv_staged, own, "KV_STAGED", 0);
-  return all_defines(s, own);
+  define_if(s.column_simdgroups > 1, specific, "COLUMN_SIMDGROUPS", s.column_simdgroups);
+  define_if(!s.kv_staged, specific, "KV_STAGED", 0);
+  return all_defines(s, specific);
 }
 
 std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, bool tensor_tiles) {
-  const auto [call, s, threadgroups] = check_and_choose(a, tensor_tiles);
+  const FlashFwdCall call = check_flash_fwd(a);
+  FlashFwdSpecialisation s = choose(call, tensor_tiles && why_no_tensor_tiles(call) == nullptr);
+  s.features.mask_blocks = skips_mask_blocks(call);
+  const Extent threadgroups =
+      check_grid(call, {"q", call.q_length, call.heads, s.v_slices()},
+                 {s.block_q(), s.features.q_block(), s.features.ordered(), s.threads()});
   Tensor out = new_out(a, s.head_dim_v);
   Tensor lse = new_lse(a);
   if (call.launches()) {
@@ -144,6 +108,17 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
 }
 
 }  // namespace
+
+Tensor new_out(const FlashFwdArguments& a, int64_t head_dim_v) {
+  Dims sizes = sizes_of(a.q);
+  sizes.back() = head_dim_v;
+  return new_empty_strided(a.q, sizes, strides_like(a.q, sizes), dtype_of(a.q));
+}
+
+Tensor new_lse(const FlashFwdArguments& a) {
+  const auto q = a.q.sizes();
+  return new_empty(a.q, a.packing ? Dims{q[1], q[0]} : Dims{q[0], q[1], q[2]}, ScalarType::Float);
+}
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend,
                                      bool tensor_tiles) {

@@ -273,13 +273,13 @@ bool starts_in_order(const FlexOptions& flex, FlexWalk walk) {
 }
 
 bool has_long_lists(const FlexOptions& flex) {
-  bool found = false;
+  bool is_long = false;
   for (const FlexWalk walk : {FlexWalk::kOverKeys, FlexWalk::kOverQueries}) {
     for (const List& list : lists_of(flex, walk)) {
-      found = found || has_long_offsets(list.counts) || has_long_offsets(list.indices);
+      is_long = is_long || has_long_offsets(list.counts) || has_long_offsets(list.indices);
     }
   }
-  return found;
+  return is_long;
 }
 
 int64_t listed_keys(const FlexOptions& flex) {

@@ -27,7 +27,7 @@ namespace metal_attn {
 
 using TextHandles = std::vector<StringHandle>;
 
-// What the dispatcher hands over for a type of FLEX_OPTIONS.
+// The type of the dispatcher's argument for a type of FLEX_OPTIONS.
 template <class Type>
 struct DispatcherType {
   using type = Type;
@@ -72,28 +72,20 @@ inline FlashFwdArguments flex_arguments(TensorArgument q, TensorArgument k, Tens
   return {q, k, v, std::nullopt, {.softmax_scale = softmax_scale}, {}, options};
 }
 
-// What an op that walks over the keys needs: no transposed lists, and no slope of the scores.
-inline FlexOptions over_keys(FlexOptions options) {
-  options.slope.clear();
-  options.q_num_blocks.reset();
-  options.q_indices.reset();
-  options.full_q_num_blocks.reset();
-  options.full_q_indices.reset();
-  options.q_order.reset();
-  return options;
+// The options of an op that walks over the keys: no transposed lists, and no slope of the scores.
+inline FlexOptions over_keys(FlexOptions o) {
+  o.slope.clear();
+  for (OptionalTensor* transposed :
+       {&o.q_num_blocks, &o.q_indices, &o.full_q_num_blocks, &o.full_q_indices, &o.q_order}) {
+    transposed->reset();
+  }
+  return o;
 }
 
-inline FlexOptions without_shares(FlexOptions options) {
-  options.shares.clear();
-  options.places.clear();
-  options.share_captures.clear();
-  options.share_owners.clear();
-  return options;
-}
-
-inline FlexOptions without_order(FlexOptions options) {
-  options.kv_order.reset();
-  return options;
+inline FlexOptions without_shares(FlexOptions o) {
+  o.shares = o.places = {};
+  o.share_captures = o.share_owners = {};
+  return o;
 }
 
 #define FLEX_PARAMETER(TYPE, NAME, SCHEMA, DEFAULT) \
@@ -132,7 +124,8 @@ auto run_flex_bwd_captures(TensorArgument dout, TensorArgument q, TensorArgument
                            TensorArgument v, TensorArgument lse, TensorArgument delta,
                            const OptionalTensor& normalisers, std::optional<double> softmax_scale,
                            const FlexOptions& options) {
-  const FlexOptions walked = over_keys(without_order(options));
+  FlexOptions walked = over_keys(options);
+  walked.kv_order.reset();
   return run(FlashBwdBiasArguments{dout, lse, delta, normalisers,
                                    flex_arguments(q, k, v, softmax_scale, walked)});
 }

@@ -7,12 +7,12 @@
 #include <string_view>
 #include <utility>
 
-#include "shaders/params.h"
+#include "shaders/params/attention.h"
 
 namespace metal_attn {
 namespace {
 
-// What a value may be made of, besides tN, numbers and captured tensors.
+// The words of a value, besides tN, numbers and captured tensors.
 constexpr std::string_view kTypes =
     " bool char uchar short ushort int int64_t uint uint64_t half bfloat float ";
 constexpr std::string_view kWords =
@@ -71,9 +71,9 @@ class Reader {
   }
 
   bool skip(std::string_view exact) {
-    const bool found = rest_.starts_with(exact);
-    rest_.remove_prefix(found ? exact.size() : 0);
-    return found;
+    const bool matches = rest_.starts_with(exact);
+    rest_.remove_prefix(matches ? exact.size() : 0);
+    return matches;
   }
 
   template <class Belongs>
@@ -153,10 +153,10 @@ class Reader {
   // each dimension i of the tensor N.
   void captured() {
     need(!std::exchange(within_index_, true));
-    const auto own = ranks_.begin() + index(static_cast<int64_t>(ranks_.size()));
-    const int64_t first = std::accumulate(ranks_.begin(), own, int64_t{0});
-    need(skip(*own > 0 ? "[" : "[0"));
-    for (int64_t i = first; i < first + *own; ++i) {
+    const auto rank = ranks_.begin() + index(static_cast<int64_t>(ranks_.size()));
+    const int64_t first = std::accumulate(ranks_.begin(), rank, int64_t{0});
+    need(skip(*rank > 0 ? "[" : "[0"));
+    for (int64_t i = first; i < first + *rank; ++i) {
       const std::string dimension = "[" + std::to_string(i) + "]";
       need((i == first || skip(" + ")) && skip("flex_index("));
       value(", params.capture_sizes" + dimension + ", impossible)");

@@ -7,6 +7,7 @@
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/runtime/launch.h"
+#include "shaders/params/mask_blocks.h"
 
 namespace metal_attn {
 namespace {
@@ -23,7 +24,7 @@ constexpr double kMostLoads = 0.25;
 // Queries of most tiles of the forward.
 constexpr int kTileQueries = 64;
 
-// Whether lanes can read neighbouring keys together.
+// True if lanes can read neighbouring keys together.
 bool reads_words(const FlashFwdCall& call) {
   const Tensor& mask = *call.mask;
   const int64_t last = mask.dim() - 1;
@@ -81,7 +82,7 @@ Launch launch_of(const FlashFwdCall& call, const MaskTile& tile) {
   return launch;
 }
 
-// Why blocks that the mask hides are computed all the same, or null.
+// Why blocks that the mask hides are computed nevertheless, or null.
 const char* no_mask_blocks(const FlashFwdCall& call) {
   const FlashFwdFeatures& f = call.problem.features;
   if (f.band || f.chunk || f.varlen || f.seqused_k || f.leftpad_k || f.cache.page_size > 0 ||

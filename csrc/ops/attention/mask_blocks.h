@@ -1,4 +1,4 @@
-// Which blocks of a bool mask show anything: lists that one small kernel makes, so that those of
+// Lists of the blocks that a bool mask shows. One small kernel makes them, so that those of
 // attention skip the others.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "shaders/params/attention.h"
 
 namespace metal_attn {
 
@@ -26,7 +26,7 @@ struct MaskBlocks {
   Tensor entries;  // the same and a dimension of as many as there are blocks
 };
 
-// Whether this call has a bool mask, and blocks that it hides are skipped. It depends on shapes,
+// True if this call has a bool mask, and blocks that it hides are skipped. It depends on shapes,
 // strides and features alone.
 bool skips_mask_blocks(const FlashFwdCall& call);
 

@@ -32,7 +32,7 @@
 
 namespace metal_attn {
 
-// What packed ops are given behind k and v, or behind the forward's results: Packing's fields.
+// The arguments of packed ops after k and v or the forward's results: Packing's fields.
 #define PACKING_TYPES TensorArgument, TensorArgument, int64_t, int64_t
 
 std::optional<Packing> packing_of(const auto&... packing) {

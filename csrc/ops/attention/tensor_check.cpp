@@ -89,16 +89,16 @@ FlashFwdArguments forward_of(const Problem& problem, int32_t device_type) {
 // 1 if that is less.
 std::string difference(const std::string& what, const Tensor& tensor_tiles,
                        const Tensor& matrix_tiles, float roundings) {
-  const auto found = values_of(tensor_tiles);
+  const auto actual = values_of(tensor_tiles);
   const auto expected = values_of(matrix_tiles);
   float largest = 1.0f;
   for (const float value : expected) {
     largest = std::max(largest, std::fabs(value));
   }
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    if (!(std::fabs(found[i] - expected[i]) <= roundings * largest)) {
+    if (!(std::fabs(actual[i] - expected[i]) <= roundings * largest)) {
       std::ostringstream text;
-      text << "a small problem, " << what << ", gave " << found[i] << " with tensor tiles and "
+      text << "a small problem, " << what << ", gave " << actual[i] << " with tensor tiles and "
            << expected[i] << " with 8x8 tiles";
       return text.str();
     }
@@ -111,17 +111,17 @@ std::string difference(const std::string& what, const Tensor& tensor_tiles,
 std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool float32) {
   for (const Problem& problem : problems(float32)) {
     const FlashFwdArguments f = forward_of(problem, device_type);
-    const auto compare = [&](const char* name, const Tensor& found, const Tensor& expected,
+    const auto compare = [&](const char* name, const Tensor& actual, const Tensor& expected,
                              float roundings) {
-      return difference(std::string(name) + problem.name, found, expected,
+      return difference(std::string(name) + problem.name, actual, expected,
                         roundings * problem.rounding);
     };
     std::string different;
     if (pass == Pass::kForward) {
-      const auto [found, found_lse] = flash_fwd(f, backend, true);
-      const auto [right, right_lse] = flash_fwd(f, backend, false);
+      const auto [actual, actual_lse] = flash_fwd(f, backend, true);
+      const auto [expected, expected_lse] = flash_fwd(f, backend, false);
       // Each result is rounded, and weights are cut.
-      different = compare("", found, right, 4);
+      different = compare("", actual, expected, 4);
     } else {
       const auto [out, lse] = flash_fwd(f, backend, false);
       const FlashBwdArguments a{filled(device_type, problem.dtype, problem.queries(), 4),
@@ -134,10 +134,10 @@ std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool
       const auto [right_dq, right_dk, right_dv, same, same_too] = flash_bwd(a, backend, false);
       // Each result is rounded, and so are the terms of its sum. Sums of terms of both signs are
       // less than these.
-      for (const auto& [name, found, right] : {std::tuple{"the dq of ", &dq, &right_dq},
-                                               {"the dk of ", &dk, &right_dk},
-                                               {"the dv of ", &dv, &right_dv}}) {
-        different = different.empty() ? compare(name, *found, *right, 8) : different;
+      for (const auto& [name, actual, expected] : {std::tuple{"the dq of ", &dq, &right_dq},
+                                                   {"the dk of ", &dk, &right_dk},
+                                                   {"the dv of ", &dv, &right_dv}}) {
+        different = different.empty() ? compare(name, *actual, *expected, 8) : different;
       }
     }
     if (!different.empty()) {

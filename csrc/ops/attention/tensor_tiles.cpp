@@ -29,14 +29,13 @@ constexpr char kSetting[] = "TORCH_METAL_ATTN_TENSOR_TILES";
 enum class Setting { kOff, kAuto, kOn };
 
 Setting setting() {
-  const char* given = std::getenv(kSetting);
-  const std::string_view value = given == nullptr || *given == '\0' ? "auto" : given;
+  const std::string_view value = environment(kSetting, "auto");
   check(value == "off" || value == "auto" || value == "on", kSetting, " is '", value,
         "'; it must be off, auto or on");
   return value == "off" ? Setting::kOff : value == "on" ? Setting::kOn : Setting::kAuto;
 }
 
-// What does not depend on a comparison.
+// True if the setting and the GPU allow them; comparisons may still find a problem.
 bool wanted() {
   const Setting chosen = setting();
   return chosen == Setting::kOn || (chosen == Setting::kAuto && gpu().family >= kTensorFamily);
@@ -44,8 +43,7 @@ bool wanted() {
 
 bool wanted(bool float32) { return (!float32 || tf32_allowed()) && wanted(); }
 
-// Why not.
-std::string unwanted() {
+std::string why_unwanted() {
   if (setting() == Setting::kOff) {
     return std::string(kSetting) + " is off";
   }
@@ -57,7 +55,7 @@ std::string unwanted() {
          (name.empty() ? "" : ": this is an " + name);
 }
 
-// Before the checks have seen it: scalar_type() throws for some dtypes.
+// The tensor is not checked yet, and scalar_type() throws for some dtypes.
 bool is_float32(const Tensor& q) {
   int32_t dtype = -1;
   return q.defined() && aoti_torch_get_dtype(q.get(), &dtype) == 0 &&
@@ -94,13 +92,13 @@ std::string name(TileComparison comparison) {
   return what + (comparison.float32 ? " in float32" : "");
 }
 
-// The problem of what is tried at most once.
+// The result of a comparison, which runs at most once a process.
 std::string problem_of(Backend& backend, TileComparison comparison);
 
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
-// An empty file there says that an earlier process compared both kinds of tile. "" if nowhere is a
-// place for it.
+// The path of an empty file that exists if an earlier process compared both kinds of tile; "" if
+// there is no folder for it.
 std::string record_of(TileComparison comparison) {
   const std::string path = tensor_record().path;
   return path.empty() ? ""
@@ -108,10 +106,10 @@ std::string record_of(TileComparison comparison) {
                             (comparison.pass == Pass::kBackward ? "_backward" : "");
 }
 
-// Of the time in which one small kernel compiles and runs: these are up to 18, of many registers.
+// Multiple of the probe's limit: up to 18 larger kernels are compiled and run.
 constexpr int kCompareLimits = 3;
 
-// The user waits, and is told for what. That few problems are compared is said once.
+// Tells the waiting user why. The hint at `verify` is printed once.
 void say_compared(TileComparison comparison) {
   const bool first = comparison.pass == Pass::kForward && !comparison.float32;
   std::fprintf(stderr,
@@ -146,7 +144,7 @@ std::string compare_once(Backend& mps, TileComparison comparison,
   return problem;
 }
 
-// What must have passed before.
+// The comparison that must have passed before.
 std::optional<TileComparison> needed(TileComparison comparison) {
   if (comparison.pass == Pass::kBackward) {
     return TileComparison{Pass::kForward, comparison.float32};
@@ -207,11 +205,11 @@ std::string problem_on(bool on_mps, TileComparison comparison) {
     if (*metal_attn_mps_problem() != '\0') {
       return "mps cannot be used";
     }
-    return wanted(comparison.float32) ? problem_of(mps_backend(), comparison) : unwanted();
+    return wanted(comparison.float32) ? problem_of(mps_backend(), comparison) : why_unwanted();
   }
 #endif
   (void)on_mps;
-  return wanted(comparison.float32) ? "" : unwanted();
+  return wanted(comparison.float32) ? "" : why_unwanted();
 }
 
 }  // namespace
@@ -221,7 +219,7 @@ bool uses_tensor_tiles(const Tensor& q, Backend& backend, Pass pass) {
     return q.defined() && tensor_tiles_problem(q, pass).empty();
   }
   const bool float32 = is_float32(q);
-  // What is no tensor is refused by the checks.
+  // The checks refuse an undefined tensor.
   return q.defined() && wanted(float32) &&
          (!backend.is_gpu() || problem_of(backend, {pass, float32}).empty());
 }
@@ -232,12 +230,12 @@ std::string tensor_tiles_problem(const Tensor& q, Pass pass) {
   return problem_on(on_mps, {pass, is_float32(q)});
 }
 
-std::string missing_tensor_tiles(const char* own, const std::string& problem) {
+std::string missing_tensor_tiles(const char* why_not, const std::string& problem) {
   const bool expected = gpu().family >= kTensorFamily || setting() == Setting::kOn;
-  if (!expected || (own == nullptr && problem.empty())) {
+  if (!expected || (why_not == nullptr && problem.empty())) {
     return "";
   }
-  return "no tensor tiles, as " + (own == nullptr ? problem : own);
+  return "no tensor tiles, as " + (why_not == nullptr ? problem : why_not);
 }
 
 const char* no_tensor_tiles(const FlashFwdProblem& problem) {

@@ -1,7 +1,6 @@
 #include "csrc/ops/attention/tensor_tiles.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <exception>
 #include <stdexcept>
 #include <string_view>
@@ -19,8 +18,7 @@ constexpr char kSetting[] = "TORCH_METAL_ATTN_TF32";
 std::atomic<int32_t> g_allowed{METAL_ATTN_TF32_BY_SETTING};
 
 bool setting() {
-  const char* given = std::getenv(kSetting);
-  const std::string_view value = given == nullptr || *given == '\0' ? "off" : given;
+  const std::string_view value = environment(kSetting, "off");
   check(value == "off" || value == "on", kSetting, " is '", value, "'; it must be off or on");
   return value == "on";
 }

@@ -1,5 +1,5 @@
-// How a tile was chosen, in JSON, what `tune` measures instead of it, and what becomes of a tile
-// that does not compile.
+// The notes of chosen tiles in JSON, with the tiles that `tune` measures, and the replacement of a
+// tile that does not compile.
 #pragma once
 
 #include <cstdint>
@@ -33,13 +33,13 @@ inline std::string row_text(const TileConditions* row) {
                                       " of M1's 128 registers a thread");
 }
 
-// "default", the source of a tuned table's row, and what the GPU has refused before.
+// "default" or the source of a tuned table's row, and the tiles that the GPU has refused.
 template <class Specialisation>
 std::string choice_text(const Specialisation& s) {
   std::string text = s.row == nullptr ? "default" : s.row->source;
   if (const RefusedTiles* refused = refused_tiles()) {
-    if (const auto found = refused->find(refusals_key(s)); found != refused->end()) {
-      for (const RefusedTile& tile : found->second) {
+    if (const auto entry = refused->find(refusals_key(s)); entry != refused->end()) {
+      for (const RefusedTile& tile : entry->second) {
         text += "; refused: " + tile.name;
       }
     }
@@ -47,7 +47,7 @@ std::string choice_text(const Specialisation& s) {
   return text;
 }
 
-// What is told of a launch whose tile was chosen: what it takes, how it was chosen, the key of a
+// The note of a launch whose tile was chosen: its memory, how it was chosen, the key of a
 // table's row, and the tiles that are worth a measurement, the chosen one first.
 template <class Specialisation>
 JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
@@ -61,7 +61,7 @@ JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
       .add("tuning", tuning);
 }
 
-// A tile was refused, and another one is left: what chooses tiles is to choose again.
+// A tile was refused and another one is left, so the call chooses again.
 struct TileRefused {
   std::string why;
   std::string warning;  // a line, or "" if it was said before

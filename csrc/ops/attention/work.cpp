@@ -1,18 +1,18 @@
 #include "csrc/ops/attention/work.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flex.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/tiles/table.h"
 
 namespace metal_attn {
 namespace {
 
-// How many of `length` rows of the other side the window and the chunks leave. The window's sides
-// may be near 2^63.
+// The rows, out of `length` of the other side, that the window and the chunks leave. The window's
+// sides may be near 2^63.
 int64_t in_window(const FlashFwdOptions& o, int64_t length, int64_t rows) {
   const int64_t right = o.causal ? 0 : o.window_size_right;
   if (o.window_size_left >= 0 && right >= 0) {
@@ -23,6 +23,22 @@ int64_t in_window(const FlashFwdOptions& o, int64_t length, int64_t rows) {
 }
 
 }  // namespace
+
+Extent check_grid(const FlashFwdCall& call, const GridRows& rows, const GridTiles& tiles) {
+  const FlashFwdProblem& p = call.problem;
+  const int64_t blocks = tiles_of(rows.length, tiles.rows, tiles.listed_rows, tiles.ordered);
+  // Positions in the grid are 32-bit, counted in threads.
+  const int64_t max_blocks = std::numeric_limits<uint32_t>::max() / tiles.threads;
+  check(blocks <= max_blocks, ArgumentName(rows.name), " has a length of ", rows.length,
+        "; with head dims ", p.head_dim_qk, " and ", p.head_dim_v, " it must be at most ",
+        max_blocks * tiles.rows);
+  check(rows.heads <= kMaxLength / rows.parts, ArgumentName(rows.name), " has ", rows.heads,
+        " heads; with head dims ", p.head_dim_qk, " and ", p.head_dim_v, " it must be at most ",
+        kMaxLength / rows.parts);
+  // Packed: one more row of the grid writes the rows of no sequence.
+  const int64_t sequences = int64_t{call.batch} + (p.features.varlen ? 1 : 0);
+  return extent(std::max<int64_t>(blocks, 1), rows.heads * rows.parts, sequences);
+}
 
 int64_t keys_seen(const FlashFwdArguments& a, const FlashFwdCall& call, int64_t queries) {
   const FlashFwdOptions& o = a.options;
@@ -49,7 +65,7 @@ int64_t queries_seeing(const FlashFwdArguments& a, const FlashFwdCall& call, int
 }
 
 double pair_work(const FlashFwdFeatures& features, int columns) {
-  // By judgement: the softmax's instructions, and those of functions, random numbers and masks.
+  // Estimated instructions of the softmax, and of functions, random numbers and masks.
   return columns + (register_pressure_of(features) == RegisterPressure::kLight ? 64 : 256);
 }
 

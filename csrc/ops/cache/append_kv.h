@@ -3,7 +3,7 @@
 
 #include "csrc/problem/cache.h"
 #include "csrc/runtime/backend.h"
-#include "shaders/params.h"
+#include "shaders/params/append.h"
 
 namespace metal_attn {
 

@@ -6,6 +6,7 @@
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/strides.h"
+#include "shaders/params/attention.h"
 
 namespace metal_attn {
 

@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "csrc/problem/cache.h"
-#include "shaders/params.h"
+#include "shaders/params/kv_formats.h"
+
+struct FlashParams;
 
 namespace metal_attn {
 

@@ -10,7 +10,7 @@
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "shaders/params/pages.h"
 
 namespace metal_attn {
 namespace {

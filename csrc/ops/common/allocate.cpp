@@ -22,7 +22,7 @@ int32_t shim_dtype(ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }
 
-// What torch tells of a failure is about bytes; this says of which tensor.
+// torch's message names bytes; this adds the tensor.
 [[noreturn]] void no_memory(const Tensor& like, const Dims& sizes, const void* failed) {
   throw std::runtime_error("metal_attn: allocating a tensor of shape " + list_text(sizes) + " on " +
                            device_text(like).str() + " failed: " + torch_error_text(failed));
@@ -67,7 +67,7 @@ Dims strides_like(const Tensor& like, const Dims& sizes) {
   };
   Dims order(sizes.begin(), sizes.end() - 1);  // outermost first
   std::iota(order.begin(), order.end(), int64_t{0});
-  // Of equal steps the first dimension is the outer one.
+  // If steps are equal, the first dimension is the outer one.
   std::sort(order.begin(), order.end(),
             [&](int64_t a, int64_t b) { return step(a) != step(b) ? step(a) > step(b) : a < b; });
   Dims strides = sizes;
@@ -83,8 +83,8 @@ Dims strides_like(const Tensor& like, const Dims& sizes) {
 
 Tensor swapped(const Tensor& tensor, int64_t one, int64_t other) {
   Dims sizes = sizes_of(tensor);
-  const auto own = tensor.strides();
-  Dims strides(own.begin(), own.end());
+  const auto old_strides = tensor.strides();
+  Dims strides(old_strides.begin(), old_strides.end());
   std::swap(sizes[static_cast<std::size_t>(one)], sizes[static_cast<std::size_t>(other)]);
   std::swap(strides[static_cast<std::size_t>(one)], strides[static_cast<std::size_t>(other)]);
   AtenTensorHandle view = nullptr;

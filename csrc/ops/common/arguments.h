@@ -3,8 +3,7 @@
 
 #include "csrc/problem/options.h"
 
-// What a list of options makes of each entry: its part of a schema, of a function's parameters,
-// and of a struct's values.
+// An option's part of a schema, of a function's parameters, and of a struct's values.
 #define OPTION_SCHEMA(TYPE, NAME, DEFAULT, STEP) ", " SCHEMA_##TYPE " " #NAME "=" #DEFAULT
 #define OPTION_PARAMETER(TYPE, NAME, DEFAULT, STEP) , metal_attn::TYPE NAME
 #define OPTION_VALUE(TYPE, NAME, DEFAULT, STEP) NAME,

@@ -35,7 +35,7 @@ namespace {
 
 using torch::headeronly::DeviceType;
 
-// Those that a caller is likely to hold, with torch's names, and Metal's of what kernels can index.
+// The dtypes of most callers with torch's names, and Metal's if kernels can index them.
 struct Dtype {
   ScalarType type;
   const char* name;
@@ -53,14 +53,14 @@ constexpr std::array<Dtype, 11> kLikely{{{ScalarType::Float, "float32", "float"}
                                          {ScalarType::Short, "int16", "short"},
                                          {ScalarType::Float8_e4m3fn, "float8_e4m3fn", nullptr}}};
 
-// Those of rows that the kernels compute with: kElementNames.
+// The dtypes of rows that the kernels compute with: kElementNames.
 constexpr std::initializer_list<ScalarType> kElements{ScalarType::Float, ScalarType::Half,
                                                       ScalarType::BFloat16};
 
 std::string dtype_name(ScalarType dtype) {
-  const auto found = std::find_if(kLikely.begin(), kLikely.end(),
+  const auto entry = std::find_if(kLikely.begin(), kLikely.end(),
                                   [dtype](const Dtype& likely) { return likely.type == dtype; });
-  return found != kLikely.end() ? found->name : torch::headeronly::toString(dtype);
+  return entry != kLikely.end() ? entry->name : torch::headeronly::toString(dtype);
 }
 
 void write_list(std::ostream& out, IntHeaderOnlyArrayRef values) {
@@ -98,16 +98,10 @@ void write_device(std::ostream& out, const Tensor& tensor) {
 }
 
 std::optional<Element> element_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return Element::kFloat;
-    case ScalarType::Half:
-      return Element::kHalf;
-    case ScalarType::BFloat16:
-      return Element::kBfloat;
-    default:
-      return std::nullopt;
-  }
+  return dtype == ScalarType::Float      ? std::optional(Element::kFloat)
+         : dtype == ScalarType::Half     ? std::optional(Element::kHalf)
+         : dtype == ScalarType::BFloat16 ? std::optional(Element::kBfloat)
+                                         : std::nullopt;
 }
 
 }  // namespace
@@ -145,8 +139,8 @@ TensorText dtype_text(const Tensor& tensor) {
 TensorText device_text(const Tensor& tensor) { return {write_device, tensor}; }
 
 bool same_sizes(const Tensor& tensor, IntHeaderOnlyArrayRef sizes) {
-  const auto own = tensor.sizes();
-  return std::equal(own.begin(), own.end(), sizes.begin(), sizes.end());
+  const auto actual = tensor.sizes();
+  return std::equal(actual.begin(), actual.end(), sizes.begin(), sizes.end());
 }
 
 // Tensor::layout() is not in torch 2.10's headers.
@@ -185,8 +179,8 @@ const Dtype* likely_dtype(const Tensor& tensor) {
   }();
   int32_t number = 0;
   TORCH_CALL(aoti_torch_get_dtype(tensor.get(), &number));
-  const auto found = std::find(numbers.begin(), numbers.end(), number) - numbers.begin();
-  return found < std::ssize(numbers) ? &kLikely[static_cast<std::size_t>(found)] : nullptr;
+  const auto index = std::find(numbers.begin(), numbers.end(), number) - numbers.begin();
+  return index < std::ssize(numbers) ? &kLikely[static_cast<std::size_t>(index)] : nullptr;
 }
 
 }  // namespace

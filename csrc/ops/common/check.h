@@ -15,11 +15,10 @@
 
 extern "C" {
 
-// The last refusal of this thread with its marks (see refuse), if `text` is what it said; else
-// null.
+// This thread's last refusal with its marks (see refuse) if `text` is its text; else null.
 __attribute__((visibility("default"))) const char* metal_attn_refusal(const char* text);
-// Whether tensors on meta pass for ones on any device in this thread: `explain` of a backward has
-// no results of a forward. Only launches that are recorded may come of it.
+// Lets tensors on meta pass for ones on any device in this thread: `explain` of a backward has no
+// results of a forward. Launches may then only be recorded.
 __attribute__((visibility("default"))) void metal_attn_let_meta_pass(int32_t pass);
 
 }  // extern "C"
@@ -50,7 +49,7 @@ inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 1023
 // Columns of values, and so of attention's results.
 inline constexpr int kMaxHeadDimV = 512;
 
-// What a message says of a tensor, written only if there is a message: checks that pass cost next
+// A tensor's description, written only if there is a message: checks that pass cost next
 // to nothing.
 class TensorText {
  public:
@@ -108,7 +107,8 @@ std::string list_text(IntHeaderOnlyArrayRef values);
 
 bool same_sizes(const Tensor& tensor, IntHeaderOnlyArrayRef sizes);
 
-// Not None, on mps, the CPU or meta (fake kernels check without data), and strided.
+// Checks that the tensor is not None, is on mps, the CPU or meta (for fake kernels), and is
+// strided.
 void check_device(ArgumentName name, const Tensor& tensor);
 // The same, and on the other's device.
 void check_same_device(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
@@ -126,7 +126,7 @@ const char* metal_element(const Tensor& tensor);
 ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
                        std::initializer_list<ScalarType> allowed);
 
-// Before anything asks for a dtype, which throws for some dtypes. `allowed`: for the message.
+// Call it before scalar_type(), which throws for some dtypes. `allowed` is for the message.
 void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allowed);
 
 // float32, float16 or bfloat16.
@@ -145,17 +145,15 @@ void check_rank(ArgumentName name, const Tensor& tensor, int64_t rank, const cha
 // tensor.size(dim) as int32, in 0..2^31-1.
 int32_t check_length(ArgumentName name, const Tensor& tensor, int64_t dim, const char* what);
 
-// In 1..max.
 int check_head_dim(ArgumentName name, int64_t head_dim, int max);
 
-// One of the shapes.
 void check_shape(ArgumentName name, const Tensor& tensor,
                  std::initializer_list<IntHeaderOnlyArrayRef> allowed);
 
 // 1 to 4 dimensions that broadcast to `shape`.
 void check_broadcasts(ArgumentName name, const Tensor& tensor, const std::array<int64_t, 4>& shape);
 
-// Whether the tensor has no data: fake kernels are checked on such.
+// True if the tensor has no data: fake kernels are checked on such.
 bool is_meta(const Tensor& tensor);
 
 // The numbers of an int32 tensor if they are at hand: those on mps are checked by the kernel.
@@ -165,7 +163,7 @@ const int32_t* values_on_cpu(const Tensor& tensor);
 void check_index(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                  const Tensor& other);
 
-// Where each of packed sequences begins, and the end of the last: on q's device, not empty.
+// The first row of each packed sequence, and the end of the last: on q's device, not empty.
 void check_ends(ArgumentName name, const Tensor& cu_seqlens, const Tensor& q);
 
 // Every sequence's length is in 0..longest, where the host can read it.
@@ -180,7 +178,7 @@ void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total
 void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                       const Tensor& other, IntHeaderOnlyArrayRef shape);
 
-// Of one of the dtypes and of the shapes, on `other`'s device, with rows whose last stride is 1.
+// One of the dtypes and one of the shapes, on `other`'s device, with rows whose last stride is 1.
 ScalarType check_operand(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                          const Tensor& other, std::initializer_list<ScalarType> dtypes,
                          std::initializer_list<IntHeaderOnlyArrayRef> shapes);
@@ -191,23 +189,23 @@ Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name, c
 // The last stride is 1, and check_storage.
 void check_rows(ArgumentName name, const Tensor& tensor);
 
-// As an op of this package returned it.
+// For a tensor that an op of this package returned.
 void check_contiguous(ArgumentName name, const Tensor& tensor);
 
 // Every element lies in the storage, which a caller may have shrunk under the tensor.
 void check_storage(ArgumentName name, const Tensor& tensor);
 
-// Where the tensor's first element is: a Metal buffer begins at a page, a CPU storage anywhere.
+// The place of the first element: a Metal buffer begins at a page, a CPU storage anywhere.
 uint64_t first_byte(const Tensor& tensor);
 
-// Whether the tensor's first element and all its rows begin at a multiple of so many bytes.
+// True if the tensor's first element and all its rows begin at a multiple of so many bytes.
 bool rows_aligned(const Tensor& tensor, int multiple);
 bool rows_aligned_16(const Tensor& tensor);
 
 // The position of the last element of a tensor that has some, counted from its first.
 int64_t last_position(const Tensor& tensor);
 
-// Whether the tensor, or a dense one of its shape, ends past 2^31 elements.
+// True if the tensor, or a dense one of its shape, ends past 2^31 elements.
 bool has_long_offsets(const Tensor& tensor);
 bool has_long_offsets(const OptionalTensor& tensor);
 

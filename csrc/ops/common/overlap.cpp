@@ -12,8 +12,8 @@ struct Dimension {
   int64_t other_size;
 };
 
-// Where the tensor's first byte lies, counted from `base`: address 0 on the CPU, whose storages may
-// be parts of one another, and on mps the buffer, whose handle is no address.
+// The bytes of a tensor, counted from `base`: address 0 on the CPU, where storages may overlap; the
+// buffer on mps, whose handle is no address.
 struct Span {
   uintptr_t base;
   int64_t first;
@@ -31,7 +31,7 @@ Span span_of(const Tensor& tensor) {
   return span;
 }
 
-// Whether every stride steps over all that the smaller ones span.
+// True if every stride steps over all that the smaller ones span.
 bool nested(std::vector<Dimension> dims) {
   std::sort(dims.begin(), dims.end(),
             [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });

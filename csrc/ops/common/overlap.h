@@ -1,4 +1,4 @@
-// Whether tensors share memory: what an op that writes in place must know.
+// Checks of ops that write in place: tensors must not share memory.
 #pragma once
 
 #include <initializer_list>
@@ -19,22 +19,22 @@ struct Named {
 std::vector<Named> present(
     std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all);
 
-// Some two elements may lie in one place. True for a few odd layouts where none do: each stride
+// True if two elements may share memory, and for a few odd layouts in which none do: each stride
 // must step over everything that the smaller ones span.
 bool may_overlap_itself(const Tensor& tensor);
 
-// No two may, in what is written in place.
+// Refuses a tensor that is written in place and may overlap itself.
 void check_no_overlap(ArgumentName name, const Tensor& tensor);
 
-// Some element of `a` may lie where one of `b` does, neither overlapping itself. False for parts of
-// one packed tensor, as the q and k of a joint projection are; true for a few odd layouts beyond.
+// True if `a` and `b` may share an element, and for a few odd layouts that do not. Neither may
+// overlap itself. False for parts of one packed tensor, such as q and k of a joint projection.
 bool may_overlap(const Tensor& a, const Tensor& b);
 
-// The spans from first to last byte of the two have a byte in common.
+// True if the spans from the first to the last byte have a byte in common.
 bool spans_overlap(const Tensor& a, const Tensor& b);
 
-// What an op writes in place has an element a place, shares none with `read`, and no byte of its
-// spans with `read_anywhere`, whose rows are not those of what is written.
+// Written tensors have one element a place and share none with `read`. Their spans share no byte
+// with `read_anywhere`, whose rows are not those of the written tensor.
 void check_written(const std::vector<Named>& written, const std::vector<Named>& read,
                    const std::vector<Named>& read_anywhere);
 

@@ -1,5 +1,5 @@
-// What `explain` and the fake kernels run ops on: launches are kept instead of run, and what ops
-// allocate has no data.
+// The backend of `explain` and of fake kernels: launches are kept instead of run, and tensors that
+// ops allocate have no data.
 #pragma once
 
 #include <array>
@@ -87,7 +87,7 @@ class Recorder final : public Backend {
   void run(const Launch& launch) override;
   bool records() const override { return true; }
 
-  // What is told of the next launch beside it.
+  // The note of the next launch.
   void note(const JsonObject& more) { note_ = more; }
 
   // The launches as a list.
@@ -99,7 +99,7 @@ class Recorder final : public Backend {
   const bool outer_;  // whether another one lived before
 };
 
-// Whether tensors that ops make in this thread have no data.
+// True if tensors that ops make in this thread have no data.
 bool is_recording();
 
 // Adds what `tell` returns, a JsonObject, to the next launch. Where launches run it is not called.

@@ -109,6 +109,7 @@ DecodeStepCall check_and_choose(const DecodeStepArguments& a) {
   const AppendKvProblem problem = check_decode_step(a);
   const AppendWidths widths = append_widths(append, problem);
   FlashDecodeArguments decode = a.decode;
+  decode.forward.cache.checked = {problem.formats, problem.batch, problem.capacity};
   FlashFwdOptions& options = decode.forward.options;
   options.q_rotary_cos = append.rotary_cos;
   options.q_rotary_sin = append.rotary_sin;

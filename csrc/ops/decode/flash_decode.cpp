@@ -21,7 +21,8 @@
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "shaders/params/decode.h"
+#include "shaders/params/kv_formats.h"
 
 namespace metal_attn {
 namespace {
@@ -202,7 +203,7 @@ std::string describe_choice(const FlashDecodeCall& call) {
 
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
   const FlashFwdArguments& f = a.forward;
-  FlashFwdCall call = check_and_choose(f).call;
+  FlashFwdCall call = check_flash_fwd(f);
   check(0 <= a.num_splits && a.num_splits <= kMaxSplits, "`num_splits` is ", a.num_splits,
         "; it must be 0 (chosen for you) or in 1..", kMaxSplits);
   check(!call.problem.features.dropout, "`dropout_p` is ", f.options.dropout_p,

@@ -10,6 +10,7 @@
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/launch.h"
 #include "csrc/tiles/flash_decode.h"
+#include "shaders/params/append.h"
 
 namespace metal_attn {
 

@@ -2,6 +2,7 @@
 #include <limits>
 #include <optional>
 
+#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
@@ -31,7 +32,7 @@ std::optional<FlashDecodeCall> decoding_of(const FlashFwdArguments& a) {
   if (!a.q.defined() || a.q.dim() != 4 || a.q.size(2) > kDecodeQueries) {
     return std::nullopt;
   }
-  FlashFwdCall call = check_and_choose(a).call;
+  FlashFwdCall call = check_flash_fwd(a);
   if (!call.launches() || (a.flex->kv_num_blocks && !have_one_list(*a.flex, call))) {
     return std::nullopt;
   }

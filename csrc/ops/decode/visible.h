@@ -6,7 +6,7 @@
 #include <string>
 
 #include "csrc/problem/decode.h"
-#include "shaders/params.h"
+#include "shaders/params/decode.h"
 
 namespace metal_attn {
 

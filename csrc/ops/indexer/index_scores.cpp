@@ -9,7 +9,7 @@
 #include "csrc/problem/element.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "shaders/params/index_scores.h"
 
 namespace metal_attn {
 namespace {

@@ -10,7 +10,7 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "shaders/params/merge.h"
 
 namespace metal_attn {
 namespace {

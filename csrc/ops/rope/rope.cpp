@@ -13,7 +13,7 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/rope/rotation.h"
 #include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "shaders/params/rope.h"
 
 namespace metal_attn {
 namespace {

@@ -13,7 +13,7 @@
 #include "csrc/problem/element.h"
 #include "csrc/runtime/launch.h"
 #include "csrc/runtime/torch_call.h"
-#include "shaders/params.h"
+#include "shaders/params/softmax.h"
 
 namespace metal_attn {
 namespace {

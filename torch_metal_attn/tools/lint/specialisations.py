@@ -19,7 +19,7 @@ from torch_metal_attn.simulator import simulate
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.families import FAMILIES
-from torch_metal_attn.testing.features import attention
+from torch_metal_attn.testing.features import ALL_OPTIONS, attention
 from torch_metal_attn.testing.steps import Step
 from torch_metal_attn.tools.verify.cases import full
 from torch_metal_attn.tuned import tiles
@@ -38,7 +38,7 @@ _EVERYTHING = attention(
     attn_mask="bool qk",
     attn_bias="float32 hqk",
     alibi_slopes="h",
-    softcap=5.0,
+    **ALL_OPTIONS,
     learnable_sink="float32",
     rotary="qk",
     rotary_columns=32,

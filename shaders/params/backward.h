@@ -1,0 +1,77 @@
+// The kernels of the backward.
+#pragma once
+
+#include "attention.h"
+
+// Slots of the backward's own buffers; each kernel binds those that it names.
+enum FlashBwdBuffer {
+  FLASH_BWD_OUT = 16,
+  FLASH_BWD_LSE = 17,
+  FLASH_BWD_DOUT = 18,
+  FLASH_BWD_DLSE = 19,
+  FLASH_BWD_DELTA = 20,
+  FLASH_BWD_DQ = 21,
+  FLASH_BWD_DK = 22,
+  FLASH_BWD_DV = 23,
+  FLASH_BWD_DBIAS = 24,
+  FLASH_BWD_NORMALISERS = 28,
+  FLASH_BWD_EXACT_DELTA = 29,
+};
+
+struct FlashBwdParams {
+  FlashParams problem;
+  RowStrides out_strides;
+  RowStrides dout_strides;
+  RowStrides dq_strides;
+  RowStrides dk_strides;
+  RowStrides dv_strides;
+  RowStrides lse_strides;  // and delta's
+  RowStrides dlse_strides;
+  int64_t dk_split_stride;  // between parts of dk (HEAD_SPLITS)
+  int64_t dv_split_stride;
+};
+
+enum FlashBwdSumBuffer {
+  FLASH_BWD_SUM_PARTS = 0,
+  FLASH_BWD_SUM_RESULT = 1,
+};
+
+struct FlashBwdSumParams {
+  RowStrides part_strides;
+  RowStrides sum_strides;
+  int64_t split_stride;  // between parts
+  int32_t splits;
+  int32_t rows;  // of a head and batch
+};
+
+// The gradient of a bias, or of what is broadcast like one. A dimension is shared if all its
+// positions have one element.
+struct FlashBwdBiasParams {
+  FlashParams problem;
+  RowStrides dout_strides;
+  RowStrides lse_strides;  // and delta's
+  MaskStrides dbias_strides;
+  int64_t split_stride;  // between the results of two parts of the walk
+  int64_t split_tiles;   // of scores, that one part walks over
+  int64_t shared_tiles;  // that share one tile of the bias
+  int32_t splits;
+  int32_t heads;      // of q
+  int32_t own_heads;  // 1 if all heads share
+  int32_t batches_shared;
+  int32_t heads_shared;
+};
+
+// The gradient of what score_mod loads from a captured tensor. Tiles of queries are counted through
+// (batch, head, tile), the last of these fastest; along those that are owned, elements differ.
+struct FlashBwdCaptureParams {
+  FlashParams problem;
+  RowStrides dout_strides;
+  RowStrides lse_strides;  // and delta's
+  int64_t elements;        // of the captured tensor
+  int64_t split_tiles;     // that a threadgroup walks over
+  int64_t shared_tiles;    // of those that are not owned
+  int32_t heads;           // of q
+  int32_t q_tiles;
+  int32_t batches_owned;
+  int32_t heads_owned;
+};

@@ -1,0 +1,24 @@
+// index_scores.
+#pragma once
+
+#include "common.h"
+
+enum IndexScoresBuffer {
+  INDEX_SCORES_Q = 0,
+  INDEX_SCORES_K = 1,
+  INDEX_SCORES_WEIGHTS = 2,
+  INDEX_SCORES_OUT = 3,
+  INDEX_SCORES_PARAMS = 4,
+};
+
+// A row is a head, and a head of the strides a query.
+struct IndexScoresParams {
+  RowStrides q_strides;
+  RowStrides k_strides;
+  RowStrides weight_strides;
+  int64_t q_offset;  // the key index at which query 0 stands (CAUSAL)
+  int32_t heads;
+  int32_t q_length;
+  int32_t kv_length;
+  float softmax_scale;
+};

@@ -1,0 +1,36 @@
+// mask_blocks, which lists the blocks that a bool mask shows.
+#pragma once
+
+#include "common.h"
+
+// An entry of a list that mask_blocks has made: a block, and whether attn_mask hides any of it.
+constexpr int mask_block_entry(int block, bool is_partial) {
+  return 2 * block + (is_partial ? 1 : 0);
+}
+constexpr int mask_block_of(int entry) { return entry / 2; }
+constexpr bool mask_block_is_partial(int entry) { return entry % 2 != 0; }
+
+enum MaskBlocksBuffer {
+  MASK_BLOCKS_MASK = 0,
+  MASK_BLOCKS_COUNTS = 1,
+  MASK_BLOCKS_ENTRIES = 2,
+  MASK_BLOCKS_PARAMS = 3,
+};
+
+// SIMD groups of a threadgroup of mask_blocks.
+#define MASK_BLOCKS_SIMDGROUPS 8
+
+// Strides of 0 broadcast. Neighbours along `inner` are read together if they are neighbours in
+// memory. Lists go along one of inner and outer, and there is one for each block of the other.
+struct MaskBlocksParams {
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t outer_stride;
+  int64_t inner_stride;
+  int32_t outer_length;
+  int32_t inner_length;
+  int32_t outer_block;
+  int32_t inner_block;
+  int32_t along_inner;
+  int32_t blocks;  // that a list has room for
+};

@@ -1,0 +1,120 @@
+"""Runs a copy of the package that has the options of recipe.py; a program, see test_recipe.py.
+
+Every op that takes the options is compared with a formula in float64.
+"""
+
+import pytest
+import torch
+
+import torch_metal_attn
+from torch_metal_attn.runtime.extension import launches
+from torch_metal_attn.testing import running
+from torch_metal_attn.testing.features import FEATURES, attention
+
+OPS = torch.ops.metal_attn
+torch.manual_seed(0)
+# (B, H, L, D)
+q, k, v = (torch.randn(2, 3, length, 16, requires_grad=True) for length in (9, 33, 33))
+temperature = torch.tensor([0.5, 1.5, -1.0], requires_grad=True)
+leaves = (q, k, v, temperature)
+ALL = {"softcap": 2.0, "score_clamp": 0.6}
+
+
+def exact(options, visible=None, queries=slice(None)):
+    """out and the gradients of its squares: of the options one after the other."""
+    q, k, v, factor = (x.detach().double().requires_grad_() for x in leaves)
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) / 4
+    if "temperature" in options:
+        scores = scores * factor[:, None, None]
+    if "softcap" in options:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    if "score_clamp" in options:
+        scores = scores.clamp(-options["score_clamp"], options["score_clamp"])
+    if options.get("causal"):
+        scores = scores.masked_fill(torch.ones(9, 33).triu(33 - 9 + 1).bool(), -torch.inf)
+    out = scores.softmax(-1) @ v
+    return out, torch.autograd.grad(out.square().sum(), (q, k, v, factor), materialize_grads=True)
+
+
+def check(actual, expected):
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def differentiated(out):
+    return out, *torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)
+
+
+def launched(run):
+    return {launch.kernel for launch in run.launches}
+
+
+# Dense, each option by itself and all of them; in the simulator, and the reference.
+for options in (
+    {"temperature": temperature},
+    {"score_clamp": 0.6},
+    ALL | {"temperature": temperature},
+):
+    expected, gradients = exact(options | {"causal": True})
+
+    def dense(options=options):
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch_metal_attn.flash_attn_func(*rows, causal=True, **options)
+        return differentiated(out.transpose(1, 2))
+
+    with torch_metal_attn.simulate(check=True) as run:
+        check(dense(), (expected, *gradients))
+    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= launched(run)
+    check(dense(), (expected, *gradients))
+    plain, _ = exact({"causal": True})
+    assert not torch.allclose(plain, expected, atol=1e-2)
+
+every = ALL | {"temperature": temperature}
+expected, gradients = exact(every)
+ends = [torch.arange(3, dtype=torch.int32) * length for length in (9, 33)]
+with torch_metal_attn.simulate(check=True) as run:
+    # Packed.
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out, _ = OPS.flash_varlen_fwd(*rows, *ends, 9, 33, **every)
+    out = out.unflatten(0, (2, 9)).transpose(1, 2)
+    check(differentiated(out), (expected, *gradients))
+    # Decode; then lists that have all keys, with gradients.
+    with torch.no_grad():
+        out, _ = OPS.flash_decode(q, k, v, **every)
+    check([out], [expected])
+    indices = torch.arange(33, dtype=torch.int32).expand(1, 1, 9, 33).contiguous()
+    out, _ = OPS.flash_decode(q, k, v, indices=indices, parents=None, **every)
+    check(differentiated(out), (expected, *gradients))
+    # New keys and the decode in one step: the last key is appended.
+    with torch.no_grad():
+        caches = [x.detach().clone() for x in (k, v)]
+        step = [q[:, :, -1:], *(x[:, :, -1:] for x in (k, v))]
+        seqlens = torch.full((2,), 32, dtype=torch.int32)
+        out, _ = OPS.decode_step(*step, *caches, seqlens, **every)
+    check([out], [expected[:, :, -1:]])
+assert {"flash_fwd", "flash_decode", "flash_bwd_dq", "flash_bwd_dkv"} <= launched(run)
+
+# Tuned tiles: such a call shares no row with a call without the options.
+explained = launches(
+    torch.ops.metal_attn_explain.flash_fwd(*(x.detach() for x in (q, k, v)), **every)
+)
+assert " softcap temperature score_clamp " in explained[0]["tuning"]["key"]
+
+# The cases of `verify` and `fuzz` have the number.
+case = attention("score_clamp", call="flash_varlen_fwd", packed=((9, 33),))
+assert case.score_clamp == FEATURES["score_clamp"](case)["score_clamp"] == 1.0
+assert any(change.get("score_clamp") == -1 for change in case.wrong())
+with torch_metal_attn.simulate(check=True):
+    outcome = running.run(case, torch.device("cpu"))
+assert outcome.ok, outcome
+
+# Calls refuse wrong values, and functions that do not take the options name them.
+for name, value, message in (
+    ("temperature", temperature[:2], r"temperature has shape \(2,\); it must be \(3,\)"),
+    ("score_clamp", -1.0, "score_clamp is -1; it must be 0"),
+):
+    with pytest.raises(ValueError, match=message):
+        torch_metal_attn.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **{name: value})
+    for other in (torch_metal_attn.flex_attention, torch_metal_attn.scaled_dot_product_attention):
+        with pytest.raises(TypeError, match=name):
+            other(q, k, v, **{name: value})

@@ -31,14 +31,7 @@ flash_varlen_bwd = torch.ops.metal_attn.flash_varlen_bwd
 
 
 class TestValues:
-    """Of the CPU without the simulator, and with it."""
-
-    def test_sink_that_is_off(self, backend):
-        """A sink of -inf, and rows that see no key: no NaN."""
-        sink = torch.full((4,), -math.inf, dtype=torch.bfloat16, requires_grad=True)
-        results = flash_fwd(*make_qkv(), learnable_sink=sink, **LENGTHS)
-        (gradient,) = torch.autograd.grad(loss_of(*results), sink)
-        assert (gradient == 0).all()
+    """On the CPU, without and with the simulator."""
 
     @pytest.mark.parametrize(
         "loss",
@@ -94,18 +87,6 @@ class TestOps:
         delta = flash_bwd(dout, dlse, *rest)[3]
         check((delta,), ((dout * rest[3]).sum(-1) - dlse,))
         check((flash_bwd(dout, None, *rest)[3],), ((dout * rest[3]).sum(-1),))
-
-    def test_lse_of_more_keys(self, backend):
-        """Half of the keys, with out and lse of all: the gradients of all, as in ring attention."""
-        dout, dlse, q, k, v, out, lse = self.arguments()
-        dq, dk, dv, delta, _ = flash_bwd(dout, dlse, q, k, v, out, lse)
-        halves = [slice(None, 6), slice(6, None)]
-        parts = [
-            flash_bwd(dout, dlse, q, k[:, :, half], v[:, :, half], out, lse) for half in halves
-        ]
-        check((parts[0][0] + parts[1][0],), (dq,))
-        check((torch.cat([p[1] for p in parts], 2), torch.cat([p[2] for p in parts], 2)), (dk, dv))
-        check((parts[0][3],), (delta,))
 
 
 def test_rows_of_nothing_but_the_lowest_float_have_no_gradient():
@@ -258,20 +239,13 @@ class TestWays:
             expected = gradients(flash_fwd, [scale * x for x in make_qkv()], **self.OPTIONS)
             check([x[i] for x in each], expected, tolerance=1e-6)
         leaves = make_leaves(stacked)
-        torch.vmap(self.loss)(*leaves).sum().backward()
-        check([x.grad for x in leaves], each, tolerance=1e-6)
-
-    @pytest.mark.filterwarnings("ignore:There is a performance drop")
-    def test_batched_gradients(self):
-        leaves = make_leaves(make_qkv())
-        out, _ = flash_fwd(*leaves, **self.OPTIONS)
-        weights = normal(3, *out.shape)
+        outs = torch.vmap(self.loss)(*leaves)
+        weights = torch.eye(2)
         batched = torch.autograd.grad(
-            out, leaves, weights, is_grads_batched=True, retain_graph=True
+            outs, leaves, weights, is_grads_batched=True, retain_graph=True
         )
-        for i in range(3):
-            one = torch.autograd.grad(out, leaves, weights[i], retain_graph=True)
-            check([x[i] for x in batched], one, tolerance=1e-6)
+        check([x.sum(0) for x in batched], each, tolerance=1e-6)
+        check(torch.autograd.grad(outs.sum(), leaves), each, tolerance=1e-6)
 
     def test_nested_transforms(self):
         q, k, v = make_qkv()

@@ -132,12 +132,10 @@ MUTANTS = {
             {~simd_shuffle_xor(word_of(words, other), ushort(2 * step) => word_of(words, other~})
     """,
     values: """
-        flash_bwd_dq: dq with another mask: uint4(key_index / 4, query, head, batch{~=> + 1~})
-        flash_bwd_dkv: dk and dv with another mask:
+        flash_bwd_dq, flash_bwd_dkv: another mask in the backward:
             uint4(key_index / 4, query, head, batch{~=> + 1~})
-        flash_bwd_dkv: no 1 / (1 - p) in dk and dv: {~tile.scale(keep_scale); =>~}
-        flash_fwd: no 1 / (1 - p) in forward: {~tile.scale(keep_scale); =>~}
-        flash_bwd_dq: no 1 / (1 - p) in dq: {~tile.scale(keep_scale); =>~}
+        flash_bwd_dkv, flash_fwd, flash_bwd_dq: no 1 / (1 - p):
+            {~tile.scale(keep_scale); =>~}
         flash_fwd: forward without dropout: if ({~DROPOUT => false~}) { //
         flash_bwd_dkv: dv of all weights: {~dropout.apply(dropped, kept); =>~}
         flash_bwd_dkv: dk of all products: {~dropout.apply(gradients, kept); =>~}

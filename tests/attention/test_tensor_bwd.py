@@ -211,13 +211,10 @@ MUTANTS = {
         dq: rows before the first key: source.find({~clamp(key, begin => min(key~}, end - 1))
     """,
     impossible: """
-        dq: impossible lengths as clamped: ({~impossible || =>~} batch == params.batch)
-        dkv: impossible lengths as clamped: ({~impossible || =>~} batch == params.batch)
+        dq, dkv: impossible lengths as clamped: ({~impossible || =>~} batch == params.batch)
     """,
     packed: """
-        dq: rows of no sequence as of a short one:
-            {~(impossible || batch == params.batch) => impossible~}
-        dkv: rows of no sequence as of a short one:
+        dq, dkv: rows of no sequence as of a short one:
             {~(impossible || batch == params.batch) => impossible~}
     """,
     infinite_gradient: """
@@ -243,8 +240,7 @@ MUTANTS = {
         dq: columns of q of the first: {~queries.part => 0~} * OWN_QK_COLUMNS
     """,
     either_precision: """
-        dq: gradients not rounded: {~round_to_cut(gradients); =>~}
-        dkv: gradients not rounded: {~round_to_cut(gradients); =>~}
+        dq, dkv: gradients not rounded: {~round_to_cut(gradients); =>~}
         dkv: weights not rounded: {~round_to_cut(weights); =>~}
     """,
     one_key: """

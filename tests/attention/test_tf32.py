@@ -310,8 +310,7 @@ def test_autograd_and_compiled_graphs_follow(gpu):
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
     one_key: """
-        fwd: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
-        bwd_dkv: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
+        fwd, bwd_dkv: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
         fwd: columns of the other chunk:
             fragments[{~i => (1 - i)~} * PAIRS + j] = chunk_pair<T>(exists
     """,
@@ -323,12 +322,10 @@ MUTANTS = {
             {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
     """,
     either_precision: """
-        fwd: operands left to the GPU:
+        fwd, bwd_dkv: operands left to the GPU:
             {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
         fwd: operands of 12 bits: KEPT_BITS = {~0xffffe000u => 0xfffff000u~}
         bwd_dq: gradients left to the GPU: {~round_to_cut(gradients); =>~}
-        bwd_dkv: operands left to the GPU:
-            {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
         bwd_dkv: weights left to the GPU: {~round_to_cut(weights); =>~}
     """,
     other_statistics: """

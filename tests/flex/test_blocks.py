@@ -158,8 +158,7 @@ MUTANTS = {
 }
 GRADIENT_MUTANTS = {
     an_odd_block_size: """
-        flash_bwd_dq: slope forgotten: {~gradients.multiply(slopes); =>~}
-        flash_bwd_dkv: slope forgotten: {~gradients.multiply(slopes); =>~}
+        flash_bwd_dq, flash_bwd_dkv: slope forgotten: {~gradients.multiply(slopes); =>~}
     """,
 }
 

@@ -59,8 +59,7 @@ MUTANTS = {
             {~visible.apply<false>(slopes, first_query, block + column, 0.0f); =>~}
         flash_bwd_dkv: queries that do not exist:
             {~visible.apply<true>(slopes, lane_key, lane_query, 0.0f); =>~}
-        flash_bwd_dq: masked keys of dq: {~slope = 0.0f; =>~}
-        flash_bwd_dkv: masked keys of dk: {~slope = 0.0f; =>~}
+        flash_bwd_dq, flash_bwd_dkv: masked keys: {~slope = 0.0f; =>~}
         flash_bwd_captures: captured tensors: exists {~&& score.y != -INFINITY =>~}
     """,
 }

@@ -81,21 +81,22 @@ def changed(pattern, text):
 
 def read(table, family, problem, fault):
     """{name: mutant} of a table's text, where more lines of a mutant are indented."""
-    found = {}
+    mutants = {}
     for line in textwrap.dedent(table).replace("\n    ", " ").strip().splitlines():
-        kernel, rest = line.split(": ", 1) if "{}" in family else ("", line)
+        kernels, rest = line.split(": ", 1) if "{}" in family else ("", line)
         head, pattern = rest.split(":", 1)
         assert CHANGE.search(pattern), f"{line!r} changes nothing"
-        name, _, about = head.partition(" [")
-        words = about.rstrip("]").split(", ")
+        name, _, remarks = head.partition(" [")
+        words = remarks.rstrip("]").split(", ")
         kinds = [word for word in words if word not in ("", EVERYWHERE)]
         kinds = tuple(None if x == WRONG else x for x in kinds[0].split(" or ")) if kinds else fault
-        name = f"{kernel}: {name}" if kernel else name
-        assert name not in found, f"two mutants are {name!r}"
-        found[name] = Mutant(
-            problem, family.format(kernel), pattern.strip(), EVERYWHERE in words, kinds
-        )
-    return found
+        for kernel in kernels.split(", "):
+            full_name = f"{kernel}: {name}" if kernel else name
+            assert full_name not in mutants, f"two mutants are {full_name!r}"
+            mutants[full_name] = Mutant(
+                problem, family.format(kernel), pattern.strip(), EVERYWHERE in words, kinds
+            )
+    return mutants
 
 
 def mutant_tests(
@@ -107,8 +108,9 @@ def mutant_tests(
 
         what is wrong [everywhere, race or wrong]: part of the text, {~old => new~}, and more
 
-        In the brackets stand what Mutant says of it; without them it stands once, and the numbers
-        show it. Before the name stands what fills the {} of `family` if it has one, and a colon.
+        The words in brackets are fields of Mutant. Without them the text stands once, and the
+        numbers show the fault. If `family` has a {}, the line begins with what fills it and a
+        colon; "dq, dkv: " plants the same fault in two kernels.
     run: runs a problem.
     fault: of mutants that name none.
     together: one text has the faults of all problems, which share a specialisation; else of one.

@@ -34,6 +34,13 @@ def block_mask(mod=gallery.causal, batch=None, heads=None, sizes=SIZES, block=BL
     return create_block_mask(mod, batch, heads, *sizes, device="cpu", BLOCK_SIZE=block, **options)
 
 
+def contradictory(mask, mask_mod):
+    """The BlockMask with this mask_mod, which hides what full blocks show."""
+    assert mask.full_kv_num_blocks.sum() > 0
+    mask.mask_mod = mask_mod
+    return mask
+
+
 def torch_flex(query, key, value, score_mod=None, block_mask=None, scale=None):
     """What torch's flex_attention computes on CPU tensors; this one has gradients."""
     if block_mask is None:

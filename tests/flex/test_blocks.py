@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import BlockMask
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.flex import gallery
+from tests.flex import flex_check, gallery
 from tests.flex.flex_check import (
     BLOCK,
     SIZES,
@@ -98,10 +98,7 @@ def only_in_partial_blocks(b, h, q_idx, kv_idx):
 
 
 def contradictory():
-    """A causal BlockMask whose mask_mod hides what full blocks show."""
-    mask = block_mask()
-    mask.mask_mod = only_in_partial_blocks
-    return mask
+    return flex_check.contradictory(block_mask(), only_in_partial_blocks)
 
 
 def check_full_and_partial():

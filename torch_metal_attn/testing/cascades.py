@@ -26,8 +26,8 @@ from torch_metal_attn.testing.case import (
 from torch_metal_attn.testing.tensors import (
     Memory,
     dtype_of,
+    impossible_heads,
     numbers,
-    partial_groups,
     rotated_blocks,
     wrong_rotation,
 )
@@ -96,12 +96,9 @@ class Cascade(Case):
 
     def conflicts(self) -> dict[str, Any]:
         return {
-            "values are columns of the keys": self.values_in_keys
-            and self.v_head_dim > self.head_dim,
-            "there is a KV head for some heads": self.kv_heads < 1 or self.heads % self.kv_heads,
+            **impossible_heads(self),
             "there are sequences, with keys": not self.own or max(self.lengths) < 1,
             "a page has rows": self.page < 1,
-            **partial_groups(self),
         }
 
     def illegal(self) -> dict[str, Any]:

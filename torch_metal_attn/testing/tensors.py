@@ -177,3 +177,12 @@ def partial_groups(case: Any) -> dict[str, Any]:
         for name, format, columns in operands
         if format
     }
+
+
+def impossible_heads(case: Any) -> dict[str, Any]:
+    """Conflicts of heads and head dims in a case with a cache."""
+    return {
+        "values are columns of the keys": case.values_in_keys and case.v_head_dim > case.head_dim,
+        "there is a KV head for some heads": case.kv_heads < 1 or case.heads % case.kv_heads,
+        **partial_groups(case),
+    }

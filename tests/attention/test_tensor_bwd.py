@@ -13,10 +13,10 @@ from tests.attention.flash_bwd_features import (
     problem,
     run,
 )
-from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import check_either_precision, make_qkv
 from tests.attention.head_dims import HOME
 from tests.attention.held_cases import case
+from tests.attention.test_flash_bwd_sharp import check_sharp
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests

@@ -12,7 +12,6 @@ from tests.attention.flash_bwd_check import (
     hold_gradients,
     make_gradients,
 )
-from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import (
     ACCUMULATION,
     check_either_precision,
@@ -20,6 +19,7 @@ from tests.attention.flash_fwd_check import (
 )
 from tests.attention.head_dims import HOME
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, hold
+from tests.attention.test_flash_bwd_sharp import check_sharp
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, simulate, testing, tf32_allowed
 from torch_metal_attn.reference import attention

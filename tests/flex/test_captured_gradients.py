@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tests.attention.autograd_check import normal
-from tests.flex.flex_check import block_mask, check_flex_gradients, gradients, home
+from tests.flex.flex_check import (
+    assert_within_twice,
+    block_mask,
+    check_flex_gradients,
+    gradients,
+    home,
+    torch_flex,
+)
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention, scores, simulate
 from torch_metal_attn.flex import reference
@@ -258,3 +265,57 @@ MUTANTS = {
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
     MUTANTS, "flash_bwd_captures"
 )
+
+QUERIES, KEYS = 77, 91  # multiples of no tile
+SEEN = torch.arange(KEYS) // 20 != 2
+
+
+def roots(factors):
+    """Its derivatives by the score and by a factor are infinite at 0."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.sqrt((score * factors[kv_idx]).abs())
+
+    return mod
+
+
+def shown(b, h, q_idx, kv_idx):
+    return SEEN[kv_idx]
+
+
+def infinite_slopes():
+    """No NaN reaches a gradient from masked keys, which are 0 as padding is."""
+    q, k, v = home(q_length=QUERIES, kv_length=KEYS)
+    k, factors = k * SEEN[:, None], normal(KEYS)
+    mask = block_mask(shown, sizes=(QUERIES, KEYS))
+    given = (q, k, v), roots, mask, q.dtype, [factors]
+    dq, dk, dv, dfactors = gradients(flex_attention, *given, return_lse=True)[2:]
+    few, seen_factors = ((q, k[:, :, SEEN], v[:, :, SEEN]), roots, None), [factors[SEEN]]
+    exact = gradients(torch_flex, *few, torch.float64, seen_factors, torch.float64)[2:]
+    rounded = gradients(torch_flex, *few, q.dtype, seen_factors)[2:]
+    hidden = ~SEEN
+    assert_within_twice(dq, exact[0], rounded[0])
+    for i, gradient in ((1, dk), (2, dv)):
+        assert_within_twice(gradient[:, :, SEEN], exact[i], rounded[i])
+        assert (gradient[:, :, hidden] == 0).all()
+    assert_within_twice(dfactors[SEEN], exact[3], rounded[3])
+    assert (dfactors[hidden] == 0).all()
+
+
+def test_infinite_slopes_in_the_reference():
+    infinite_slopes()
+
+
+SLOPE_MUTANTS = {
+    infinite_slopes: """
+        flash_bwd_dq: keys that do not exist:
+            {~visible.apply<false>(slopes, first_query, block + column, 0.0f); =>~}
+        flash_bwd_dkv: queries that do not exist:
+            {~visible.apply<true>(slopes, lane_key, lane_query, 0.0f); =>~}
+        flash_bwd_dq, flash_bwd_dkv: masked keys: {~slope = 0.0f; =>~}
+        flash_bwd_captures: captured tensors: exists {~&& score.y != -INFINITY =>~}
+    """,
+}
+
+
+test_mutant_of_slopes_is_caught, test_the_unchanged_slopes_pass = mutant_tests(SLOPE_MUTANTS)

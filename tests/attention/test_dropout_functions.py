@@ -49,27 +49,23 @@ class TestFlashAttn:
         assert weights.dtype == q.dtype
         block = _get_block_size_n(q.device, 112, True, False)
         assert block == 32
-        scale = options.get("softmax_scale", 112**-0.5)
-        for head in range(4):
-            for i in range(5):
-                p = i + 70 - 5
-                s = scale * k[0, :, head // 2].double() @ q[0, i, head].double()
-                if "softcap" in options:
-                    s = options["softcap"] * torch.tanh(s / options["softcap"])
-                distance = (p - torch.arange(70)).double()
-                if "alibi_slopes" in options:
-                    s = s - options["alibi_slopes"][head].double() * distance.abs()
-                if options.get("causal"):
-                    s = s.masked_fill(distance < 0, -torch.inf)
-                if "window_size" in options:
-                    left, right = options["window_size"]
-                    s = s.masked_fill((distance > left) | (-distance > right), -torch.inf)
-                maximum = torch.tensor(-torch.inf, dtype=torch.float64)
-                for start in reversed(range(0, 70, block)):
-                    part = slice(start, start + block)
-                    maximum = torch.maximum(maximum, s[part].max())
-                    subtracted = maximum if maximum.isfinite() else 0.0
-                    close(weights[0, head, i, part].abs().double(), (s[part] - subtracted).exp())
+        heads_first = (x[0].transpose(0, 1).double() for x in (q, k))
+        queries, keys = (x.repeat_interleave(4 // len(x), 0) for x in heads_first)
+        s = options.get("softmax_scale", 112**-0.5) * queries @ keys.mT
+        if "softcap" in options:
+            s = options["softcap"] * torch.tanh(s / options["softcap"])
+        distance = torch.arange(5)[:, None] + 65.0 - torch.arange(70)
+        if "alibi_slopes" in options:
+            s = s - options["alibi_slopes"][:, None, None].double() * distance.abs()
+        left, right = options.get("window_size", (70, 0 if "causal" in options else 70))
+        s = s.masked_fill((distance > left) | (-distance > right), -torch.inf)
+        maximum = torch.full((4, 5, 1), -torch.inf, dtype=torch.float64)
+        for start in reversed(range(0, 70, block)):
+            part = s[..., start : start + block]
+            maximum = torch.maximum(maximum, part.amax(-1, keepdim=True))
+            subtracted = maximum.masked_fill(maximum.isinf(), 0.0)
+            found = weights[0, :, :, start : start + block].abs().double()
+            close(found, (part - subtracted).exp())
 
     @pytest.mark.parametrize("pages", [False, True])
     def test_s_dmask_of_packed_sequences(self, pages):

@@ -21,14 +21,11 @@ from tests.attention.head_dims import HOME
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, hold
 from tests.attention.test_flash_bwd_sharp import check_sharp
 from tests.helpers.mutants import mutant_tests
-from torch_metal_attn import allow_tf32, explain, simulate, testing, tf32_allowed
+from torch_metal_attn import allow_tf32, explain, simulate, tf32_allowed
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import extension, tensor_tiles
-from torch_metal_attn.testing.features import FEATURES
 from torch_metal_attn.testing.oracle import torch_gradient_errors
 from torch_metal_attn.testing.tf32 import UNIT_ROUNDOFF, rounded_to_tf32
-from torch_metal_attn.tools import verify
-from torch_metal_attn.tools.verify import cases as listed
 
 F32 = torch.float32
 ops = torch.ops.metal_attn
@@ -342,28 +339,3 @@ MUTANTS = {
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "flash_{}_tensor", run=lambda problem: problem(device=CPU), together=True
 )
-
-
-def test_verify_has_tf32(gpu):
-    """Each feature in float32, whose other cases are float32's whatever the setting."""
-
-    def ran(case):
-        with simulate(check=True) as run:
-            (result,) = verify._results([case], CPU, (), every_line=False)
-        assert result.outcome.ok
-        return set(run.counters)
-
-    by_family = {}
-    for case in listed.full():
-        by_family.setdefault(case.family, []).append(case)
-    for family in ("flash_fwd in TF32", "flash_bwd in TF32"):
-        assert len(by_family[family]) == len(FEATURES)
-    assert ran(by_family["flash_fwd in TF32"][0]) == FORWARD_KERNELS
-    assert ran(next(case for case in listed.QUICK if case.dtype == "float32")) == {"flash_fwd"}
-    gpu("Apple M4")
-    assert "flash_fwd in TF32" not in {case.family for case in listed.full()}
-
-
-def test_fuzz_judges_float32_as_such():
-    """TF32 would be refused by its bound."""
-    assert testing.check(testing.Attention(heads=2, kv_heads=1, q_length=9, kv_length=33)).ok

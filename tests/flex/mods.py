@@ -55,7 +55,7 @@ def run(mods, scores, q_idx, kv_idx):
     results = [trace("score_mod", mod, graph, captured, device) for mod in mods]
     captured = [x.to(loaded_dtype(x)) for x in captured.tensors]
     ranks = [x.dim() for x in captured]
-    names = text_of._TYPES | {torch.bool: "uchar"}
+    names = text_of.TYPES | {torch.bool: "uchar"}
     declared = " ".join(
         f"X(const device {names[x.dtype]}*, capture_{i}, {4 + i})" for i, x in enumerate(captured)
     )

@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-# What Metal has, and what captured tensors may hold.
-DTYPES = (
-    torch.bool,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-)
+# Metal's names of the dtypes that it has and that captured tensors may hold.
+TYPES = {
+    torch.bool: "bool",
+    torch.int8: "char",
+    torch.uint8: "uchar",
+    torch.int16: "short",
+    torch.int32: "int",
+    torch.int64: "int64_t",
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat",
+}
+DTYPES = tuple(TYPES)
 DTYPE_NAMES = "bool, int8, uint8, int16, int32, int64, float32, float16 or bfloat16"
 
 

@@ -279,15 +279,7 @@ class Tracer(Traced, TorchDispatchMode):
         """An op of the table. common: the dtype that it computes in."""
         result = torch.bool if name in COMPARISONS or name in LOGICAL else common
         self.check_dtype(f"the result of {name}", common)
-        row = OPS[name]
-        text = (
-            row.boolean
-            if common == torch.bool
-            else row.floating
-            if common.is_floating_point
-            else row.integer
-        )
-        if text is None:
+        if OPS[name].text_in(common) is None:
             raise self.unsupported(name, f"not in {common}")
         first = nodes[:1] if name == "where" else []
         condition = [self.graph.cast(x, torch.bool) for x in first]
@@ -338,16 +330,9 @@ class Tracer(Traced, TorchDispatchMode):
         if not isinstance(x, Tensor):
             if not isinstance(x, bool | int | float):
                 raise self.unsupported(type(x).__name__)
-            dtype = (
-                torch.bool
-                if isinstance(x, bool)
-                else torch.float32
-                if isinstance(x, float)
-                else torch.int32
-                if _fits_int32(x)
-                else torch.int64
-            )
-            return self.graph.constant(x, dtype)
+            integer = torch.int32 if _fits_int32(x) else torch.int64
+            number = torch.float32 if isinstance(x, float) else integer
+            return self.graph.constant(x, torch.bool if isinstance(x, bool) else number)
         value = self.value(x)
         if isinstance(value, Node):
             return value
@@ -555,11 +540,9 @@ def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
 
 
 def _arity(name: str) -> int:
-    """How many operands an op of the table has."""
+    """The number of operands of an op of the table."""
     row = OPS[name]
-    text = row.floating or row.integer or row.boolean
-    assert text is not None
-    return len(set(re.findall(r"\{\d\}", text)))
+    return len(set(re.findall(r"\{\d\}", row.floating or row.integer or row.boolean or "")))
 
 
 class _Indexing(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""What the tests of the gradient kernels share: calls of the ops on tensors, and their judge."""
+"""Shared by the tests of the gradient kernels: calls of the ops on tensors, and their judge."""
 
 import torch
 

@@ -21,7 +21,7 @@ from torch_metal_attn.testing.judge import (
 from torch_metal_attn.testing.oracle import visible_keys
 
 ops = torch.ops.metal_attn
-# Of the inputs, and of a bias, a mask or a sink: each dtype once on both sides.
+# Dtypes of the inputs and of a bias, a mask or a sink: each once on both sides.
 PAIRS_OF_DTYPES = list(zip(DTYPES, [*DTYPES[1:], DTYPES[0]], strict=True))
 
 
@@ -140,7 +140,7 @@ def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
 
 
 def check_either_precision(run):
-    """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
+    """The bits are the same if the GPU truncates float operands or rounds them."""
     results = []
     for mode in ("truncate", "round"):
         with simulate(check=True, relaxed_precision=mode):

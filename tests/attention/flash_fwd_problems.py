@@ -26,7 +26,7 @@ def large_sinks():
 
 
 def scales_of_fp8():
-    """Of odd rows in pages, with scales that differ by head and sequence."""
+    """Odd rows in pages, with scales that differ by head and sequence."""
     lengths = [90, 50]
     q, k, v = make_qkv(**SIZES | FEW, head_dim=11, dtype=torch.float16)
     k, v = (with_nan_tails(x, lengths) for x in (k, v))

@@ -9,7 +9,7 @@ from torch_metal_attn.testing.attention import OPS
 
 DTYPES = ("float32", "float16", "bfloat16")
 FORWARD = {"backward": False, "through_lse": False}
-# What the tests of tensor tiles share, in half precision and in TF32.
+# Shared by the tests of tensor tiles, in half precision and in TF32.
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101}
 LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}
 SCORES = {"softcap": 1.5, "softmax_scale": 0.5, "learnable_sink": "float32", "dropout_p": 0.3}

@@ -124,7 +124,7 @@ class TestRefusals:
     @pytest.mark.parametrize("options", [{}, ROTARY], ids=["plain", "rotary"])
     @pytest.mark.parametrize("loss", [loss_of, lambda out, lse: out.sum()])
     def test_second_derivative(self, loss, options):
-        """Of every leaf, also where the gradient that comes in has none of its own."""
+        """It raises for every leaf, also if the incoming gradient has no derivative."""
         leaves = make_leaves((*make_qkv(), normal(4)))
         out = flash_fwd(*leaves[:3], learnable_sink=leaves[3], **options)
         first = torch.autograd.grad(loss(*out), leaves, create_graph=True)
@@ -262,7 +262,7 @@ class TestWays:
         "function", ["flash_attn_func", "scaled_dot_product_attention", "flash_attn_varlen_func"]
     )
     def test_autocast(self, function, dtype):
-        """As torch's own attention: run in autocast's dtype, gradients in the leaves'."""
+        """It runs in autocast's dtype with gradients in the leaves', as torch's own."""
         q, k, v = (x.transpose(1, 2) for x in make_qkv(heads=2))
         attend = getattr(torch_metal_attn, function)
         packing = ()

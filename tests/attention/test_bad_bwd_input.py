@@ -35,7 +35,7 @@ def packed():
 
 
 def added(name, value):
-    """Of the ops with the gradients of a bias and of slopes."""
+    """Arguments of the ops with the gradients of a bias and of slopes."""
     given = dense()
     given["delta"] = given.pop("dlse")
     del given["out"]

@@ -20,7 +20,7 @@ def dropout(p=0.3, state=STATE):
 
 
 def kernel_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0.3, state=STATE):
-    """What each product with dropped weights keeps, by name: bool (2, 3, 37, 43).
+    """The weights that each product keeps, by name: bool (2, 3, 37, 43).
 
     With scores of 0 weights are alike, and with rows of the unit matrix every result is one weight.
     """

@@ -27,14 +27,14 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_error_does_not_grow_with_the_rows(dtype, device, cores):
-    """Of dv and dk with the queries, of dq with the keys."""
+    """dv and dk sum over the queries, dq over the keys."""
     cores(1)  # so that the tiles are those of short problems
     check_flash_bwd(*make_qkv(1, 1, 1, 2048, 32, 16, dtype=dtype), device=device)
     check_flash_bwd(*make_qkv(1, 1, 1, 32, 2048, 16, dtype=dtype), device=device)
 
 
 def test_gradients_lie_as_their_operands(device):
-    """Of heads inside rows, as models have them."""
+    """Heads inside rows, as in models."""
     qkv = make_qkv(2, 4, 2, head_dim=HOME, dtype=torch.float16)
     qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
     given = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])

@@ -110,7 +110,7 @@ def test_a_second_walk_has_two_products():
 
 
 def counters(q_length, kv_length, **options):
-    """Of both kernels in a half precision backward of one head, head dim 64."""
+    """Counters of both kernels in a half precision backward of one head, head dim 64."""
     q, dout, out = (torch.randn(1, 1, q_length, 64).half() for _ in range(3))
     k, v = (torch.randn(1, 1, kv_length, 64).half() for _ in range(2))
     with simulate(count=True) as run:

@@ -22,7 +22,7 @@ SHAPE = {"heads": 4, "kv_heads": 2, "q_length": 21, "kv_length": 70, "head_dim":
 
 
 def uniform(*shape, size=9.0, seed=0):
-    """As torch's OpInfo samples, whose values reach 9."""
+    """Values up to 9, like torch's OpInfo samples."""
     return size * (2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 1)
 
 
@@ -55,7 +55,7 @@ def everything():
 
 
 def large_sinks():
-    """Of nearly all weight, whose rounding every row shares."""
+    """Sinks with nearly all weight, whose rounding every row shares."""
     qkv, options = everything()
     return qkv, options | {"learnable_sink": torch.tensor([20.4, 31.2, 25.56, 30.56])}
 
@@ -162,7 +162,7 @@ def test_one_visible_key(dtype, options, device):
 
 
 def test_weights_of_huge_scores_add_up(device):
-    """Where rows are masked by large numbers, whose log-sum-exp in base 2 rounds by whole units."""
+    """Rows masked by large numbers: their log-sum-exp in base 2 is rounded to whole units."""
     q, k, v = make_qkv(heads=1, q_length=9, kv_length=70, head_dim=HOME)
     masked = -torch.tensor([3e7, 4.1e7, 5.7e7, 6.3e7, 7.9e7, 9.1e7, 3.3e7, 2.9e7, 0.0])
     leaves = [x.to(device).requires_grad_() for x in (q, k, v)]

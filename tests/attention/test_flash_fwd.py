@@ -86,7 +86,7 @@ def test_tables_in_any_memory(dtype, interleaved, device):
 
 
 def test_tables_whose_batches_differ(device):
-    """Of each sequence on one side, of one for all on the other, of the same row for all."""
+    """A table for each sequence on one side, one for all on the other; one row for all."""
     options = tables() | dict(list(tables(batch=2).items())[:2]) | {"rotary_interleaved": True}
     check_flash_fwd(*make_qkv(**SHAPE), **options, device=device)
     options["q_rotary_cos"] = options["q_rotary_cos"][:, :1].expand(2, 35, 8)

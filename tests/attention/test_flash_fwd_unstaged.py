@@ -61,7 +61,7 @@ def test_padded(device):
 
 # The columns of a slice, the keys of a block, and the case.
 CASES = {
-    # Of six slices the last has half of its columns. A query tile starts among hidden keys.
+    # The last of six slices has half of its columns. A query tile starts among hidden keys.
     "slices that pass the end of a row": (
         *(64, 32),
         {"q_length": 70, "head_dim": 64, "v_head_dim": 352, "window_size_left": 9}

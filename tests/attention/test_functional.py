@@ -309,7 +309,7 @@ OTHER_KEYWORDS = [
 
 
 class TestOptions:
-    """What torch_metal_attn/call/options.py describes once."""
+    """The options that torch_metal_attn/call/options.py describes."""
 
     @pytest.mark.parametrize("function", FUNCTIONS.values())
     def test_each_function_shows_them_with_the_ops_defaults(self, function):

@@ -109,7 +109,7 @@ def same_results():
         assert torch.equal(ours, right)
 
 
-# Of the kernel that makes the lists, and of those that walk along them.
+# Faults of the kernel that makes the lists, and of those that walk along them.
 MUTANTS = {
     same_output: """
         mask_blocks: last block dropped: params.blocks - first_block{~=> - 1~})
@@ -239,7 +239,7 @@ def test_where_it_does_not_pay(mask, options, why):
 
 
 def test_tensor_tiles(gpu):
-    """Which list is whose is read by the same text as on 8x8 tiles."""
+    """They find their lists by the same text as 8x8 tiles."""
     gpu("Apple M5")
     problem = padded()
     with simulate(check=True) as run:

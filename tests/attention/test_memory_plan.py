@@ -25,7 +25,7 @@ def unfilled(monkeypatch):
 
 
 def allocations(call):
-    """What `call` returns, and the sizes of torch's allocations in it, in order; frees below 0."""
+    """The result of `call`, and the sizes of its allocations in order; frees are negative."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -117,7 +117,7 @@ def test_the_ops_allocate_what_is_listed(feature):
 
 
 def test_autograd_holds_no_more():
-    """What is saved for the backward is what the forward returned."""
+    """The forward saves only its results for the backward."""
     q, k, v = (tensor.requires_grad_() for tensor in problem("plain")[0])
     listed = explain(q, k, v, causal=True, backward=True).training.allocated
     dout, _ = make_gradients(q, v, q.shape[:3], dlse=False)

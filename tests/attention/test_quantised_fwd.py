@@ -124,7 +124,7 @@ def test_gradients_are_refused_in_backward():
 
 
 def test_functions_without_a_cache_want_one_dtype():
-    """As flash-attn's. Those that read a cache take float32 queries: test_functional.py."""
+    """flash-attn's do too. Functions of a cache take float32 queries: test_functional.py."""
     q, k, v = (x.transpose(1, 2) for x in operands(head_dim=64))
     for keys, values, name in ((k, v, "k"), (k.float(), v, "v")):
         with pytest.raises(ValueError, match=rf"^{name} has dtype float16 and q float32; .*alike"):

@@ -30,7 +30,7 @@ KERNELS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
 
 
 def all_of_scores():
-    """What changes scores, with lengths, and rotations that are interleaved, of shared rows."""
+    """Options that change scores, with lengths, interleaved rotations and shared rows."""
     lengths = "both lengths, causal, rotary, interleaved"
     return problem(lengths, "softcap, all, rotary, odd", head_dim=136, v_head_dim=32)
 
@@ -82,7 +82,7 @@ def one_key():
 
 
 def infinite_gradient():
-    """Of the last query, whose block of queries is a part of one."""
+    """The last query's block of queries is a partial one."""
     q, k, v = home()
     dout, _ = make_gradients(q, v, q.shape[:3])
     dout[:, :, -1, 3] = torch.inf

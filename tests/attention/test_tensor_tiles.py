@@ -34,7 +34,7 @@ def equal_values():
 
 
 def infinite_value():
-    """Of the last key, whose block of keys is a part of one."""
+    """The last key's block of keys is a partial one."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
     v[:, :, -1, 3] = torch.inf
     out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
@@ -47,7 +47,7 @@ def either_precision():
 
 
 def scores():
-    """What changes scores and weights, and a logit without a key, together."""
+    """All options that change scores and weights, with a sink."""
     judge(problems.dense(**SCORES, alibi_slopes="h", causal=True, q_offset=-2, dtype="bfloat16"))
 
 
@@ -69,7 +69,7 @@ CASES = {
             rotary_columns=8,
         ),
     ],
-    # Of an odd width, and of an even one, which is read in pairs.
+    # An odd width, and an even one, which is read in pairs.
     "added": [
         case(
             **GROUPED | SCORES | {"kv_length": width, "alibi_slopes": "h", "causal": True},

@@ -35,7 +35,7 @@ GRADIENTS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
 
 
 def nan_and_infinity(device):
-    """What is seen reaches the output, whatever bits a NaN has; what is outside does not."""
+    """A NaN with any bits reaches the output if it is seen, and only then."""
     for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1):
         q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=HOME)
         v[:, :, -1, 3] = torch.inf
@@ -222,7 +222,7 @@ def test_the_setting(monkeypatch):
         assert wrong in tensor_tiles.description()
         with tensor_tiles.off():
             assert wrong in tensor_tiles.description()
-        # What was said in the process counts for more.
+        # A call in the process has priority.
         with allow_tf32(False):
             assert not tf32_allowed()
         for none in ("off", ""):
@@ -271,7 +271,7 @@ def test_explanations():
 
 
 def test_no_row_of_a_table_is_shared():
-    """What was measured with one kind of tile is not used for the other."""
+    """A row that was measured with one kind of tile is not used for the other."""
 
     def keys():
         told = explain(*make_qkv(head_dim=64), backward=True)

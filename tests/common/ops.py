@@ -195,7 +195,7 @@ def _packed_step(length=5, dtype=torch.float16):
 
 
 def _tree(make, form):
-    """Of each sequence: a root, whose children the other tokens are."""
+    """The first token of each sequence is the root, and the others are its children."""
 
     def given(*arguments, **options):
         made = make(*arguments, **options)

@@ -1,4 +1,4 @@
-"""What flash_fwd and flash_varlen_fwd refuse: the ValueError names the argument, its value, why.
+"""Refusals of flash_fwd and flash_varlen_fwd: the ValueError names argument, value and rule.
 
 The checks stand once, in C++. The table is run once, through the op on the CPU; that the simulator,
 the fake kernels and torch.compile reach the same checks is shown by a row of each kind.

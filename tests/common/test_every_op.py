@@ -1,4 +1,4 @@
-"""What PyTorch expects of every op: the same tests for all rows of `ops.EXAMPLES`."""
+"""PyTorch's expectations of an op: the same tests for all rows of `ops.EXAMPLES`."""
 
 import random
 from contextlib import nullcontext
@@ -131,7 +131,7 @@ def test_modes_change_nothing(example, where):
 
 
 def cases_of_compile():
-    """Of each op the first and the last row: opcheck traces all of them."""
+    """The first and the last row of each op; opcheck traces all of them."""
     of_an_op = {}
     for name, example in EXAMPLES.items():
         of_an_op.setdefault(example.op, []).append((name, example))

@@ -1,4 +1,4 @@
-"""What the small ops refuse: a ValueError that says what is wrong, and nothing is written."""
+"""Refusals of the small ops: a ValueError says what is wrong, and nothing is written."""
 
 import math
 from contextlib import nullcontext
@@ -401,7 +401,7 @@ def test_sparse_tensors_are_refused(example):
 
 @each_case("example", EXAMPLES.values())
 def test_negative_views_are_read_or_refused(example):
-    """What torch negates lazily, as the imaginary part of a conjugate."""
+    """torch negates some views lazily, such as the imaginary part of a conjugate."""
     op = getattr(torch.ops.metal_attn, example.op)
     for argument in op.default._schema.arguments:
         x = example.make().get(name := argument.name)

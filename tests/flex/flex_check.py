@@ -42,7 +42,7 @@ def contradictory(mask, mask_mod):
 
 
 def torch_flex(query, key, value, score_mod=None, block_mask=None, scale=None):
-    """What torch's flex_attention computes on CPU tensors; this one has gradients."""
+    """torch's flex_attention on CPU tensors, with gradients."""
     if block_mask is None:
         block_mask = _create_empty_block_mask(query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -42,14 +42,14 @@ _CALL = """
 
 @dataclass
 class Values:
-    """Of each mod, (mods, positions)."""
+    """The results of each mod, (mods, positions)."""
 
     values: torch.Tensor
     slopes: torch.Tensor
 
 
 def run(mods, scores, q_idx, kv_idx):
-    """What the kernel computes; all mods see head 1 of batch 0."""
+    """The results of the kernel; all mods see head 1 of batch 0."""
     graph, captured = Graph(), Captured()
     device = torch.device("cpu")
     results = [trace("score_mod", mod, graph, captured, device) for mod in mods]

@@ -1,4 +1,4 @@
-"""What flex_attention refuses, with the caller's names, what was given and the user's line."""
+"""Refusals of flex_attention: they have the caller's names, the value and the user's line."""
 
 import contextlib
 

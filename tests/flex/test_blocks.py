@@ -135,7 +135,7 @@ def entries_after_the_checks():
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-# Which kernels see: numbers, or entries of the lists behind their end.
+# A fault shows in numbers, or by a read behind the end of a list.
 SEEN = (None, "out_of_bounds")
 LIST_MUTANTS = """
     full blocks are masked: masked = {~next_entry < partial.count => true~};

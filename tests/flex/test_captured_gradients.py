@@ -52,7 +52,7 @@ def scalar(sink):
 
 
 def folded(slopes):
-    """What depends on captured tensors alone is computed outside of the kernel."""
+    """Values of captured tensors alone are computed outside of the kernel."""
 
     def mod(score, b, h, q_idx, kv_idx):
         return score + torch.nn.functional.softplus(slopes * 2)[h] * (q_idx - kv_idx)

@@ -46,7 +46,7 @@ def listed(rows, columns, count):
 
 
 def counters(mask, backward=True):
-    """Of each kernel, and how many blocks it visited."""
+    """The counters of each kernel, and the number of blocks that it visited."""
     q_length, kv_length = mask.seq_lengths
     q = torch.ones(1, 1, q_length, HEAD_DIM, dtype=torch.float16, requires_grad=True)
     k = torch.ones(1, 1, kv_length, HEAD_DIM, dtype=torch.float16)
@@ -59,7 +59,7 @@ def counters(mask, backward=True):
 
 
 def work(counters):
-    """What grows with the blocks that a kernel visits."""
+    """The counts that grow with the blocks that a kernel visits."""
     memory = counters.loads["device"], counters.load_bytes["device"]
     return torch.tensor([*memory, counters.matrix_operations], dtype=torch.float64)
 
@@ -89,7 +89,7 @@ def test_work_is_that_of_the_blocks_that_are_listed(name, prices, cores):
 
 
 def test_full_blocks_do_not_ask_mask_mod():
-    """Of a captured tensor they load nothing."""
+    """They load nothing from a captured tensor."""
     documents = torch.arange(128) // 64
 
     def mod(b, h, q_idx, kv_idx):

@@ -179,7 +179,7 @@ test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
 
 
 def test_entries_out_of_range_are_not_read(monkeypatch):
-    """As on mps, where nobody checks the lists before the kernel. One makes all rows NaN."""
+    """On mps nobody checks the lists before the kernel. One such entry makes all rows NaN."""
     mask = contradictory(mask_of(), only_in_partial_blocks)
     wrong = mask.kv_indices.clone()
     wrong[..., 0] = 1000

@@ -25,7 +25,7 @@ def test_bfloat16():
 
 
 def test_last_dimensions_that_are_strided():
-    """As torch's own function; the copies are differentiable."""
+    """They are allowed, as in torch; the copies are differentiable."""
     q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in home())
     check_flex(q, k, v, None, block_mask(), scale=0.3)
     check_flex_gradients(q, k, v, None, block_mask(), simulated=False)
@@ -92,7 +92,7 @@ def test_empty(sizes):
 
 @pytest.mark.parametrize("simulated", [True, False])
 def test_float32_queries_on_half_keys(simulated):
-    """As torch's: a float32 result without a gradient."""
+    """The result is float32 and has no gradient, as in torch."""
     q, k, v = home()
     query = q.float().requires_grad_()
     with simulate(check=True) if simulated else contextlib.nullcontext():

@@ -179,7 +179,7 @@ def torch_values(mod):
 
 
 def differing(names, found):
-    """Of these mods, those whose values or slopes are not torch's."""
+    """The mods among these whose values or slopes are not torch's."""
     wrong = []
     for i, name in enumerate(names):
         values, slopes = torch_values(MODS[name])
@@ -201,7 +201,7 @@ SCORES_FAR = torch.cat((SCORES_FAR, -SCORES_FAR, torch.linspace(-9, 9, N - 16)))
 
 
 def inexact(names, found):
-    """Of these functions of the score, those that are not within their bound of float64."""
+    """The functions of the score among these that are not within their bound of float64."""
     wrong = []
     for i, name in enumerate(names):
         exact = OF_SCORE[name](SCORES_FAR.double())
@@ -297,7 +297,7 @@ EDGE_FAULTS = [
     "fault", [None, *(pytest.param(x, marks=pytest.mark.mutant) for x in EDGE_FAULTS)], ids=str
 )
 def test_integers_at_their_edges(fault, monkeypatch):
-    """As PyTorch where it has a value; else NaN by 0, and the nearest integer of a float."""
+    """PyTorch's value if it has one; else NaN for a division by 0, or the nearest integer."""
     planted = [(TEXTS[op], TEXTS[op].replace(old, new)) for op, old, new in EDGE_FAULTS]
     text = mods.shaders.flatten(mods._flex_header())
     text, numbers = switched(text, planted)

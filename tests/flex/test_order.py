@@ -53,7 +53,7 @@ def results(mask, **shape):
 
 
 def lengths(mask, side, batch=2, heads=HEADS):
-    """Of each row's lists, for all batches and heads."""
+    """The lengths of each row's lists, for all batches and heads."""
     counts = getattr(mask, f"{side}_num_blocks") + getattr(mask, f"full_{side}_num_blocks")
     return counts.expand(batch, heads, -1)
 

@@ -164,14 +164,14 @@ def test_a_copy_of_a_model_has_its_own_slopes():
 
 
 def test_in_the_kernel():
-    """What captures most, together: documents of a grid with T5's bias."""
+    """The mods with the most captures, together: documents of a grid with T5's bias."""
     mask = masks.document(torch.tensor([0, 30, 70]), 96) & masks.neighbourhood((8, 12), (5, 5))
     block_mask = create_block_mask(mask, None, None, 80, 96, device="cpu", BLOCK_SIZE=16)
     check_flex(*home(), scores.t5_buckets(TABLE), block_mask)
 
 
 def test_a_default_device_is_not_used():
-    """As after torch.set_default_device("mps"), which has no float64, or has another logarithm."""
+    """After torch.set_default_device("mps") nothing runs there: it has no float64."""
     parents, seen = torch.tensor([-1, 0, 0, 2]), torch.ones(8, 8, dtype=torch.bool).tril()
     table = TABLE.clone().requires_grad_()
     q, k, v = (normal(1, 2, 8, 16, seed=i) for i in range(3))

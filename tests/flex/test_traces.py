@@ -34,7 +34,7 @@ def traces(monkeypatch):
 
 
 def check(mods, mask=None):
-    """What is known of `mods[0]` is not taken for mods[1]."""
+    """The trace of mods[0] is not used for mods[1]."""
     for mod in mods:
         found, right = compiled(mod, mask, CPU), traced(mod, mask, CPU)
         assert found.texts == right.texts
@@ -119,7 +119,7 @@ def of_setting(s, b, h, q, kv, ask=torch.is_autocast_enabled):
     return s * (2.0 if ask("cpu") else 3.0)
 
 
-# What it asks between two calls, of which the second finds something else.
+# Functions that read something which changes between two calls.
 ASKING = {
     "a global": lambda s, b, h, q, kv: s * FACTOR,
     "a global by a builtin function": lambda s, b, h, q, kv: s * globals()["FACTOR"],
@@ -152,7 +152,7 @@ def test_what_is_changed_between_calls(name, monkeypatch):
 
 
 def test_values_folded_into_the_trace(traces):
-    """What captured tensors give alone is computed again, with their gradient."""
+    """Results of captured tensors alone are computed again, with their gradient."""
     slopes = torch.ones(2)
 
     def mod(score, b, h, q_idx, kv_idx):

@@ -57,7 +57,7 @@ def _execute(program, arguments, environment, folder, outputs):
 
 
 def in_child(function, *arguments):
-    """What `function` returns, by way of JSON; the text of an exception that it raises."""
+    """The result of `function` after a trip through JSON, or the text of its exception."""
     return in_children(1, function, *arguments)[0]
 
 

@@ -54,7 +54,7 @@ class repeated(str):
 
 @cache
 def changed(pattern, text):
-    """What a pattern finds in a text, and what becomes of it; None unless it finds one thing."""
+    """The text that a pattern matches, and its change; None unless it matches one text."""
     parts = CHANGE.split(pattern)
     for words in (re.escape, lambda part: r"\s+".join(map(re.escape, part.split()))):
         expression = ""

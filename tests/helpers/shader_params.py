@@ -51,7 +51,7 @@ def _numbers(field):
 
 
 def _number(name):
-    """Of a #define."""
+    """The number of a #define."""
     return int(re.search(rf"^#define {name} (\d+)$", _text(), re.MULTILINE)[1])
 
 

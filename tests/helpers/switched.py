@@ -59,7 +59,7 @@ def tokens_of(text):
 
 
 def _is_value(tokens):
-    """Whether these tokens can be one operand of `?:`."""
+    """True if these tokens can be one operand of `?:`."""
     if not tokens or any(a.kind == b.kind == "name" for a, b in pairwise(tokens)):
         return False  # two names: a declaration
     depth, found = 0, set()
@@ -73,7 +73,7 @@ def _is_value(tokens):
 
 
 def _declares(tokens):
-    """Whether one of these statements declares a name, which would end with its branch."""
+    """True if one of these statements declares a name, whose scope would be its branch."""
     for index, (before, name) in enumerate(pairwise(tokens)):
         after = tokens[index + 2].text if index + 2 < len(tokens) else ""
         if name.kind != "name" or before.text in ("return", "else") or before.kind == "number":
@@ -108,7 +108,7 @@ class Text:
         return self.tokens[index].text if 0 <= index < len(self.tokens) else ""
 
     def place(self, begin, end, new):
-        """Where to choose between text[begin:end] and `new`, with what stands there; or None."""
+        """The place of a choice between text[begin:end] and `new`, and its new text; or None."""
         first = bisect_right(self.ends, begin)
         last = bisect_left(self.ends, end)
         # The old text may end within a token: compare whole ones.
@@ -184,26 +184,26 @@ class Text:
         return self._found(begin, end, new, statement=True)
 
     def _ends_before(self, index, around):
-        """Whether a statement ends before the token, or before directives that stand before it."""
+        """True if a statement ends before the token and the directives in front of it."""
         index -= 1
         while index > 0 and self.tokens[index].kind == "directive":
             index -= 1
         return self._delimits(index, around, STATEMENT_ENDS)
 
     def _delimits(self, index, around, marks):
-        """Whether the token ends what lies in the bracket `around`: its own, or one of `marks`."""
+        """True if the token is the bracket `around`, its closing one, or one of `marks` in it."""
         if index == around or self.closing.get(around) == index:
             return True
         return self.around[index] == around and self.at(index) in marks
 
     def _in_template(self, begin, end):
-        """Whether a comma that ends this separates a template's arguments."""
+        """True if a comma that ends this separates a template's arguments."""
         texts = [token.text for token in self.tokens[begin:end]]
         more = texts.count("<") - texts.count(">")
         return (self.at(begin - 1) == "," and more < 0) or (self.at(end) == "," and more > 0)
 
     def _runs(self, begin, end):
-        """Whether this is in a function that is not constexpr, with no directive inside."""
+        """True if this is in a function that is not constexpr, with no directive inside."""
         if any(token.kind == "directive" for token in self.tokens[begin:end]):
             return False
         brace = begin
@@ -221,7 +221,7 @@ class Text:
         return False
 
     def _constant(self, begin):
-        """Whether the statement around is constexpr, or a static_assert."""
+        """True if the statement around is constexpr, or a static_assert."""
         head = begin
         around = self.around[begin]
         while self.at(around) not in ("{", ""):

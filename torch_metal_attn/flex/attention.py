@@ -88,7 +88,7 @@ def _attend(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def planned(*arguments: Any, **options: Any) -> Call:
-    """What a call of `flex_attention` runs, or its error. Runs nothing."""
+    """The plan of a call of `flex_attention`, or its error. Runs nothing."""
     given = inspect.signature(flex_attention).bind(*arguments, **options)
     given.apply_defaults()
     results = {name: given.arguments.pop(name) for name in ("return_lse", "return_aux")}

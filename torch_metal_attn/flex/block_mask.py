@@ -68,7 +68,7 @@ class Blocks:
         return order
 
     def dense(self, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-        """Which scores are in partial blocks, and which in full ones: (B or 1, H or 1, Lq, Lk)."""
+        """Bool masks of partial and of full blocks, (B or 1, H or 1, Lq, Lk)."""
         found = []
         for full in ("", "full_"):
             counts = self.lists.get(f"{full}kv_num_blocks")

@@ -1,4 +1,4 @@
-"""What a call of `flex_attention` computes: its functions traced, its arguments checked."""
+"""A call of `flex_attention`: its functions are traced, and its arguments checked."""
 
 import math
 import warnings

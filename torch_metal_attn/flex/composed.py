@@ -23,7 +23,7 @@ SLOT = _Slot()
 
 @dataclass(frozen=True)
 class Composed:
-    """What a node of op "composed" computes of its arguments.
+    """The function of a node of op "composed".
 
     Attributes: function: torch's op. constants, spec: its arguments, flat, with SLOT in place of
         those of the node, and how they nest. item: which of several results. body: the same as a

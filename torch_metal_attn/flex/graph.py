@@ -1,4 +1,4 @@
-"""What a score_mod or mask_mod computes, as a graph of scalars."""
+"""A score_mod or mask_mod as a graph of scalars."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ def _everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 class _FlexAttention(HigherOrderOperator):
-    """What a graph of Dynamo holds. It dispatches nothing: it calls the op."""
+    """The operator in a graph of Dynamo. It dispatches nothing: it calls the op."""
 
     def __init__(self) -> None:
         super().__init__("torch_metal_attn_flex")

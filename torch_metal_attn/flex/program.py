@@ -16,7 +16,7 @@ from torch_metal_attn.flex.traces import Parts, Unknown
 from torch_metal_attn.flex.tracing import POSITIONS, trace
 from torch_metal_attn.ops.differentiation import transforming
 
-# What shaders/params.h has room for.
+# The room in shaders/params.h.
 MAX_CAPTURES = 12
 MAX_DIMENSIONS = 24
 
@@ -38,7 +38,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Program:
-    """What kernels compute of a score and of its position.
+    """A score_mod and a mask_mod, ready for the kernels.
 
     Attributes: score, mask: the graphs, None where there is nothing to compute. texts: the bodies
         of functions in shaders/flex.h, by the names of the op's options. captured: the tensors that

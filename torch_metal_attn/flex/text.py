@@ -40,7 +40,7 @@ def place(load: Node, ranks: list[int]) -> str:
 
 
 def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], dict[int, str]]:
-    """What computes nodes, and the names of all of them by their identity."""
+    """The statements that compute nodes, and the nodes' names by identity."""
     first_dimension = [sum(ranks[:i]) for i in range(len(ranks))]
     names: dict[int, str] = {}
     statements: list[str] = []

@@ -1,4 +1,4 @@
-"""Which calls may use a trace again: what a function's result can depend on, as a key.
+"""A key of everything that a function's result can depend on, to use a trace again.
 
 What is not known to be part of the key, such as the attributes of an object, makes a function
 unknown, and it is traced on each call.
@@ -35,7 +35,7 @@ class Unknown(Exception):
 
 
 class Parts:
-    """What some functions are made of.
+    """The parts of some functions.
 
     Attributes: tensors: that they can reach, each once. key: everything else, and the properties
         of the tensors without their values.
@@ -127,7 +127,7 @@ class Parts:
 
 @functools.cache
 def _changes(name: str) -> bool:
-    """Whether torch has a function or module of this name that may depend on its settings.
+    """True if torch has a function or module of this name that may depend on its settings.
 
     Those are, such as torch.initial_seed, what a function mode is not told of.
     """

@@ -55,7 +55,7 @@ def trace(
     captured: Captured,
     device: torch.device,
 ) -> Node:
-    """What `function` computes. name: "score_mod" or "mask_mod".
+    """The graph of `function`. name: "score_mod" or "mask_mod".
 
     Captured tensors that it indexes are added to `captured`; they must be on `device`.
 
@@ -132,7 +132,7 @@ class Tracer(Traced, TorchDispatchMode):
         if not any(id(x) in self.traced for x in tensors):
             return self.computed(func, args, kwargs, tensors)
         if name == "prim::device":
-            # Of a scalar inside a graph of torch.compile, where it is a FakeTensor.
+            # A scalar inside a graph of torch.compile is a FakeTensor.
             return torch.device("meta")
         if name in ("_local_scalar_dense", "is_nonzero", "item"):
             raise self.control_flow()
@@ -266,7 +266,7 @@ class Tracer(Traced, TorchDispatchMode):
         return [whole(result, item) for item, result in enumerate(results)]
 
     def common_dtype(self, operands: list[Any]) -> torch.dtype:
-        """What torch compares scalars and numbers in."""
+        """The dtype in which torch compares scalars and numbers."""
         dtypes = [x.dtype for x in operands if isinstance(x, Tensor)]
         common = functools.reduce(torch.promote_types, dtypes)
         for x in operands:
@@ -348,7 +348,7 @@ class Tracer(Traced, TorchDispatchMode):
         return self.load(self.capture(x))
 
     def changing_number(self, x: torch.SymInt | torch.SymFloat) -> Node:
-        """Of a number that a graph of torch.compile leaves open: it is a captured tensor there."""
+        """A number that a graph of torch.compile leaves open becomes a captured tensor."""
         name = f"the number {x.node.expr}"
         if name not in self.captured.numbers:
             dtype = torch.int64 if isinstance(x, torch.SymInt) else torch.float32
@@ -460,7 +460,7 @@ class Tracer(Traced, TorchDispatchMode):
     def of_rows(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Tensor | None:
-        """What a pointwise op or a sum gives for rows of captured tensors; None for other ops."""
+        """The result of a pointwise op or a sum of captured rows; None for other ops."""
         if name not in _SUMS and torch.Tag.pointwise not in func.tags:
             return None
         rows = [x for x in tensors if x.dim() > 0]

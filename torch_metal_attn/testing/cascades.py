@@ -85,7 +85,7 @@ class Cascade(Case):
     num_splits: int = field(0, one_of(0, 1, 2))
     values: str = kinds()
 
-    # Where `stored` puts the rows.
+    # `stored` puts the rows into pages.
     cache: ClassVar[str] = "paged"
     OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("own",)
 
@@ -109,7 +109,7 @@ class Cascade(Case):
 
     @property
     def attention(self) -> Attention:
-        """What each sequence alone computes."""
+        """The attention of each sequence alone."""
         return Attention(
             call="flash_decode",
             batch=len(self.own),

@@ -143,7 +143,7 @@ class Case:
             )
 
     def has(self, name: str) -> bool:
-        """Whether the field has a meaning for the call and the other fields."""
+        """True if the field has a meaning for the call and the other fields."""
         how = self.__dataclass_fields__[name].metadata.get("drawn")
         return how is None or ((how.calls is None or self.call in how.calls) and how.when(self))
 
@@ -197,7 +197,7 @@ class Case:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value has a field's type: a class, tuples of one, or `a | b` of these."""
+    """True if a value has a field's type: a class, tuples of one, or `a | b` of these."""
     parts = get_args(kind)
     if isinstance(kind, types.UnionType):
         return any(_fits(value, part) for part in parts)

@@ -55,7 +55,7 @@ _LAYOUTS: dict[str, Layout] = {
     "by token": ("order 021",),  # (B, L, H, D) in memory
     "cut out of NaN": ("padded 3",),
 }
-# Of float32 queries only.
+# For float32 queries only.
 HALF_CACHES = ("float16", "bfloat16")
 _PAGED = ("q8_0", "q4_0", "fp8_e4m3", "q3_g64")
 CACHES = ("paged", "indexed", *FORMATS, *(f"paged {format}" for format in _PAGED))

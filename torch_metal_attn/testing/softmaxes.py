@@ -24,7 +24,7 @@ _CALLS = ("softmax", "softmax_", "apply_causal_mask_")
 
 
 def _shape(r: random.Random, case: "Softmax") -> tuple[int, ...]:
-    """Of at most 30000 elements."""
+    """A shape of at most 30000 elements."""
     shape: tuple[int, ...] = (r.choice((1, 2, 5, 33, 1500)),)
     for _ in range(r.choice((0, 1, 1, 2, 3))):
         fits = [n for n in (0, 1, 2, 3, 7, 33, 65, 300) if n * math.prod(shape) <= 30000]

@@ -341,7 +341,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         measures = [same_bits(n, placed[n], after[n]) for n in written if n != "q"]
         if case.call == "append_kv":
             return measures + ([same_bits("q", placed["q"], rotated)] if "q" in placed else [])
-        # Where q is rotated, another tile may be taken.
+        # If q is rotated, another tile may be taken.
         strict = case.strict and not case.recent
         if strict and case.call == "decode_step" and not case.rotary_columns:
             parts = _in_sequence(case, device, rotated, after | options | packing)

@@ -150,13 +150,13 @@ def _nonsense(dtype: torch.dtype) -> Any:
 
 
 def rotated_blocks(r: random.Random, case: Any) -> int:
-    """Of a case with hadamard: columns of blocks that divide both head dims; 0 without a format."""
+    """Columns of rotated blocks, which divide both head dims; 0 without a format."""
     fit = [n for n in HADAMARD if case.head_dim % n == 0 and case.v_head_dim % n == 0]
     return r.choice(fit) if fit and case.format else 0
 
 
 def wrong_rotation(case: Any) -> dict[str, Any]:
-    """Of a case with hadamard: what is refused."""
+    """Reasons to refuse a case with hadamard."""
     size = case.hadamard
     return {
         "a rotation of rows that are not quantised": size and not case.format,
@@ -166,7 +166,7 @@ def wrong_rotation(case: Any) -> dict[str, Any]:
 
 
 def partial_groups(case: Any) -> dict[str, Any]:
-    """Of a case with format and v_format: head dims that its groups of columns do not divide."""
+    """Conflicts of a case with format and v_format: head dims that no group of columns divides."""
     operands = (
         ("k", case.format, case.head_dim),
         ("v", case.v_format or case.format, case.v_head_dim),

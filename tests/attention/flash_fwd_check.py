@@ -118,9 +118,9 @@ def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
     cache: what the op is given for k and v, and the options that tell how they are kept there.
     """
     keys, values, where = (k, v, {}) if cache is None else cache
-    given = on(device, dict(enumerate((q, keys, values, *packing)))).values()
+    arguments = on(device, dict(enumerate((q, keys, values, *packing)))).values()
     op = op or (ops.flash_varlen_fwd if packing else ops.flash_fwd)
-    out, lse = (x.cpu() for x in op(*given, **on(device, options | where)))
+    out, lse = (x.cpu() for x in op(*arguments, **on(device, options | where)))
     hold(judged(q, k, v, (out, lse), options, packing))
     if not packing:
         assert (out[~visible_keys(q, k, options).any(-1)] == 0).all()

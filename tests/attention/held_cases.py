@@ -19,10 +19,10 @@ PACKED |= {"packed": ((40, 50), (0, 3), (77, 64)), "spare_rows": 9, "call": "fla
 
 def case(**fields):
     """Odd lengths, in float16; with gradients, if the call has them and FORWARD is not given."""
-    given = {"dtype": "float16", "heads": 2, "q_length": 33, "kv_length": 65, "head_dim": HOME}
-    given |= fields
-    given.setdefault("v_head_dim", given["head_dim"])
-    made = Attention(strict=True, **given)
+    arguments = {"dtype": "float16", "heads": 2, "q_length": 33, "kv_length": 65, "head_dim": HOME}
+    arguments |= fields
+    arguments.setdefault("v_head_dim", arguments["head_dim"])
+    made = Attention(strict=True, **arguments)
     if made.differentiable and "backward" not in fields:
         made = dataclasses.replace(made, backward=True, through_lse=made.call in OPS)
     return made

@@ -43,14 +43,14 @@ class TestValues:
         ids=["out", "lse", "sum"],
     )
     def test_of_one_result(self, loss, backend):
-        found, expected = (
+        actual, expected = (
             torch.autograd.grad(loss(*attend(*leaves)), leaves, materialize_grads=True)
             for attend, leaves in (
                 (flash_fwd, make_leaves(make_qkv())),
                 (attention, make_leaves(make_qkv(), torch.float64)),
             )
         )
-        check(found, expected)
+        check(actual, expected)
 
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
     def test_some_only(self, wanted, backend):

@@ -36,10 +36,10 @@ def packed():
 
 def added(name, value):
     """Arguments of the ops with the gradients of a bias and of slopes."""
-    given = dense()
-    given["delta"] = given.pop("dlse")
-    del given["out"]
-    return given | {name: value}
+    arguments = dense()
+    arguments["delta"] = arguments.pop("dlse")
+    del arguments["out"]
+    return arguments | {name: value}
 
 
 bias = partial(added, "attn_bias", torch.zeros(16, 24))
@@ -136,6 +136,6 @@ def test_strided_gradients_are_good(make):
     apart = {n: arguments[n].repeat_interleave(2, -2)[..., ::2, :] for n in ("dout", "out")}
     with simulate(check=True):
         expected = call("op", arguments)
-        found = call("op", arguments | apart | {"dlse": strided(arguments["dlse"])})
-    for gradient, whole in zip(found, expected, strict=True):
+        actual = call("op", arguments | apart | {"dlse": strided(arguments["dlse"])})
+    for gradient, whole in zip(actual, expected, strict=True):
         assert torch.equal(gradient, whole)

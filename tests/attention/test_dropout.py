@@ -95,15 +95,15 @@ class TestPhilox:
     def test_known_answers(self, inputs, words):
         counter, key = hexadecimal(*inputs)
         assert one_philox(counter, key) == hexadecimal(words)[0]
-        found = philox.philox4x32(torch.tensor(counter).unbind(), torch.tensor(key).unbind())
-        assert tuple(map(int, found)) == hexadecimal(words)[0]
+        actual = philox.philox4x32(torch.tensor(counter).unbind(), torch.tensor(key).unbind())
+        assert tuple(map(int, actual)) == hexadecimal(words)[0]
 
     @given(st.lists(st.integers(0, 2**32 - 1), min_size=6, max_size=6))
     def test_any_numbers(self, words):
-        found = philox.philox4x32(
+        actual = philox.philox4x32(
             torch.tensor(words[:4]).unbind(), torch.tensor(words[4:]).unbind()
         )
-        assert tuple(map(int, found)) == one_philox(words[:4], words[4:])
+        assert tuple(map(int, actual)) == one_philox(words[:4], words[4:])
 
     @given(
         st.integers(-(2**63), 2**63 - 1),

@@ -64,19 +64,19 @@ class TestFlashAttn:
             part = s[..., start : start + block]
             maximum = torch.maximum(maximum, part.amax(-1, keepdim=True))
             subtracted = maximum.masked_fill(maximum.isinf(), 0.0)
-            found = weights[0, :, :, start : start + block].abs().double()
-            close(found, (part - subtracted).exp())
+            actual = weights[0, :, :, start : start + block].abs().double()
+            close(actual, (part - subtracted).exp())
 
     @pytest.mark.parametrize("pages", [False, True])
     def test_s_dmask_of_packed_sequences(self, pages):
         """Each sequence has the weights that it has alone, with slopes of its own."""
         q, k, v, *packing = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
         options = {"causal": True, "alibi_slopes": normal(3, 4, seed=5).abs()}
-        given = k, v
+        arguments = k, v
         if pages:
             places = torch.tensor([[2, 0], [1, 5], [4, 3]]).int()
-            given = [torch.full((6, 8, 2, 16), torch.nan) for _ in "kv"]
-            for cache, x in zip(given, (k, v), strict=True):
+            arguments = [torch.full((6, 8, 2, 16), torch.nan) for _ in "kv"]
+            for cache, x in zip(arguments, (k, v), strict=True):
                 for b, (begin, end) in enumerate(((0, 13), (13, 16), (16, 22))):
                     rows = torch.full((16, 2, 16), torch.nan)
                     rows[: end - begin] = x[begin:end]
@@ -84,7 +84,7 @@ class TestFlashAttn:
             options["block_table"] = places
         kept = dropout_mask(drawn(), P, 3, 4, 9, 13)
         *_, weights = torch_metal_attn.flash_attn_varlen_func(
-            q, *given, *packing, P, return_attn_probs=True, **options
+            q, *arguments, *packing, P, return_attn_probs=True, **options
         )
         for b, queries, keys in ((0, slice(0, 9), slice(0, 13)), (2, slice(9, 13), slice(16, 22))):
             torch.manual_seed(SEED)
@@ -95,9 +95,9 @@ class TestFlashAttn:
                 return_attn_probs=True,
             )
             rows, columns = alone.shape[2:]
-            found = weights[b, :, :rows, :columns]
-            close(found.abs(), alone[0].abs())
-            assert torch.equal(found.signbit(), ~kept[b, :, :rows, :columns])
+            actual = weights[b, :, :rows, :columns]
+            close(actual.abs(), alone[0].abs())
+            assert torch.equal(actual.signbit(), ~kept[b, :, :rows, :columns])
             assert not weights[b, :, rows:].any()
             assert not weights[b, :, :, columns:].any()
         assert not weights[1].any()

@@ -85,14 +85,14 @@ def exact_and_rounded(offset, causal):
     q, k, v, dout = (torch.randn(1, 1, 256, 64) for _ in range(4))
     q, k, v, dout = (x.half() for x in (q, k, v + offset, dout))
     out, lse = attention(q, k, v, causal=causal)
-    found = []
+    results = []
     for exact_delta in (True, False):
         with simulate(count=True) as run:
             torch.ops.metal_attn_simulator.flash_bwd(
                 *(dout, None, q, k, v, out, lse), exact_delta=exact_delta, causal=causal
             )
-        found.append(run.counters["flash_bwd_dq"])
-    return found
+        results.append(run.counters["flash_bwd_dq"])
+    return results
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -96,13 +96,15 @@ def check_sharp(name, dtype, device, without=()):
     dlse = torch.randn(q.shape[:-1], generator=generator) if options.pop("dlse", False) else None
 
     def reference(compute_dtype=None):
-        return lambda **given: attention(**given, **options, compute_dtype=compute_dtype)
+        return lambda **arguments: attention(**arguments, **options, compute_dtype=compute_dtype)
 
     exact = differentiate(reference(torch.float64), leaves, dout, dlse, torch.float64)
     with as_multiplied():
         composed = differentiate(reference(), leaves, dout, dlse)
-    found = differentiate(
-        lambda **given: torch.ops.metal_attn.flash_fwd(**on(device, given), **on(device, options)),
+    actual = differentiate(
+        lambda **arguments: torch.ops.metal_attn.flash_fwd(
+            **on(device, arguments), **on(device, options)
+        ),
         leaves,
         dout,
         dlse,
@@ -118,7 +120,7 @@ def check_sharp(name, dtype, device, without=()):
         torchs["alibi_slopes"] = max(
             torchs["alibi_slopes"], largest(of_unrounded[0] - of_unrounded[1])
         )
-    hold([near(leaf, x, exact[leaf], torchs[leaf]) for leaf, x in found.items()])
+    hold([near(leaf, x, exact[leaf], torchs[leaf]) for leaf, x in actual.items()])
 
 
 # Both sizes of elements where kernels are shared; else one, and what the mutants share.

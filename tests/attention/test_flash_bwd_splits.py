@@ -60,10 +60,10 @@ def dense(device=CPU, shape=SHAPE):
     dout, dlse = make_gradients(q, v, q.shape[:3])
     results = backward(q, k, v, dout, dlse, device, options)
     hold_gradients(q, k, v, dout, dlse, results, options)
-    found = results[2:5]
-    assert found[1].stride() == k.stride()
-    assert (found[1][:, :, 300 + q.shape[2] :] == 0).all()
-    return found
+    actual = results[2:5]
+    assert actual[1].stride() == k.stride()
+    assert (actual[1][:, :, 300 + q.shape[2] :] == 0).all()
+    return actual
 
 
 @pytest.mark.usefixtures("split")

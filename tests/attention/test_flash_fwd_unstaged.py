@@ -25,10 +25,10 @@ def told(q, k, v):
 def test_is_what_runs():
     q, k, v = make_qkv(head_dim=64, dtype=torch.float16)
     with unstaged(64):
-        found = told(q, k, v)
-    assert (found["choice"], found["defines"]["KV_STAGED"]) == ("forced", "0")
-    assert found["threadgroup_bytes"] == 0
-    assert found["defines"]["BLOCK_K"] == "16"
+        actual = told(q, k, v)
+    assert (actual["choice"], actual["defines"]["KV_STAGED"]) == ("forced", "0")
+    assert actual["threadgroup_bytes"] == 0
+    assert actual["defines"]["BLOCK_K"] == "16"
     assert "KV_STAGED" not in told(q, k, v)["defines"], "the chooser stages"
 
 

@@ -69,20 +69,20 @@ def torch_results(problem, dtype):
     return results(q, k, v, problem[0], torch.nn.functional.scaled_dot_product_attention)
 
 
-def check(found, problem):
+def check(actual, problem):
     """A result and its gradients against torch's."""
     exact, rounded = (torch_results(problem, dtype) for dtype in (torch.float64, torch.float16))
-    for ours, right, theirs in zip(found, exact, rounded, strict=True):
+    for ours, right, theirs in zip(actual, exact, rounded, strict=True):
         assert_within_twice(ours, right, theirs)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_results_have_the_bits_of_those_of_all_blocks(name, monkeypatch):
     problem = PROBLEMS[name]()
-    found = simulated(problem, check=True)
-    check(found, problem)
+    actual = simulated(problem, check=True)
+    check(actual, problem)
     plant(monkeypatch, "mask_blocks", *ALL_IN_PART)
-    for ours, right in zip(found, simulated(problem, check=True), strict=True):
+    for ours, right in zip(actual, simulated(problem, check=True), strict=True):
         assert torch.equal(ours, right)
 
 
@@ -159,25 +159,25 @@ def test_work_is_that_of_the_blocks_that_are_shown(cores):
     window = seen(256, 4096)
     some = torch.zeros_like(window)
     some[::3, 1024:1280] = True
-    found = {}
+    result = {}
     for name, mask in (("none", some & False), ("some", some), ("window", window)):
         q, k, v = operands(mask, 1, 1)
         with simulate(count=True) as run:
             results(q, k, v, mask)
-        found[name] = run.counters
+        result[name] = run.counters
     told = explain(q, k, v, attn_mask=window, backward=True)
     kernels = told.kernels | told.training.kernels
     for name in KERNELS:
         sizes = tile(kernels[name].specialisation)
-        base = work(found["none"][name])
-        price = (work(found["some"][name]) - base) / shown_blocks(some, *sizes)
+        base = work(result["none"][name])
+        price = (work(result["some"][name]) - base) / shown_blocks(some, *sizes)
         visited = shown_blocks(window, *sizes)
         assert visited < window.numel() / (sizes[0] * sizes[1]) / 6
-        assert (work(found["window"][name]) <= 1.05 * (base + visited * price)).all()
-        assert (work(found["window"][name])[2] == visited * price[2]).all()
+        assert (work(result["window"][name]) <= 1.05 * (base + visited * price)).all()
+        assert (work(result["window"][name])[2] == visited * price[2]).all()
     # One pre-pass for each of the three reads the mask once, 8 elements at a time.
-    assert found["window"]["mask_blocks"].loads["device"] == 3 * window.numel() / 8
-    assert found["window"]["mask_blocks"].load_bytes["device"] == 3 * window.numel()
+    assert result["window"]["mask_blocks"].loads["device"] == 3 * window.numel() / 8
+    assert result["window"]["mask_blocks"].load_bytes["device"] == 3 * window.numel()
 
 
 def test_blocks_that_are_shown_in_full_do_not_load_the_mask():
@@ -203,21 +203,21 @@ def told(mask, batch=1, heads=2, **options):
 
 def test_explain_says_what_is_skipped():
     mask = torch.ones(264, 2048, dtype=torch.bool)
-    found = told(mask)
-    assert list(found.kernels) == ["mask_blocks", "flash_fwd"]
-    assert found.kernel == "flash_fwd"
-    assert found.kernels["mask_blocks"].specialisation == {"WORD": "uint2"}
-    assert "attn_mask hides are skipped: mask_blocks reads 540672 bytes" in found.reason
+    actual = told(mask)
+    assert list(actual.kernels) == ["mask_blocks", "flash_fwd"]
+    assert actual.kernel == "flash_fwd"
+    assert actual.kernels["mask_blocks"].specialisation == {"WORD": "uint2"}
+    assert "attn_mask hides are skipped: mask_blocks reads 540672 bytes" in actual.reason
     lists = {
         name: 4 * (1 + there // other) * -(-here // own)
-        for name, kernel in found.training.kernels.items()
+        for name, kernel in actual.training.kernels.items()
         for queries, keys in [tile(kernel.specialisation)]
         for own, here, other, there in [
             (queries, 264, keys, 2048) if name == "flash_bwd_dq" else (keys, 2048, queries, 264)
         ]
     }
-    assert found.training.allocated["mask_blocks"] >= max(lists.values())
-    for kernel in found.training.kernels.values():
+    assert actual.training.allocated["mask_blocks"] >= max(lists.values())
+    for kernel in actual.training.kernels.values():
         assert "attn_mask hides are skipped" in kernel.reason
 
 
@@ -231,11 +231,11 @@ def test_explain_says_what_is_skipped():
     ],
 )
 def test_where_it_does_not_pay(mask, options, why):
-    found = told(mask, **options)
-    assert list(found.kernels) == ["flash_fwd"]
-    assert "MASK_BLOCKS" not in found.specialisation
-    assert f"attn_mask hides are computed, {why}" in found.reason
-    assert "mask_blocks" not in found.training.allocated
+    actual = told(mask, **options)
+    assert list(actual.kernels) == ["flash_fwd"]
+    assert "MASK_BLOCKS" not in actual.specialisation
+    assert f"attn_mask hides are computed, {why}" in actual.reason
+    assert "mask_blocks" not in actual.training.allocated
 
 
 def test_tensor_tiles(gpu):

@@ -51,8 +51,8 @@ def test_only_differences_of_cu_seqlens_k_count(device):
     expected = check_flash_fwd(q, k, v, *packing, **options)
     packing[1] += 1000
     shifted = [torch.cat([x.new_zeros(1000, *x.shape[1:]), x]) for x in (k, v)]
-    found = check_flash_fwd(q, *shifted, *packing, **options)
-    assert all(map(torch.equal, found, expected))
+    actual = check_flash_fwd(q, *shifted, *packing, **options)
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_pages_before_the_window_need_not_exist(device):
@@ -86,11 +86,11 @@ FLOAT8 = {name: torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn) for name in "k
 def test_no_gradient(fields, changes, name):
     """The result is that without; the backward raises by the argument's name."""
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "kv_length": 16, "head_dim": 64}
-    given = arguments(case(**sizes, **fields)) | changes
-    expected, _ = torch.ops.metal_attn.flash_fwd(**given)
+    options = arguments(case(**sizes, **fields)) | changes
+    expected, _ = torch.ops.metal_attn.flash_fwd(**options)
     for letter in "qkv"[: 3 if "cache" in fields else 1]:
-        leaf = given[letter].detach().requires_grad_()
-        out, _ = torch.ops.metal_attn.flash_fwd(**given | {letter: leaf})
+        leaf = options[letter].detach().requires_grad_()
+        out, _ = torch.ops.metal_attn.flash_fwd(**options | {letter: leaf})
         assert torch.equal(out, expected)
         with pytest.raises(NotImplementedError, match=rf"with {name}, and {letter} requires grad"):
             out.sum().backward()

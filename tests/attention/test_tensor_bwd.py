@@ -99,8 +99,8 @@ def impossible():
     expected = backward(q, k, v, dout, dlse, CPU, options)[2:5]
     with pytest.MonkeyPatch.context() as patch:
         after_the_checks(patch, options["seqused_k"], [90, 102])
-        found = backward(q, k, v, dout, dlse, CPU, options)[2:5]
-    for one, right in zip(found, expected, strict=True):
+        actual = backward(q, k, v, dout, dlse, CPU, options)[2:5]
+    for one, right in zip(actual, expected, strict=True):
         assert torch.equal(one[0], right[0])
         assert one[1].isnan().all()
 

@@ -177,12 +177,12 @@ def results():
     q, k, v = make_qkv(q_length=45, kv_length=90, head_dim=HOME)
     dout, _ = make_gradients(q, v, q.shape[:3])
     with simulate(check=True) as run:
-        found = backward(q, k, v, dout, None, CPU, {}, own_forward=True)
-    return found, set(run.counters)
+        actual = backward(q, k, v, dout, None, CPU, {}, own_forward=True)
+    return actual, set(run.counters)
 
 
-def same(found, others):
-    return all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+def same(actual, others):
+    return all(torch.equal(a, b) for a, b in zip(actual, others, strict=True))
 
 
 def test_nothing_but_the_caller_allows_it(gpu, monkeypatch):

@@ -38,12 +38,12 @@ def calls(example, arguments):
 
 def check(message, example, arguments, meta=True):
     """The same words everywhere, also without data; nothing is written."""
-    given = {name: x for name, x in arguments.items() if x is not None or name == "k"}
-    written = [memory_of(given[n]) for n in example.written if given.get(n) is not None]
+    options = {name: x for name, x in arguments.items() if x is not None or name == "k"}
+    written = [memory_of(options[n]) for n in example.written if options.get(n) is not None]
     before = [x.clone() for x in written]
-    everywhere = [*calls(example, given)]
+    everywhere = [*calls(example, options)]
     if meta:
-        nothing = without_data(given)
+        nothing = without_data(options)
         everywhere.append(lambda: getattr(torch.ops.metal_attn, example.op)(**nothing))
     refused_alike(message, *everywhere)
     assert all(map(torch.equal, written, before))
@@ -306,8 +306,8 @@ def test_refused(name, changes, message):
 
 def test_an_append_of_float32_rows_to_caches_of_different_dtypes():
     message = "v_cache has dtype .*bfloat16 and k_cache .*float32; they must be alike"
-    given = arguments(append(dtype="float32")) | {"v_cache": zeros(2, 2, 64, 64, dtype=BF16)}
-    check(message, EXAMPLES["append_kv"], given)
+    options = arguments(append(dtype="float32")) | {"v_cache": zeros(2, 2, 64, 64, dtype=BF16)}
+    check(message, EXAMPLES["append_kv"], options)
 
 
 OVERLAPPING = zeros(9).as_strided((3, 3), (2, 1))
@@ -409,8 +409,8 @@ def test_negative_views_are_read_or_refused(example):
             continue
         arguments = example.make() | {name: torch._neg_view(-x)}
         if argument.alias_info is None or example.returns_what_it_writes:
-            found, expected = call(arguments, example), call(example.make(), example)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            actual, expected = call(arguments, example), call(example.make(), example)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
         else:
             with refused(f"^{name} is a view with its negative bit set"):
                 op(**arguments)

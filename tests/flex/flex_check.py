@@ -51,10 +51,10 @@ def torch_flex(query, key, value, score_mod=None, block_mask=None, scale=None):
     return out, lse * math.log(2)
 
 
-def assert_within_twice(found, exact, rounded):
-    """`found` has at most twice the error of `rounded`, torch's result in the same dtype."""
-    assert found.dtype == rounded.dtype
-    measure = near("the result", found, exact, worst_of([(rounded, exact)]))
+def assert_within_twice(actual, exact, rounded):
+    """`actual` has at most twice the error of `rounded`, torch's result in the same dtype."""
+    assert actual.dtype == rounded.dtype
+    measure = near("the result", actual, exact, worst_of([(rounded, exact)]))
     assert measure.ok, measure
 
 
@@ -111,12 +111,12 @@ def check_flex_gradients(
     options = {"return_lse": True, "enable_gqa": query.shape[1] != key.shape[1]}
     with simulate(check=True) if simulated else contextlib.nullcontext():
         function = torch_metal_attn.flex_attention
-        found = gradients(function, qkv, *(ours or mods), query.dtype, captured, **options)
+        actual = gradients(function, qkv, *(ours or mods), query.dtype, captured, **options)
     if not captured:  # their dtypes round what score_mod makes of them
-        hold_results(*found[:2], *exact[:2], rounded[0])
-    for one, right, by_torch in zip(found[2:], exact[2:], rounded[2:], strict=True):
+        hold_results(*actual[:2], *exact[:2], rounded[0])
+    for one, right, by_torch in zip(actual[2:], exact[2:], rounded[2:], strict=True):
         if by_torch.dtype == torch.float64:  # which kernels compute in float32
             assert one.dtype == torch.float64
             one, by_torch = one.float(), by_torch.float()
         assert_within_twice(one, right, by_torch)
-    return found[2:]
+    return actual[2:]

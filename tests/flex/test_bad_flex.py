@@ -234,10 +234,10 @@ def test_parts_of_no_share(part):
     """A list beside `shares` that is longer is not left out, also if there are none."""
     q, k, v = home()
     statistics = torch.zeros(q.shape[:3])
-    given = {part: ["return 0;"] if part == "places" else [0]}
+    arguments = {part: ["return 0;"] if part == "places" else [0]}
     with simulate(), pytest.raises(ValueError, match="they must have the same number"):
         torch.ops.metal_attn.flex_bwd_captures(
-            q, q, k, v, statistics, statistics, None, captures=[BIAS], **given
+            q, q, k, v, statistics, statistics, None, captures=[BIAS], **arguments
         )
 
 
@@ -253,10 +253,10 @@ def test_parts_of_no_share(part):
 def test_orders(order, message):
     """Their values are not checked: see test_order.py."""
     mask = block_mask(block=16)
-    given = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
-    given |= {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
+    arguments = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
+    arguments |= {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
     with simulate(), pytest.raises(ValueError, match=message):
-        torch.ops.metal_attn.flex_fwd(*home(), captures=[], **given)
+        torch.ops.metal_attn.flex_fwd(*home(), captures=[], **arguments)
 
 
 @pytest.mark.parametrize(

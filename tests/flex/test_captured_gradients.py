@@ -147,39 +147,39 @@ CAPTURED = {
 def test_in_the_kernels():
     """Every way to own elements, in blocks, with two heads of keys' one."""
     qkv, captured = home(batch=2, kv_heads=1), CAPTURED[everything]
-    found = check_flex_gradients(*qkv, everything, block_mask(), captured=captured)
+    actual = check_flex_gradients(*qkv, everything, block_mask(), captured=captured)
     # The same bits, whichever threadgroup runs first.
-    given = qkv, everything, block_mask(), torch.float16, captured
+    arguments = qkv, everything, block_mask(), torch.float16, captured
     with simulate(check=True, seed=5):
-        again = gradients(flex_attention, *given, return_lse=True, enable_gqa=True)[2:]
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+        again = gradients(flex_attention, *arguments, return_lse=True, enable_gqa=True)[2:]
+    assert all(torch.equal(one, other) for one, other in zip(actual, again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_float32_without_blocks(dtype):
     """The kernels get tensors in float64 as float32. Two tiles of wide rows have one place."""
     captured = [x.to(dtype) for x in CAPTURED[of_queries]]
-    given = home(dtype=torch.float32, head_dim=512 if dtype == torch.float64 else 16)
-    check_flex_gradients(*given, of_queries, captured=captured)
+    arguments = home(dtype=torch.float32, head_dim=512 if dtype == torch.float64 else 16)
+    check_flex_gradients(*arguments, of_queries, captured=captured)
 
 
 @pytest.mark.parametrize("make", CAPTURED, ids=lambda make: make.__name__)
 def test_reference(make):
-    given = *home(batch=2), make, block_mask()
-    check_flex_gradients(*given, simulated=False, captured=CAPTURED[make])
+    arguments = *home(batch=2), make, block_mask()
+    check_flex_gradients(*arguments, simulated=False, captured=CAPTURED[make])
 
 
 def test_whole_rows():
     captured = normal(80, 3), normal(96, 2, 3, seed=1), normal(3).double()
-    given = *home(batch=2), element_by_element, block_mask()
+    arguments = *home(batch=2), element_by_element, block_mask()
     ours = whole_rows, block_mask()
-    check_flex_gradients(*given, simulated=False, ours=ours, captured=captured)
+    check_flex_gradients(*arguments, simulated=False, ours=ours, captured=captured)
 
 
 def test_views():
     captured = normal(2, 2, 5), normal(80, 96), normal(2)
-    given = *home(batch=2), without_views, block_mask()
-    check_flex_gradients(*given, simulated=False, ours=(views, block_mask()), captured=captured)
+    arguments = *home(batch=2), without_views, block_mask()
+    check_flex_gradients(*arguments, simulated=False, ours=(views, block_mask()), captured=captured)
     compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
     with simulate(record=True) as run:
         compiled(*home(), views(*captured))
@@ -223,7 +223,7 @@ def indices_out_of_range():
     On mps nobody checks indices before the kernel, which writes neither numbers nor NaN.
     """
     rows = 70
-    found = []
+    results = []
     for size in (rows, 80):
         bias = normal(80, 96)[:size].requires_grad_()
 
@@ -233,8 +233,8 @@ def indices_out_of_range():
         with simulate(check=True), pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(reference, "check_indices", lambda *_: None)
             out = flex_attention(*home(), mod)
-            found += torch.autograd.grad(out[:, :, :rows].float().sin().sum(), [bias])
-    assert torch.equal(found[0], found[1][:rows])
+            results += torch.autograd.grad(out[:, :, :rows].float().sin().sum(), [bias])
+    assert torch.equal(results[0], results[1][:rows])
 
 
 def gradient_of_the_table():
@@ -288,8 +288,8 @@ def infinite_slopes():
     q, k, v = home(q_length=QUERIES, kv_length=KEYS)
     k, factors = k * SEEN[:, None], normal(KEYS)
     mask = block_mask(shown, sizes=(QUERIES, KEYS))
-    given = (q, k, v), roots, mask, q.dtype, [factors]
-    dq, dk, dv, dfactors = gradients(flex_attention, *given, return_lse=True)[2:]
+    arguments = (q, k, v), roots, mask, q.dtype, [factors]
+    dq, dk, dv, dfactors = gradients(flex_attention, *arguments, return_lse=True)[2:]
     few, seen_factors = ((q, k[:, :, SEEN], v[:, :, SEEN]), roots, None), [factors[SEEN]]
     exact = gradients(torch_flex, *few, torch.float64, seen_factors, torch.float64)[2:]
     rounded = gradients(torch_flex, *few, q.dtype, seen_factors)[2:]

@@ -113,13 +113,13 @@ def test_transforms_of_torch_func():
 
         return flex_attention(query, k, v, mod).sin().sum()
 
-    for given in ((q[None], slopes), (q, slopes[None])):
-        dims = tuple(0 if x.dim() in (2, 5) else None for x in given)
+    for arguments in ((q[None], slopes), (q, slopes[None])):
+        dims = tuple(0 if x.dim() in (2, 5) else None for x in arguments)
         with pytest.raises(NotImplementedError, match="no batching rule for torch"):
-            torch.vmap(attend, in_dims=dims)(*given)
-    found = torch.func.grad(attend, argnums=(0, 1))(q, slopes)
+            torch.vmap(attend, in_dims=dims)(*arguments)
+    actual = torch.func.grad(attend, argnums=(0, 1))(q, slopes)
     leaves = q.clone().requires_grad_(), slopes.clone().requires_grad_()
-    assert all(map(torch.equal, found, torch.autograd.grad(attend(*leaves), leaves)))
+    assert all(map(torch.equal, actual, torch.autograd.grad(attend(*leaves), leaves)))
     with pytest.raises(NotImplementedError, match=r"torch.func sees no more of its tensors"):
         torch.func.grad(attend, argnums=2)(q, slopes, torch.tensor(1.0))
 

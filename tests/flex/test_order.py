@@ -115,8 +115,8 @@ def test_bits_do_not_depend_on_the_order(monkeypatch):
     expected = results(mask_of())
     for order in WRONG.values():
         monkeypatch.setattr(block_masks, "longest_first", order)
-        found = results(mask_of())
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        actual = results(mask_of())
+        assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def test_heads_that_are_split(cores, monkeypatch):
@@ -127,9 +127,9 @@ def test_heads_that_are_split(cores, monkeypatch):
     call = flex_attention, *home(heads=HEADS, **sizes), None, mask
     training = explain(*call, enable_gqa=True, backward=True).training
     assert training.kernels["flash_bwd_dkv"].specialisation["HEAD_SPLITS"] == "2"
-    found = results(mask, **sizes)
+    actual = results(mask, **sizes)
     monkeypatch.setattr(Blocks, "ordered", lambda *_, **__: {})
-    assert all(torch.equal(*pair) for pair in zip(found, results(mask, **sizes), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(actual, results(mask, **sizes), strict=True))
 
 
 @pytest.mark.parametrize("name", ["ascending", "another head's"])

@@ -147,9 +147,9 @@ def test_scores(name):
     for q, kv in ((0, 0), (3, 9), (9, 3), (0, 23), (23, 0), (17, 5), (5, 17)):
         for h in (0, 1):
             position = [torch.tensor(x) for x in (0, h, q, kv)]
-            found = mod(score, *position)
-            torch.testing.assert_close(found, torch.as_tensor(written(score, h, q, kv)))
-            assert torch.equal(found, again(score, *position))
+            actual = mod(score, *position)
+            torch.testing.assert_close(actual, torch.as_tensor(written(score, h, q, kv)))
+            assert torch.equal(actual, again(score, *position))
 
 
 def test_a_copy_of_a_model_has_its_own_slopes():
@@ -185,8 +185,8 @@ def test_a_default_device_is_not_used():
 
     expected = result()
     with torch.device("meta"):
-        found = result()
-    assert all(map(torch.equal, found, expected))
+        actual = result()
+    assert all(map(torch.equal, actual, expected))
 
 
 BAD = {

@@ -24,9 +24,9 @@ def traces(monkeypatch):
     """How often a function was traced."""
     count = []
 
-    def counted(*given):
-        count.append(given)
-        return traced(*given)
+    def counted(*arguments):
+        count.append(arguments)
+        return traced(*arguments)
 
     monkeypatch.setattr(program, "traced", counted)
     monkeypatch.setattr(program, "_known", {})
@@ -36,10 +36,10 @@ def traces(monkeypatch):
 def check(mods, mask=None):
     """The trace of mods[0] is not used for mods[1]."""
     for mod in mods:
-        found, right = compiled(mod, mask, CPU), traced(mod, mask, CPU)
-        assert found.texts == right.texts
-        assert found.shares == right.shares
-        assert all(a is b for a, b in zip(found.captures, right.captures, strict=True))
+        actual, right = compiled(mod, mask, CPU), traced(mod, mask, CPU)
+        assert actual.texts == right.texts
+        assert actual.shares == right.shares
+        assert all(a is b for a, b in zip(actual.captures, right.captures, strict=True))
 
 
 def test_once(traces):

@@ -28,10 +28,10 @@ def run_program(program, *arguments, folder=None, **environment):
     """`program`, Python's text, as `python -c` runs it in `folder`, with torch imported before."""
     with tempfile.TemporaryDirectory() as place:
         outputs = [Path(place) / name for name in ("stdout", "stderr")]
-        given = [str(argument) for argument in arguments]
+        options = [str(argument) for argument in arguments]
         child = context.Process(
             target=_execute,
-            args=(program, given, dict(os.environ) | environment, folder or os.getcwd(), outputs),
+            args=(program, options, dict(os.environ) | environment, folder or os.getcwd(), outputs),
         )
         child.start()
         child.join(HANG_SECONDS)
@@ -40,7 +40,7 @@ def run_program(program, *arguments, folder=None, **environment):
             child.join()
             raise TimeoutError(f"no end after {HANG_SECONDS} s: {program}")
         texts = [path.read_text(encoding="utf-8") for path in outputs]
-    return subprocess.CompletedProcess(given, child.exitcode, *texts)
+    return subprocess.CompletedProcess(options, child.exitcode, *texts)
 
 
 def _execute(program, arguments, environment, folder, outputs):

@@ -65,18 +65,18 @@ def changed(pattern, text):
                 # Blanks at an end of the pattern are no part of it.
                 before, after = (r"(\s*)" if parts[j].strip() else "()" for j in (i - 1, i + 2))
                 expression += before + words(part.strip()) + after
-        found = list(re.finditer(expression, text))
-        if len({match.group() for match in found}) == 1:
+        actual = list(re.finditer(expression, text))
+        if len({match.group() for match in actual}) == 1:
             break
     else:
         return None
-    groups = found[0].groups()
+    groups = actual[0].groups()
     new = groups[0]
     for before, after, kept, inserted in zip(
         groups[1::3], groups[2::3], groups[3::3], parts[2::3], strict=True
     ):
         new += f"{before} {inserted.strip()} {after}{kept}"
-    return found[0].group(), new
+    return actual[0].group(), new
 
 
 def read(table, family, problem, fault):
@@ -214,10 +214,10 @@ def use_fault(monkeypatch, number, kernels=None):
     image = Program.image
 
     def chosen(program, name):
-        found = image(program, name)
+        actual = image(program, name)
         if SWITCH in program.text and (kernels is None or name in kernels):
-            choose(found, number)
-        return found
+            choose(actual, number)
+        return actual
 
     monkeypatch.setattr(Program, "image", chosen)
 

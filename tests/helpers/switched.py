@@ -62,14 +62,14 @@ def _is_value(tokens):
     """True if these tokens can be one operand of `?:`."""
     if not tokens or any(a.kind == b.kind == "name" for a, b in pairwise(tokens)):
         return False  # two names: a declaration
-    depth, found = 0, set()
+    depth, actual = 0, set()
     for token in tokens:
         depth += (token.text in OPENERS) - (token.text in CLOSERS)
         if depth < 0:
             return False
         if depth == 0:
-            found.add(token.text)
-    return depth == 0 and not found & {",", ";", *ASSIGNMENTS}
+            actual.add(token.text)
+    return depth == 0 and not actual & {",", ";", *ASSIGNMENTS}
 
 
 def _declares(tokens):
@@ -127,7 +127,7 @@ class Text:
 
         Between smaller ones `?:` would choose a type too, and change what has no fault.
         """
-        found = None
+        actual = None
         level = self._level(first, last)
         while True:
             begin, end = first, last + 1
@@ -138,9 +138,9 @@ class Text:
             new = self._changed(begin, first, changed, last, end)
             can_be_chosen = self._runs(begin, end) and not self._in_template(begin, end)
             if can_be_chosen and all(map(_is_value, (self.tokens[begin:end], tokens_of(new)))):
-                found = self._found(begin, end, new, statement=False)
+                actual = self._found(begin, end, new, statement=False)
             if self.at(level) not in ("(", "[") or self.at(level - 1) in HEADS:
-                return found
+                return actual
             # Arguments change together: choose between two calls.
             first, last, changed = self._widened(level, first, last, changed)
             level = self.around[level]
@@ -254,11 +254,11 @@ def switched(text, mutants):
     parsed = parsed_text(text)
     places, numbers = {}, {}
     for mutant in mutants:
-        found = _places(parsed, *mutant)
-        if found is None:
+        actual = _places(parsed, *mutant)
+        if actual is None:
             continue
         numbers[mutant] = len(numbers) + 1
-        for place, changed in found:
+        for place, changed in actual:
             at = places.setdefault((place.begin, place.end), place)
             at.changed[numbers[mutant]] = changed
     return _with_switch(text, places) if numbers else text, numbers
@@ -266,7 +266,7 @@ def switched(text, mutants):
 
 def _places(parsed, old, new):
     """The places of one mutant, as [(place, what it has there)]; None if one cannot be chosen."""
-    found = []
+    results = []
     begin = parsed.text.find(old)
     while begin >= 0:
         place, changed = parsed.place(begin, begin + len(old), new) or (None, "")
@@ -275,9 +275,9 @@ def _places(parsed, old, new):
         whole = parsed.text[place.begin : place.end]
         if old in whole:  # perhaps more than once
             changed = " ".join(token.text for token in tokens_of(whole.replace(old, new)))
-        found.append((place, changed))
+        results.append((place, changed))
         begin = parsed.text.find(old, begin + len(old))
-    return found
+    return results
 
 
 def _with_switch(text, places):

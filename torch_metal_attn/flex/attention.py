@@ -69,11 +69,11 @@ def flex_attention(
     if unknown:
         check_keywords("flex_attention", unknown)
     _check_results(return_lse, return_aux)
-    given = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options
+    arguments = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options
     if torch.compiler.is_dynamo_compiling():
-        out, lse = in_graph.attend(*given)
+        out, lse = in_graph.attend(*arguments)
     else:
-        out, lse = _attend(*given)
+        out, lse = _attend(*arguments)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -82,18 +82,18 @@ def flex_attention(
 
 
 @untraced
-def _attend(*given: Any) -> tuple[Tensor, Tensor]:
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     """out and the log-sum-exp of a call that is not part of a graph, such as after its break."""
-    return plan(*given).run()
+    return plan(*arguments).run()
 
 
 def planned(*arguments: Any, **options: Any) -> Call:
     """The plan of a call of `flex_attention`, or its error. Runs nothing."""
-    given = inspect.signature(flex_attention).bind(*arguments, **options)
-    given.apply_defaults()
-    results = {name: given.arguments.pop(name) for name in ("return_lse", "return_aux")}
+    operands = inspect.signature(flex_attention).bind(*arguments, **options)
+    operands.apply_defaults()
+    results = {name: operands.arguments.pop(name) for name in ("return_lse", "return_aux")}
     _check_results(**results)
-    return plan(**given.arguments)
+    return plan(**operands.arguments)
 
 
 def _check_results(return_lse: bool, return_aux: Any) -> None:

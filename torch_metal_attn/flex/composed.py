@@ -41,16 +41,16 @@ class Composed:
         flat = [next(left) if x is SLOT else x for x in self.constants]
         args, kwargs = tree_unflatten(flat, self.spec)
         result = self.function(*args, **kwargs)
-        found: Tensor = result if self.item is None else result[self.item]
-        return found
+        results: Tensor = result if self.item is None else result[self.item]
+        return results
 
 
 def _hypot(a: Tensor, b: Tensor) -> Tensor:
     """Without squares that overflow."""
     high, low = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
     ratio = low / high
-    found = high * torch.sqrt(1 + ratio * ratio)
-    return torch.where((high == 0) | (high == float("inf")), high, found)
+    result = high * torch.sqrt(1 + ratio * ratio)
+    return torch.where((high == 0) | (high == float("inf")), high, result)
 
 
 def _shrunk(gradient: Tensor, x: Tensor, width: float) -> Tensor:

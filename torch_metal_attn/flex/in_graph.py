@@ -78,9 +78,9 @@ _flex_attention = _FlexAttention()
 
 
 @untraced
-def _launched(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _launched(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """The op's call. Where Dynamo could not make a graph of it, it would trace this library."""
-    call = plan(*given, **options)
+    call = plan(*arguments, **options)
     return call.launch(call.options())
 
 

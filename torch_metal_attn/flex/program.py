@@ -79,7 +79,7 @@ _OWNERS = {name: 1 << i for i, name in enumerate(POSITIONS)}
 
 
 def _shares(graph: Graph, score: Node, ranks: list[int]) -> tuple[Share, ...]:
-    found = []
+    results = []
     for load in list(ordered(score)):
         if load.op != "load" or not load.dtype.is_floating_point:
             continue
@@ -87,8 +87,8 @@ def _shares(graph: Graph, score: Node, ranks: list[int]) -> tuple[Share, ...]:
         if share.op == "constant" and share.value == 0:
             continue
         owners = {_OWNERS.get(_index(argument).value, 0) for argument in load.args}
-        found.append(Share(load.value, body(share, ranks), place(load, ranks), sum(owners)))
-    return tuple(found)
+        results.append(Share(load.value, body(share, ranks), place(load, ranks), sum(owners)))
+    return tuple(results)
 
 
 def _index(node: Node) -> Node:

@@ -73,8 +73,8 @@ def attention(
         partial, full = blocks.dense(*scores.shape[2:])
         seen = (partial & seen) | full
     if program.score is not None:
-        given = {"score": scores} | inputs
-        scores = evaluate(program.score, given, program, seen).expand(scores.shape)
+        arguments = {"score": scores} | inputs
+        scores = evaluate(program.score, arguments, program, seen).expand(scores.shape)
     scores = scores.masked_fill(~seen, -torch.inf)
     sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
     # A row of -inf has the softmax of zeros, which nothing is left of.
@@ -88,12 +88,12 @@ def attention(
 
 def positions(shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
     """The position of every score, (B, H, Lq, Lk), as tensors that broadcast."""
-    found = {}
+    results = {}
     for dim, (name, size) in enumerate(zip(("b", "h", "q_idx", "kv_idx"), shape, strict=True)):
-        found[name] = torch.arange(size, device=device).view(
+        results[name] = torch.arange(size, device=device).view(
             [-1 if i == dim else 1 for i in range(4)]
         )
-    return found
+    return results
 
 
 def check_indices(

@@ -98,16 +98,16 @@ def _load(node: Node, indices: list[str], first: int) -> str:
     return f"{element} != 0" if node.dtype == torch.bool else element
 
 
-def _cast(given: Node, name: str, dtype: torch.dtype) -> str:
+def _cast(node: Node, name: str, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
-        zero = "0.0f" if given.dtype.is_floating_point else "0"
-        return f"{_as_float(given, name)} != {zero}"
+        zero = "0.0f" if node.dtype.is_floating_point else "0"
+        return f"{_as_float(node, name)} != {zero}"
     if dtype.is_floating_point:
-        text = _as_float(given, name) if given.dtype.is_floating_point else f"float({name})"
+        text = _as_float(node, name) if node.dtype.is_floating_point else f"float({name})"
         return text if dtype == torch.float32 else f"{TYPES[dtype]}({text})"
-    if given.dtype.is_floating_point:
+    if node.dtype.is_floating_point:
         function = "flex_long" if dtype == torch.int64 else "flex_int"
-        text = f"{function}({_as_float(given, name)})"
+        text = f"{function}({_as_float(node, name)})"
         return text if dtype in (torch.int32, torch.int64) else f"{TYPES[dtype]}({text})"
     return f"{TYPES[dtype]}({name})"
 

@@ -138,11 +138,11 @@ class Tracer(Traced, TorchDispatchMode):
             raise self.control_flow()
         if name == "index":
             return self.indexed(args[0], list(args[1]))
-        found = self.viewed(name, func, args, kwargs)
-        if found is None:
-            found = self.of_rows(name, func, args, kwargs, tensors)
-        if found is not None:
-            return found
+        result = self.viewed(name, func, args, kwargs)
+        if result is None:
+            result = self.of_rows(name, func, args, kwargs, tensors)
+        if result is not None:
+            return result
         if name in _FILLED or name in ("full_like", "new_full"):
             return self.filled(name, func, args, kwargs)
         in_place = name.endswith("_") and not name.endswith("__")
@@ -476,15 +476,15 @@ class Tracer(Traced, TorchDispatchMode):
         if not rows:
             return None
         nodes = {id(x): self.elements(x) for x in rows}
-        found = []
+        results = []
         for i in range(rows[0].numel()):
 
             def at(x: Any, i: int = i) -> Any:
                 return self.scalar(nodes[id(x)][i]) if id(x) in nodes else x
 
-            found.append(self.applied(name, func, tree_map(at, args), tree_map(at, kwargs)))
-        result = torch.empty(rows[0].shape, dtype=found[0].dtype, device="meta")
-        return self.known(result, Row(tuple(found)))
+            results.append(self.applied(name, func, tree_map(at, args), tree_map(at, kwargs)))
+        result = torch.empty(rows[0].shape, dtype=results[0].dtype, device="meta")
+        return self.known(result, Row(tuple(results)))
 
     def elements(self, x: Tensor) -> tuple[Node, ...]:
         value = self.value(x)
@@ -555,7 +555,7 @@ class _Indexing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = tree_flatten((args, kwargs))[0]
+        arguments = tree_flatten((args, kwargs))[0]
         if func is Tensor.__getitem__:
             tensor, index = args
             indices = list(index) if isinstance(index, tuple | list) else [index]
@@ -567,10 +567,10 @@ class _Indexing(TorchFunctionMode):
             self.tracer.value(args[0]) is not None
         ):
             raise self.tracer.control_flow()
-        elif not any(self.tracer.value(x) is not None for x in given):
+        elif not any(self.tracer.value(x) is not None for x in arguments):
             # Also of what dispatches nothing, such as tolist().
             self.tracer.captured.depends_on_values = True
-        if any(isinstance(x, Tensor) and _of_transform(x) for x in given):
+        if any(isinstance(x, Tensor) and _of_transform(x) for x in arguments):
             name = getattr(func, "__name__", "an op")
             raise self.tracer.unsupported(
                 name, "torch.func sees no more of its tensors than what scalars index"

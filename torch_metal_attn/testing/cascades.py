@@ -146,11 +146,11 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
         v = k[..., : case.v_head_dim]
     options = options_of(attention, batch, blocks * case.page)
     exact, kept, where = stored(case, k, v, table)
-    given = {"q": q, **dict(zip(("k_cache", "v_cache"), kept, strict=True))}
-    given |= {name: x for name, x in where.items() if name in ("k_scale", "v_scale")}
+    arguments = {"q": q, **dict(zip(("k_cache", "v_cache"), kept, strict=True))}
+    arguments |= {name: x for name, x in where.items() if name in ("k_scale", "v_scale")}
     if "learnable_sink" in options:
-        given["learnable_sink"] = options["learnable_sink"]
-    placed = within_keys(case, {n: memory.place(n, x) for n, x in given.items()}, "_cache")
+        arguments["learnable_sink"] = options["learnable_sink"]
+    placed = within_keys(case, {n: memory.place(n, x) for n, x in arguments.items()}, "_cache")
     plan = CascadePlan(
         table,
         case.lengths,

@@ -192,8 +192,8 @@ class Case:
 
     def __str__(self) -> str:
         """Python code that makes the case."""
-        given = (f"{name}={value!r}" for name, value in self.fields().items())
-        return f"{type(self).__name__}({', '.join(given)})"
+        arguments = (f"{name}={value!r}" for name, value in self.fields().items())
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -73,13 +73,17 @@ def attention(
     feature: str = "plain", cache: str = "", layout: str = "contiguous", **fields: Any
 ) -> Attention:
     """A case that the policy judges, of a feature at odd sizes; other fields as in `Attention`."""
-    given = _SIZES | fields
+    arguments = _SIZES | fields
     words = _LAYOUTS[layout]
-    given = {"v_head_dim": given["head_dim"], "q_layout": words, "v_layout": words} | given
-    given = {"k_layout": words, "strict": True, **_stored(cache)} | given
-    if given.get("packed"):
-        given |= dict.fromkeys(("batch", "q_length", "kv_length"), 1)
-    if given.get("q_lengths"):
-        given |= {"batch": len(given["q_lengths"]), "q_length": 1}
-    sizes = Attention(**given)
-    return Attention(**(given | FEATURES[feature](sizes)))
+    arguments = {
+        "v_head_dim": arguments["head_dim"],
+        "q_layout": words,
+        "v_layout": words,
+    } | arguments
+    arguments = {"k_layout": words, "strict": True, **_stored(cache)} | arguments
+    if arguments.get("packed"):
+        arguments |= dict.fromkeys(("batch", "q_length", "kv_length"), 1)
+    if arguments.get("q_lengths"):
+        arguments |= {"batch": len(arguments["q_lengths"]), "q_length": 1}
+    sizes = Attention(**arguments)
+    return Attention(**(arguments | FEATURES[feature](sizes)))

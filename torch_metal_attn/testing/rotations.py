@@ -128,8 +128,8 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
         else:
             arguments = {"x": memory.place("q", sides["q"], case.layout).transpose(1, 2)}
 
-        def function(**given: Any) -> Any:
-            out = getattr(rotary, case.call)(**given, interleaved=case.interleaved)
+        def function(**operands: Any) -> Any:
+            out = getattr(rotary, case.call)(**operands, interleaved=case.interleaved)
             return [x.transpose(1, 2) for x in (out.unbind(2)[:2] if together else [out])], []
 
         written = ("qkv",) if together else ()
@@ -148,23 +148,23 @@ def _run(case: Rotation, **arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
         torch.ops.metal_attn.rope_(**arguments)
         return [arguments[n] for n in names], []
     leaves = [arguments[n].detach().requires_grad_(case.backward) for n in names]
-    found = torch.ops.metal_attn.rope(**arguments | dict(zip(names, leaves, strict=True)))
-    found = list(found[: len(names)])
+    actual = torch.ops.metal_attn.rope(**arguments | dict(zip(names, leaves, strict=True)))
+    actual = list(actual[: len(names)])
     grads: tuple[Tensor, ...] = ()
     if case.backward:
-        grads = torch.autograd.grad(found, leaves, [x.detach() for x in leaves])
-    return [x.detach() for x in found], list(grads)
+        grads = torch.autograd.grad(actual, leaves, [x.detach() for x in leaves])
+    return [x.detach() for x in actual], list(grads)
 
 
 def _judge(
     case: Rotation, sides: dict[str, Tensor], cos: Tensor, sin: Tensor, chosen: Tensor, results: Any
 ) -> list[Measure]:
-    found, grads = results
+    actual, grads = results
     b = torch.arange(case.batch)[:, None]
     cos, sin = (x[b, chosen] if case.tables_by_sequence else x[chosen] for x in (cos, sin))
     sin = -sin if case.conjugate else sin
     measures = []
-    for suffix, tensors_found, sine in (("", found, sin), (" (gradient)", grads, -sin)):
+    for suffix, tensors_found, sine in (("", actual, sin), (" (gradient)", grads, -sin)):
         for (name, x), rotated in zip(sides.items(), tensors_found, strict=False):
             exact, own = x.double(), x
             if case.columns:  # the reference rotates some

@@ -92,9 +92,9 @@ def _run(case: Softmax, x: Tensor, dim: int) -> Any:
     if not case.backward:
         return op(x, dim)
     leaf = x.detach().requires_grad_()
-    found = op(leaf, dim)
+    actual = op(leaf, dim)
     weights = _gradient_of(case).to(x.device)
-    return found.detach(), torch.autograd.grad(found, leaf, weights)[0]
+    return actual.detach(), torch.autograd.grad(actual, leaf, weights)[0]
 
 
 def _gradient_of(case: Softmax) -> Tensor:
@@ -105,9 +105,9 @@ def _judge(case: Softmax, x: Tensor, results: Any) -> list[Measure]:
     if case.call == "apply_causal_mask_":
         visible = torch.ones(x.shape[-2:], dtype=torch.bool).tril(case.q_offset)
         return [same_bits("scores", results, x.masked_fill(~visible, -math.inf))]
-    found, gradient = results if case.backward else (results, None)
+    actual, gradient = results if case.backward else (results, None)
     exact, own = (torch._safe_softmax(y, case.dim) for y in (x.double(), x))
-    measures = [near("weights", found, exact, worst_of([(own, exact)]))]
+    measures = [near("weights", actual, exact, worst_of([(own, exact)]))]
     if gradient is not None:
         weights = _gradient_of(case)
         exact_gradient, own_gradient = (

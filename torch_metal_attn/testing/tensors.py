@@ -139,8 +139,8 @@ class Memory:
 
 
 def _repeated(layout: Layout, dims: int) -> list[int]:
-    found = [int(word.split()[1]) for word in layout if word.startswith("repeated")]
-    return [dim for dim in found if dim < dims]
+    results = [int(word.split()[1]) for word in layout if word.startswith("repeated")]
+    return [dim for dim in results if dim < dims]
 
 
 def _nonsense(dtype: torch.dtype) -> Any:

@@ -126,22 +126,19 @@ class TestPhilox:
         assert torch.equal(part, whole[1:, :, 20:50])
 
 
-# Head dims and dtypes whose tiles differ: two row fragments and one, 32 keys a block down to 8,
-# SIMD groups that share rows, slices of the results. Rows of 45 columns are read one by one.
-TILES = [(128, 128, torch.bfloat16), (288, 45, torch.float16)]
+# Tiles with two row fragments and one, 32 keys a block down to 8, SIMD groups that share rows, and
+# slices of the results. Rows of 45 columns are read one by one. Then rates and states.
+MASKS = [
+    {"head_dim": 128, "v_head_dim": 128, "dtype": torch.bfloat16},
+    {"head_dim": 288, "v_head_dim": 45, "dtype": torch.float16},
+    *({"p": p, "state": state} for p, state in ((1e-9, (0, 0)), (0.05, (-1, -1)))),
+    {"p": 0.3, "state": (2**63 - 1, -(2**63))},
+]
 
 
-@pytest.mark.parametrize(("head_dim", "v_head_dim", "dtype"), TILES)
-def test_the_same_in_every_kernel_and_tile(device, head_dim, v_head_dim, dtype):
-    check_masks(device, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    "p, state",
-    [(1e-9, (0, 0)), (0.05, (-1, -1)), (0.3, (2**63 - 1, -(2**63))), (0.95, (5, 6))],
-)
-def test_rates_and_states(device, p, state):
-    check_masks(device, p=p, state=state)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_the_same_in_every_kernel(device, options):
+    check_masks(device, **options)
 
 
 CPU = torch.device("cpu")

@@ -77,9 +77,8 @@ def test_dense(device):
     assert device != CPU or kernels == 2 * ["delta", "dq", "dkv", "sum", "sum"]
 
 
-@pytest.mark.usefixtures("split")
-def test_dense_on_tensor_tiles(gpu):
-    gpu("Apple M5")
+@pytest.mark.usefixtures("split", "m5")
+def test_dense_on_tensor_tiles():
     with simulate(check=True) as session:
         dense(CPU, TENSOR_SHAPE)
     kernels = [launch.kernel.removeprefix("flash_bwd_") for launch in session.launches]

@@ -132,13 +132,6 @@ def test_heads_that_are_split(cores, monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(actual, results(mask, **sizes), strict=True))
 
 
-@pytest.mark.parametrize("name", ["ascending", "another head's"])
-def test_wrong_orders_show(name, monkeypatch):
-    monkeypatch.setattr(block_masks, "longest_first", WRONG[name])
-    with pytest.raises(AssertionError):
-        check_starts(mask_of(), monkeypatch)
-
-
 @pytest.mark.mutant
 @pytest.mark.parametrize("kernel", STORED)
 def test_a_kernel_that_trusts_its_order(kernel, monkeypatch):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from bench.bench_inner_loops import ours
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.flash_fwd_check import check_either_precision, check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, case, hold
@@ -168,21 +167,6 @@ def test_verify_has_other_kinds_of_tile(words, tiles, dtypes, gpu):
         assert "flash_fwd" in run.counters
     gpu("Apple M4")
     assert not families & {each.family for each in listed.full()}
-
-
-LIMITS = {64: (8, 16), 128: (16, 40)}
-
-
-@pytest.mark.parametrize("head_dim", LIMITS)
-def test_inner_loop(head_dim):
-    """MLX's and PyTorch's have 160 and 320 loads, and 16 shuffles: bench/results."""
-    products, loads = LIMITS[head_dim]
-    counts = ours("flash_fwd_tensor", head_dim, F16)
-    assert counts["products"] == products
-    assert counts["device loads"] <= loads
-    assert counts["converts"] == 0
-    assert counts["shuffles"] <= 4
-    assert counts["barriers"] <= 1
 
 
 # By the problem that shows them, as in test_flash_fwd_mutants.py.

@@ -147,7 +147,7 @@ class TestErrors:
             )
 
     def test_with_is_causal(self):
-        """As torch's own."""
+        """It raises, as in torch."""
         q, k, v = problem(5, 9)
         for attend in (BUILTIN[0], torch_metal_attn.scaled_dot_product_attention):
             with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):

@@ -141,10 +141,10 @@ test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
 def tile(defines):
     """Queries and keys of a kernel's block, and whether it owns keys."""
     groups = int(defines["SIMDGROUPS"]) // int(defines.get("COLUMN_SIMDGROUPS", 1))
-    own = 8 * int(defines["ROW_FRAGMENTS"]) * groups
+    rows = 8 * int(defines["ROW_FRAGMENTS"]) * groups
     if "BLOCK_Q" in defines:
-        return int(defines["BLOCK_Q"]), own
-    return own, int(defines["BLOCK_K"])
+        return int(defines["BLOCK_Q"]), rows
+    return rows, int(defines["BLOCK_K"])
 
 
 def shown_blocks(mask, queries, keys):
@@ -209,10 +209,10 @@ def test_explain_says_what_is_skipped():
     assert actual.kernels["mask_blocks"].specialisation == {"WORD": "uint2"}
     assert "attn_mask hides are skipped: mask_blocks reads 540672 bytes" in actual.reason
     lists = {
-        name: 4 * (1 + there // other) * -(-here // own)
+        name: 4 * (1 + there // other) * -(-here // block)
         for name, kernel in actual.training.kernels.items()
         for queries, keys in [tile(kernel.specialisation)]
-        for own, here, other, there in [
+        for block, here, other, there in [
             (queries, 264, keys, 2048) if name == "flash_bwd_dq" else (keys, 2048, queries, 264)
         ]
     }

@@ -200,7 +200,7 @@ def _packed_step(length=5, dtype=torch.float16):
 def _tree(make, form):
     """The first token of each sequence is the root, and the others are its children."""
 
-    def given(*arguments, **options):
+    def with_tree(*arguments, **options):
         made = make(*arguments, **options)
         packed = "cu_seqlens_q" in made
         sizes = made["cu_seqlens_q"].diff().tolist() if packed else [made["q"].shape[2]]
@@ -210,7 +210,7 @@ def _tree(make, form):
         shown = (columns == places) | (columns == 0)
         return made | {form: parents if form == "parents" else shown}
 
-    return given
+    return with_tree
 
 
 def _listed(length=8, dtype=torch.float32):

@@ -56,7 +56,7 @@ def equal(actual, expected):
 
 @examples()
 def test_opcheck(example, where):
-    """Schema, on the CPU fake kernel and autograd's registration too, which are the same on every device."""
+    """Schema; fake kernel and autograd's registration only once, as no device changes them."""
     op = getattr(torch.ops.metal_attn, example.op)
     checks = ["test_schema"]
     if where == CPU:

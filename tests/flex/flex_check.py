@@ -96,9 +96,9 @@ def gradients(function, qkv, mod, mask, dtype, captured=(), captured_dtype=None,
     The loss is of both results.
     """
     leaves = make_leaves(qkv, dtype)
-    own = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
-    out, lse = function(*leaves, mod(*own) if own else mod, mask, **options)
-    return out.detach(), lse.detach(), *torch.autograd.grad(loss_of(out, lse), (*leaves, *own))
+    captured = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
+    out, lse = function(*leaves, mod(*captured) if captured else mod, mask, **options)
+    return out.detach(), lse.detach(), *torch.autograd.grad(loss_of(out, lse), (*leaves, *captured))
 
 
 def check_flex_gradients(

@@ -76,15 +76,15 @@ def run(mods, scores, q_idx, kv_idx):
         calls += _CALL.format(i)
     text += f"{_TEXT}{calls}}}\n"
     kernel = compile_shader(text, check=True).run
-    found = [torch.empty(len(mods), len(scores)) for _ in range(2)]
+    results = [torch.empty(len(mods), len(scores)) for _ in range(2)]
     nothing = torch.zeros(1, dtype=torch.float16)
     captures = [*captured, *([None] * (12 - len(captured)))]
     kernel(
         *(nothing, nothing, nothing, params, *captures),
-        *(scores, q_idx.int(), kv_idx.int(), *found),
+        *(scores, q_idx.int(), kv_idx.int(), *results),
         threads=len(scores),
     )
-    return Values(*found)
+    return Values(*results)
 
 
 def _flex_header():

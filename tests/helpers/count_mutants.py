@@ -18,7 +18,7 @@ def counts():
 
 
 if __name__ == "__main__":
-    found = counts()
-    for module, count in found.items():
+    planted = counts()
+    for module, count in planted.items():
         print(f"{count:5} {module}")
-    print(f"{sum(found.values()):5} in all")
+    print(f"{sum(planted.values()):5} in all")

@@ -164,16 +164,18 @@ def _judge(case: Merge, outs: Tensor, lses: Tensor, results: Any) -> list[Measur
     if case.sink:
         sink = _sink(case)[:, None, None]
     exact, exact_lse = union(outs.double(), lses.double(), None if sink is None else sink.double())
-    own, _ = union(outs.float(), lses, None if sink is None else sink.float())
-    own = own.to(dtype_of(case.dtype))
+    rounded, _ = union(outs.float(), lses, None if sink is None else sink.float())
+    rounded = rounded.to(dtype_of(case.dtype))
     actual, found_lse = results[:2]
     found_lse = found_lse.t() if case.packed else found_lse
     if case.masked:
         merged = _mask(case)[:, None] if case.packed else _mask(case)[:, None, :]
-        own, exact = (x.where(merged[..., None], outs[..., 0, :].to(x.dtype)) for x in (own, exact))
+        rounded, exact = (
+            x.where(merged[..., None], outs[..., 0, :].to(x.dtype)) for x in (rounded, exact)
+        )
         exact_lse = exact_lse.where(merged, _as_given(case, lses)[..., 0].double())
     measures = [
-        near("out", actual, exact, worst_of([(own, exact)])),
+        near("out", actual, exact, worst_of([(rounded, exact)])),
         near_statistic("lse", found_lse, exact_lse, 1e-6),
     ]
     if case.backward:
@@ -201,7 +203,7 @@ def _judge_gradients(
             results += [weight[..., None] * wide, weight * dlse.to(dtype) + sign * moved]
         return results
 
-    exact, own = gradients(torch.float64), gradients(torch.float32)
+    exact, rounded = gradients(torch.float64), gradients(torch.float32)
     # The terms of dlse may cancel. A weight errs by the rounding of the difference of the lses.
     weights = torch._safe_softmax(lses.double(), -1)
     apart = outs.double().nan_to_num(0, 0, 0).abs().sum(-2) * dout.double().abs()
@@ -209,7 +211,7 @@ def _judge_gradients(
     relative = summing(case.head_dim) + STEPS * ROUNDING[torch.float32] * (1 + largest(lses))
     measures = []
     for name, x, right, rough in zip(
-        ("dout_a", "dlse_a", "dout_b", "dlse_b"), actual, exact, own, strict=True
+        ("dout_a", "dlse_a", "dout_b", "dlse_b"), actual, exact, rounded, strict=True
     ):
         x = x.t() if case.packed and "lse" in name else x
         slack = relative * terms * weights[..., "ab".index(name[-1])] if "lse" in name else 0.0

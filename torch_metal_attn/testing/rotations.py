@@ -166,11 +166,11 @@ def _judge(
     measures = []
     for suffix, tensors_found, sine in (("", actual, sin), (" (gradient)", grads, -sin)):
         for (name, x), rotated in zip(sides.items(), tensors_found, strict=False):
-            exact, own = x.double(), x
+            exact, rounded = x.double(), x
             if case.columns:  # the reference rotates some
                 exact = rotate(exact, cos.double(), sine.double(), case.interleaved)
-                own = rotate(x, cos.to(x.dtype), sine.to(x.dtype), case.interleaved)
-            measures.append(near(name + suffix, rotated, exact, worst_of([(own, exact)])))
+                rounded = rotate(x, cos.to(x.dtype), sine.to(x.dtype), case.interleaved)
+            measures.append(near(name + suffix, rotated, exact, worst_of([(rounded, exact)])))
     return measures
 
 
@@ -189,7 +189,7 @@ def prepare_tables(case: Tables, device: torch.device) -> Prepared:
     pairs = torch.arange(0, case.head_dim, 2, dtype=torch.float64) / case.head_dim
     inv_freq, positions = (10000.0**-pairs).float(), torch.arange(case.length)
     exact = positions.double()[:, None] * 10000.0**-pairs
-    own = positions[:, None] * inv_freq
+    angles = positions[:, None] * inv_freq
 
     def judge(tables: Any) -> list[Measure]:
         return [
@@ -197,7 +197,7 @@ def prepare_tables(case: Tables, device: torch.device) -> Prepared:
                 function.__name__,
                 table,
                 function(exact),
-                worst_of([(function(own), function(exact))]),
+                worst_of([(function(angles), function(exact))]),
             )
             for table, function in zip(tables, (torch.cos, torch.sin), strict=True)
         ]

@@ -106,13 +106,13 @@ def _judge(case: Softmax, x: Tensor, results: Any) -> list[Measure]:
         visible = torch.ones(x.shape[-2:], dtype=torch.bool).tril(case.q_offset)
         return [same_bits("scores", results, x.masked_fill(~visible, -math.inf))]
     actual, gradient = results if case.backward else (results, None)
-    exact, own = (torch._safe_softmax(y, case.dim) for y in (x.double(), x))
-    measures = [near("weights", actual, exact, worst_of([(own, exact)]))]
+    exact, rounded = (torch._safe_softmax(y, case.dim) for y in (x.double(), x))
+    measures = [near("weights", actual, exact, worst_of([(rounded, exact)]))]
     if gradient is not None:
         weights = _gradient_of(case)
         exact_gradient, own_gradient = (
             y * (g - (g * y).sum(case.dim, keepdim=True))
-            for y, g in ((exact, weights.double()), (own, weights))
+            for y, g in ((exact, weights.double()), (rounded, weights))
         )
         error = worst_of([(own_gradient, exact_gradient)])
         # The weights that the forward returned are rounded.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention import flash_fwd_problems as problems
+from tests.attention import test_flash_fwd_mutants as problems
 from tests.attention.flash_fwd_check import check_either_precision, check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, case, hold
 from tests.helpers.judged import judge

@@ -1,6 +1,6 @@
 """Each feature of attention's gradients in a small problem: what to check and to mutate.
 
-In float16 unless told otherwise, so that tests and mutants share a feature's kernels.
+The dtype is float16 by default, so that tests and mutants share a feature's kernels.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -79,7 +79,7 @@ FEATURES = {
     "rotary": rotated(8),
     "odd head dim": {"head_dim": 11, "v_head_dim": 13},
     "slices": FEW | {"head_dim": 520, "v_head_dim": 40, "q_length": 29, "kv_length": 37},
-    # Two tiles have one place. Some SIMD groups see no key of a block that others see.
+    # Two tiles share one place. Some SIMD groups see no key of a block that others see.
     "wide rows": FEW
     | {"head_dim": 512, "v_head_dim": 500, "dtype": "float32", "window_size_left": 9}
     | {"causal": True, "attn_bias": "float32 qk"},

@@ -114,8 +114,8 @@ def check_flash_decode(q, k, v, *, device, num_splits=0, **options):
 def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
     """Runs the op on `device` and holds it to twice torch's error against float64.
 
-    packing: of packed sequences, whose error of torch's is that of each sequence alone.
-    cache: what the op is given for k and v, and the options that tell how they are kept there.
+    packing: of packed sequences; torch's error is then that of each sequence alone.
+    cache: the op's arguments for k and v, and the options of their storage.
     """
     keys, values, where = (k, v, {}) if cache is None else cache
     arguments = on(device, dict(enumerate((q, keys, values, *packing)))).values()
@@ -128,7 +128,7 @@ def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
 
 
 def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
-    """Keys that are alike, beside sinks that have nearly all weight: each share is exact.
+    """Equal keys, with sinks that have nearly all weight: each share is exact.
 
     The products of these sinks with log2(e) round off a millionth of a share.
     """

@@ -55,7 +55,7 @@ def test_partial_results_are_linear_in_the_bias(dtype):
 
 @pytest.mark.parametrize("op", ["bias", "slopes"])
 def test_impossible_lengths_are_nan(op, monkeypatch):
-    """On mps nobody else sees them: nothing is read outside, and what they touch is NaN."""
+    """On mps only kernels see them: nothing is read outside, and affected results are NaN."""
     lengths = ints(60, 30, 65)
     q, k, v, dout, dlse = problem(batch=3, heads=2, q_length=33, kv_length=65)
     options = {"attn_bias": normal(3, 1, 33, 65), "alibi_slopes": normal(3, 2)}

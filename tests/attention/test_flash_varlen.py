@@ -1,4 +1,4 @@
-"""Packed sequences, forward and backward: the bits of each sequence alone, and rows of nobody.
+"""Packed sequences, forward and backward: the bits of each sequence alone, and rows of no sequence.
 
 Their values by lengths and features are rows of test_values.py.
 """

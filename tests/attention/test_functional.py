@@ -1,4 +1,4 @@
-"""flash-attn's functions: layouts, bottom-right alignment, every option, and what they refuse."""
+"""flash-attn's functions: layouts, bottom-right alignment, every option, and refusals."""
 
 import inspect
 import re

@@ -165,8 +165,8 @@ def test_work_is_that_of_the_blocks_that_are_shown(cores):
         with simulate(count=True) as run:
             results(q, k, v, mask)
         result[name] = run.counters
-    told = explain(q, k, v, attn_mask=window, backward=True)
-    kernels = told.kernels | told.training.kernels
+    explained = explain(q, k, v, attn_mask=window, backward=True)
+    kernels = explained.kernels | explained.training.kernels
     for name in KERNELS:
         sizes = tile(kernels[name].specialisation)
         base = work(result["none"][name])
@@ -194,7 +194,7 @@ def test_blocks_that_are_shown_in_full_do_not_load_the_mask():
     assert loads[1] - loads[0] == 256 * 64 / 2
 
 
-def told(mask, batch=1, heads=2, **options):
+def explained(mask, batch=1, heads=2, **options):
     q_length = 264 if mask.shape[-2] == 1 else mask.shape[-2]
     q = torch.zeros(batch, heads, q_length, HEAD_DIM, dtype=torch.float16)
     k = torch.zeros(batch, heads, mask.shape[-1], HEAD_DIM, dtype=torch.float16)
@@ -203,7 +203,7 @@ def told(mask, batch=1, heads=2, **options):
 
 def test_explain_says_what_is_skipped():
     mask = torch.ones(264, 2048, dtype=torch.bool)
-    actual = told(mask)
+    actual = explained(mask)
     assert list(actual.kernels) == ["mask_blocks", "flash_fwd"]
     assert actual.kernel == "flash_fwd"
     assert actual.kernels["mask_blocks"].specialisation == {"WORD": "uint2"}
@@ -231,7 +231,7 @@ def test_explain_says_what_is_skipped():
     ],
 )
 def test_where_it_does_not_pay(mask, options, why):
-    actual = told(mask, **options)
+    actual = explained(mask, **options)
     assert list(actual.kernels) == ["flash_fwd"]
     assert "MASK_BLOCKS" not in actual.specialisation
     assert f"attn_mask hides are computed, {why}" in actual.reason

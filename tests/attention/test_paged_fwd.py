@@ -1,4 +1,4 @@
-"""flash_fwd of a cache in pages or by an index: what is missing, what is wrong, what it costs.
+"""flash_fwd of a cache in pages or by an index: missing pages, refusals and costs.
 
 Values by page size, layout and feature are rows of test_values.py.
 """

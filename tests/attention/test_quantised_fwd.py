@@ -31,7 +31,7 @@ FORMATS_AND_DTYPES = list(zip(FORMATS, (torch.float32, torch.float16, torch.bflo
 
 
 def scale_of(kv_format, *shape, seed=0):
-    """None but for fp8_e4m3, whose scale is given."""
+    """A scale for fp8_e4m3, and None for other formats."""
     if kv_format != "fp8_e4m3":
         return None
     return 0.3 + torch.rand(shape, generator=torch.Generator().manual_seed(seed))
@@ -102,7 +102,7 @@ def operands(**shape):
 
 @pytest.mark.parametrize("op", CHECKS)
 def test_as_an_op(op):
-    """The fake kernel, what explains it and what it must move."""
+    """The fake kernel, the explanation and the bytes."""
     q, k, v = operands(head_dim=64)
     run = getattr(ops, op)
     torch.library.opcheck(run, (q, k, v), {"causal": True})

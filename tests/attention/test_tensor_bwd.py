@@ -74,7 +74,7 @@ def either_precision():
 
 
 def one_key():
-    """Weights that are numbers of 11 bits stay what they are: dv is the sum of dout."""
+    """Weights of 11 bits do not change: dv is the sum of dout."""
     q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=HOME, dtype=F16)
     dout, _ = make_gradients(q, v, q.shape[:3])
     *_, dv, _ = backward(q, k, v, dout, None, CPU, {})

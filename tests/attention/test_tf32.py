@@ -142,7 +142,7 @@ def test_values(kernels, cases):
 
 
 def test_a_bias_has_float32s_own_gradients():
-    """Delta, which its kernel is given, is of products that are not rounded."""
+    """Their kernel gets a delta of products that are not rounded."""
     with simulate(check=True) as run:
         check_sharp("torch's sample", F32, CPU)
     assert {"flash_fwd_tensor", "flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
@@ -274,8 +274,8 @@ def test_no_row_of_a_table_is_shared():
     """A row that was measured with one kind of tile is not used for the other."""
 
     def keys():
-        told = explain(*make_qkv(head_dim=64), backward=True)
-        kernels = told.kernels | told.training.kernels
+        explained = explain(*make_qkv(head_dim=64), backward=True)
+        kernels = explained.kernels | explained.training.kernels
         return {kernel.key for kernel in kernels.values() if kernel.key}
 
     tf32 = keys()

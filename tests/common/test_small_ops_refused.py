@@ -366,7 +366,7 @@ def inside(memory, x):
     return memory_of(memory)[: x.nbytes].view(x.dtype).view(x.shape).zero_()
 
 
-# For an op in place: what it writes, and the arguments that may not lie in that memory.
+# For an op in place: the written argument, and those that may not share its memory.
 SHARING = {
     "rope_": ("q", ["k", "cos", "sin"]),
     "rope_ by positions": ("q", ["positions"]),

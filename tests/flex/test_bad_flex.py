@@ -231,7 +231,7 @@ def test_indices_out_of_range(simulated):
 
 @pytest.mark.parametrize("part", ["places", "share_captures", "share_owners"])
 def test_parts_of_no_share(part):
-    """A list beside `shares` that is longer is not left out, also if there are none."""
+    """A list that is longer than `shares` is refused, also if there are no shares."""
     q, k, v = home()
     statistics = torch.zeros(q.shape[:3])
     arguments = {part: ["return 0;"] if part == "places" else [0]}

@@ -141,7 +141,7 @@ def test_pages_of_torch():
     for b, n in enumerate(lengths.tolist()):
         rows = (x[b : b + 1, :, :n] for x in (k, v))
         paged.assign(torch.tensor([b]), torch.arange(n)[None], *rows, k_cache, v_cache)
-    for cache in (k_cache, v_cache):  # pages of nobody are not read
+    for cache in (k_cache, v_cache):  # free pages are not read
         cache.unflatten(2, (pages, page))[:, :, paged.empty_pages] = torch.nan
 
     def mod(b, h, q_idx, kv_idx):

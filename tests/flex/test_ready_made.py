@@ -1,4 +1,4 @@
-"""torch_metal_attn.masks and scores against what they are defined by, written out."""
+"""torch_metal_attn.masks and scores against their definitions."""
 
 import copy
 import math
@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from tests.attention.autograd_check import normal
 from tests.flex.flex_check import check_flex, home
@@ -104,19 +105,8 @@ def test_tree():
 
 
 def t5_bucket(distance, bidirectional, buckets, max_distance):
-    """transformers' T5Attention._relative_position_bucket, of one number."""
-    result = 0
-    if bidirectional:
-        buckets //= 2
-        result += buckets if distance > 0 else 0
-        distance = abs(distance)
-    else:
-        distance = -min(distance, 0)
-    exact = buckets // 2
-    if distance < exact:
-        return result + distance
-    far = math.log(distance / exact) / math.log(max_distance / exact) * (buckets - exact)
-    return result + min(exact + int(far + 1e-6), buckets - 1)
+    buckets_of = T5Attention._relative_position_bucket
+    return buckets_of(torch.tensor(distance), bidirectional, buckets, max_distance)
 
 
 SLOPES, BIAS, TABLE = normal(2).abs(), normal(2, 11, seed=1), normal(8, 2, seed=2)

@@ -26,10 +26,10 @@ EVERYWHERE, WRONG = "everywhere", "wrong"
 class Mutant(NamedTuple):
     """A fault that is planted in the text of a family of kernels, as a table of them says it.
 
-    problem: what passes as the text is, and fails with the fault.
-    pattern: a part of the text with its changes marked; any blanks are any other.
-    everywhere: whether it may stand at several places, which change alike.
-    fault: the kinds that the simulator may report, None among them if the numbers may show it.
+    problem: a check that passes with the unchanged text, and fails with the fault.
+    pattern: a part of the text with its changes marked; blanks match any blanks.
+    everywhere: the text may stand at several places, which change alike.
+    fault: the kinds that the simulator may report; None if the numbers may show it.
     """
 
     problem: object
@@ -40,7 +40,7 @@ class Mutant(NamedTuple):
 
     @property
     def change(self):
-        """The text that the pattern finds, and what becomes of it."""
+        """The text that the pattern matches, and its replacement."""
         text = shaders.source(self.family)
         old, new = changed(self.pattern, text) or (CHANGE.sub(r"\1", self.pattern), "")
         return (repeated(old) if self.everywhere else old), new
@@ -106,7 +106,7 @@ def mutant_tests(
 
     table: {problem: text}, in which a line, or several, are a mutant:
 
-        what is wrong [everywhere, race or wrong]: part of the text, {~old => new~}, and more
+        name [everywhere, race or wrong]: part of the text, {~old => new~}, and more
 
         The words in brackets are fields of Mutant. Without them the text stands once, and the
         numbers show the fault. If `family` has a {}, the line begins with what fills it and a

@@ -43,7 +43,7 @@ class Token:
 
 @dataclass
 class Place:
-    """A part of the text, and what the mutants by these numbers have in its stead."""
+    """A part of the text, and its replacements by the numbers of their mutants."""
 
     begin: int
     end: int
@@ -123,7 +123,7 @@ class Text:
         return self._statements(first, last, changed) or self._expression(first, last, changed)
 
     def _expression(self, first, last, changed):
-        """The largest expression around tokens first to last: what it is for converts both alike.
+        """The largest expression around tokens first to last: its use converts both alike.
 
         Between smaller ones `?:` would choose a type too, and change what has no fault.
         """
@@ -265,7 +265,7 @@ def switched(text, mutants):
 
 
 def _places(parsed, old, new):
-    """The places of one mutant, as [(place, what it has there)]; None if one cannot be chosen."""
+    """The places of one mutant, as [(place, new text)]; None if one cannot be chosen."""
     results = []
     begin = parsed.text.find(old)
     while begin >= 0:

@@ -28,7 +28,7 @@ class Node:
     """A scalar.
 
     Attributes: op: "input", "constant", "load", "cast", "composed", or an op of `table.OPS`. args:
-        what it is computed from; of a load its indices. value: an input's name, a constant's
+        its arguments, or a load's indices. value: an input's name, a constant's
         number, the number of the captured tensor that is loaded from, or `composed.Composed`.
     """
 

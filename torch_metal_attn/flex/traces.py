@@ -129,7 +129,7 @@ class Parts:
 def _changes(name: str) -> bool:
     """True if torch has a function or module of this name that may depend on its settings.
 
-    Those are, such as torch.initial_seed, what a function mode is not told of.
+    A function mode does not see calls of such functions, for example torch.initial_seed.
     """
     value = getattr(torch, name, None)
     if isinstance(value, types.ModuleType):

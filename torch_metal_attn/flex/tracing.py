@@ -1,7 +1,7 @@
-"""Runs a score_mod or mask_mod once on scalars without values, and writes down what it does.
+"""Runs a score_mod or mask_mod once on scalars without values, and records its ops.
 
 As with torch's flex_attention, a function sees scalar tensors, and indexing a captured tensor with
-them is one more op. What depends on captured tensors alone is computed at once.
+them is one more op. Values that depend on captured tensors alone are computed at once.
 """
 
 import functools
@@ -26,7 +26,7 @@ from torch_metal_attn.flex.graph import DTYPE_NAMES, DTYPES, Graph, Node
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
 from torch_metal_attn.wording import count_text, type_text
 
-# The elements of a captured row that an op computes with: each is a load of its own.
+# The most elements of a captured row in a pointwise op: each is one load.
 MOST_ELEMENTS = 32
 
 _of_transform = torch._C._functorch.is_functorch_wrapped_tensor

@@ -120,7 +120,7 @@ class Cascade(Case):
 
 
 def prepare(case: Cascade, device: torch.device) -> Prepared:
-    """The plan and its call. Rows that belong to nobody are NaN."""
+    """The plan and its call. Unused rows are NaN."""
     memory, attention, dtype = Memory(device), case.attention, dtype_of(case.dtype)
     batch, blocks = len(case.own), -(-max(case.lengths) // case.page)
 
@@ -134,7 +134,7 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
     table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
     levels = [case.shared * case.page, (case.shared + case.branched) * case.page]
     for b in range(batch):
-        # The first sequence has what all share, and the first two what is of their branches.
+        # The first sequence holds the shared rows, and the first two those of their branches.
         for first, end, origin in ((0, levels[0], 0), (*levels, b % 2)):
             table[b, first // case.page : end // case.page] = table[
                 origin, first // case.page : end // case.page

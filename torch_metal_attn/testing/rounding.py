@@ -68,7 +68,7 @@ def merge_errors(
     # Each part's share of out is its weight times its output; the last column is the weight.
     shares = [attend(wide * part[:, None, :, None]) for part in parts]
     merged, weight = shares[0][..., :-1], torch.ones_like(shares[0][..., -1:])
-    for share in shares[1:]:  # also what a sink takes is of the first part
+    for share in shares[1:]:  # the first part has a sink's share too
         weight = weight - share[..., -1:]
     errors = torch.zeros_like(merged)
     for part, share in zip(parts[1:], shares[1:], strict=True):

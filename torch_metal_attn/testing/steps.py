@@ -272,7 +272,7 @@ class Step(Case):
 
 
 def prepare(case: Step, device: torch.device) -> Prepared:
-    """The call that writes new rows, with caches whose rows are NaN where they belong to nobody."""
+    """The call that writes new rows, with caches whose unused rows are NaN."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
     batch, attention = len(case.lengths), case.attention
 

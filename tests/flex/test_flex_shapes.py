@@ -164,7 +164,7 @@ def test_explained_texts_blocks_and_cost():
 
 
 def test_explained_gradients():
-    """Those of captured tensors compute scores and dP again: two products each, in addition to seven."""
+    """Gradients of captured tensors compute scores and dP again: two products each."""
     table, hidden = torch.zeros(2, 3, requires_grad=True), torch.zeros(96)
 
     def mod(score, b, h, q_idx, kv_idx):

@@ -130,13 +130,7 @@ def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, d
 # --- sinks ---
 
 
-SINKS = [
-    (0.0, 1.0, -2.0, 3.0),
-    (-math.inf, 0.5, -math.inf, 9.0),
-    (60.0, -60.0, 1e4, -1e4),
-    (-1e30, 1e30, 80.0, -80.0),
-    (3e5, 1e7, -1e12, 2e38),
-]
+SINKS = [(-math.inf, 0.5, 1e4, 9.0), (-1e30, 1e30, 80.0, -80.0), (3e5, -60.0, -1e12, 2e38)]
 
 
 @each_case("sink", SINKS)

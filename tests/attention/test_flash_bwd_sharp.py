@@ -81,13 +81,9 @@ def differentiate(attend, leaves, dout, dlse, dtype=None):
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-def check_sharp(name, dtype, device, without=()):
-    """Every gradient of autograd's within twice the error of torch's operations on float32.
-
-    without: options that the problem has and the call has not.
-    """
+def check_sharp(name, dtype, device):
+    """Every gradient of autograd's within twice the error of torch's operations on float32."""
     qkv, options = SHARP[name]()
-    options = {n: x for n, x in options.items() if n not in without}
     leaves = {n: x.to(dtype) for n, x in zip("qkv", qkv, strict=True)}
     leaves |= {n: options.pop(n) for n in ADDED if n in options}
     generator = torch.Generator().manual_seed(3)

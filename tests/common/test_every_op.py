@@ -124,10 +124,10 @@ def test_modes_change_nothing(example, where):
     if not example.returns_what_it_writes:
         return  # torch cannot negate what an op without results has written
     for name in {*example.differentiable, *example.written}:
-        options = on(where, arguments)
-        if options[name] is not None and options[name].is_floating_point():
-            options[name] = torch._neg_view(-options[name])
-            equal(call(options, example), expected)
+        negated = on(where, arguments)
+        if negated[name] is not None and negated[name].is_floating_point():
+            negated[name] = torch._neg_view(-negated[name])
+            equal(call(negated, example), expected)
 
 
 def cases_of_compile():
@@ -176,14 +176,14 @@ def derivatives(example, function, device, dtype, seed, order):
             for n, x in arguments.items()
         }
     leaves = [arguments[n].requires_grad_() for n in example.differentiable]
-    options = dict(arguments)
+    passed = dict(arguments)
     if example.written:
         joint = torch.cat([arguments[n].flatten() for n in example.written]) * 1
         for name in example.written:
             size = arguments[name].numel()
-            options[name], joint = joint[:size].view(arguments[name].shape), joint[size:]
+            passed[name], joint = joint[:size].view(arguments[name].shape), joint[size:]
     loss = 0
-    for i, result in enumerate(function(options)):
+    for i, result in enumerate(function(passed)):
         weights = normal(*result.shape, seed=seed + i)
         curved = result.masked_fill(result.isinf(), 0).atan()
         loss = loss + (curved * weights.to(device)).sum()

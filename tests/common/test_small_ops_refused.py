@@ -38,12 +38,12 @@ def calls(example, arguments):
 
 def check(message, example, arguments, meta=True):
     """The same words everywhere, also without data; nothing is written."""
-    options = {name: x for name, x in arguments.items() if x is not None or name == "k"}
-    written = [memory_of(options[n]) for n in example.written if options.get(n) is not None]
+    passed = {name: x for name, x in arguments.items() if x is not None or name == "k"}
+    written = [memory_of(passed[n]) for n in example.written if passed.get(n) is not None]
     before = [x.clone() for x in written]
-    everywhere = [*calls(example, options)]
+    everywhere = [*calls(example, passed)]
     if meta:
-        nothing = without_data(options)
+        nothing = without_data(passed)
         everywhere.append(lambda: getattr(torch.ops.metal_attn, example.op)(**nothing))
     refused_alike(message, *everywhere)
     assert all(map(torch.equal, written, before))
@@ -306,8 +306,8 @@ def test_refused(name, changes, message):
 
 def test_an_append_of_float32_rows_to_caches_of_different_dtypes():
     message = "v_cache has dtype .*bfloat16 and k_cache .*float32; they must be alike"
-    options = arguments(append(dtype="float32")) | {"v_cache": zeros(2, 2, 64, 64, dtype=BF16)}
-    check(message, EXAMPLES["append_kv"], options)
+    passed = arguments(append(dtype="float32")) | {"v_cache": zeros(2, 2, 64, 64, dtype=BF16)}
+    check(message, EXAMPLES["append_kv"], passed)
 
 
 OVERLAPPING = zeros(9).as_strided((3, 3), (2, 1))

@@ -85,23 +85,17 @@ def _launched(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor],
     score_mod: Callable[..., Any] | None,
     block_mask: Any,
     scale: float | None,
-    enable_gqa: bool,
-    kernel_options: dict[str, Any] | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """out and the log-sum-exp, of a call that Dynamo traces."""
     blocks: tuple[Any, ...] = (_everything,)
     if block_mask is not None:
         lists = tuple(getattr(block_mask, name) for name in (*_BLOCKS, *LISTS))
         blocks = (*lists, block_mask.mask_mod)
-    options = {"enable_gqa": enable_gqa, "kernel_options": kernel_options}
     score = _identity if score_mod is None else _of_float32(score_mod)
-    result: tuple[Tensor, Tensor] = _flex_attention(
-        query, key, value, score, blocks, scale, options
-    )
+    result: tuple[Tensor, Tensor] = _flex_attention(*operands, score, blocks, scale, options)
     return result

@@ -94,12 +94,12 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
     memory = Memory(device)
     outs, lses = _parts(case)
     judge = partial(_judge, case, outs, lses)
-    options = _as_given(case, lses)
+    called_lses = _with_infinities(case, lses)
     arguments: dict[str, Any] = {"infinity_is_empty": case.infinity_is_empty}
     if case.call == "merge_splits":
         arguments |= {
             "partial_out": memory.place("partial_out", outs),
-            "partial_lse": memory.place("partial_lse", options),
+            "partial_lse": memory.place("partial_lse", called_lses),
             "out_dtype": dtype_of(case.dtype),
         }
         if case.sink:
@@ -107,7 +107,7 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
         return Prepared(torch.ops.metal_attn.merge_splits, arguments, judge, memory)
     for part, name in enumerate("ab"):
         arguments[f"out_{name}"] = memory.place(f"out_{name}", outs[..., part, :], case.layout)
-        lse = options[..., part]
+        lse = called_lses[..., part]
         arguments[f"lse_{name}"] = memory.place(f"lse_{name}", lse.t() if case.packed else lse)
     if case.call == "merge_state":
         return Prepared(partial(_run, case), arguments, judge, memory)
@@ -122,14 +122,12 @@ def _mask(case: Merge) -> Tensor:
     return normal(*rows, seed=case.seed + 6) > 0
 
 
-def _as_given(case: Merge, lses: Tensor) -> Tensor:
+def _with_infinities(case: Merge, lses: Tensor) -> Tensor:
     """With +inf for -inf in every other split, if both mean the same."""
-    arguments = lses.clone()
+    changed = lses.clone()
     if case.infinity_is_empty:
-        arguments[..., ::2] = arguments[..., ::2].masked_fill(
-            arguments[..., ::2] == -math.inf, math.inf
-        )
-    return arguments
+        changed[..., ::2] = changed[..., ::2].masked_fill(changed[..., ::2] == -math.inf, math.inf)
+    return changed
 
 
 def _sink(case: Merge) -> Tensor:
@@ -173,7 +171,7 @@ def _judge(case: Merge, outs: Tensor, lses: Tensor, results: Any) -> list[Measur
         rounded, exact = (
             x.where(merged[..., None], outs[..., 0, :].to(x.dtype)) for x in (rounded, exact)
         )
-        exact_lse = exact_lse.where(merged, _as_given(case, lses)[..., 0].double())
+        exact_lse = exact_lse.where(merged, _with_infinities(case, lses)[..., 0].double())
     measures = [
         near("out", actual, exact, worst_of([(rounded, exact)])),
         near_statistic("lse", found_lse, exact_lse, 1e-6),

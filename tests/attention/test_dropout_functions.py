@@ -69,7 +69,7 @@ class TestFlashAttn:
 
     @pytest.mark.parametrize("pages", [False, True])
     def test_s_dmask_of_packed_sequences(self, pages):
-        """Each sequence has the weights that it has alone, with slopes of its own."""
+        """Each sequence has the same weights as alone, with a row of slopes for each."""
         q, k, v, *packing = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
         options = {"causal": True, "alibi_slopes": normal(3, 4, seed=5).abs()}
         arguments = k, v

@@ -1,4 +1,4 @@
-"""flash_bwd: bits, zeros and what is not finite.
+"""flash_bwd: bits, large scores, and numbers that are not finite.
 
 Its values by length, head dim and feature are rows of test_values.py.
 """

@@ -1,4 +1,4 @@
-"""flash_fwd: layouts of what scores are made of, bits, sinks, and what is not finite.
+"""flash_fwd: layouts of slopes and tables, sinks, and numbers that are not finite.
 
 Its values by length, head dim and feature are rows of test_values.py. Without an Apple GPU the
 shader text runs in the simulator, with every check on.

@@ -38,7 +38,7 @@ def scales_of_fp8():
 
 
 def codes_of_fp8():
-    """Every code as the value of one key, which comes out as it is."""
+    """Every code as the value of one key, which is then the output."""
     data = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 1, 1, 16)
     q, k, _ = make_qkv(batch=16, heads=1, q_length=1, kv_length=1, head_dim=16)
     out, _ = torch.ops.metal_attn.flash_fwd(q, k.to(torch.float8_e4m3fn), data)

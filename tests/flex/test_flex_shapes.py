@@ -56,7 +56,7 @@ def test_strides_everywhere(q_length):
 
 
 def test_captured_tensors_of_every_dtype():
-    """Each is read at its own width."""
+    """The kernel reads each of them at the width of its dtype."""
     integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     most = {dtype: torch.iinfo(dtype).max for dtype in integers}
     most |= dict.fromkeys((torch.bool, torch.float16, torch.bfloat16, torch.float32), 1)

@@ -168,7 +168,7 @@ MODS |= {
 
 
 def torch_values(mod):
-    """Values and slopes, by autograd. In float32: what is rounded must be what a kernel rounds.
+    """Values and slopes, by autograd. They are in float32, and round as a kernel does.
 
     Positions are int64, as in torch's own attention.
     """

@@ -177,7 +177,7 @@ def plant(monkeypatch, families, old, new):
 
 
 def plant_among(monkeypatch, family, old, new, others):
-    """`plant`, in a text that holds the `others` too, so that they share what is compiled.
+    """`plant`, in a text that holds the `others` too, so that all share one compilation.
 
     others: (old, new) of faults that are shown by the same problem.
     """

@@ -54,7 +54,7 @@ def _hypot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _shrunk(gradient: Tensor, x: Tensor, width: float) -> Tensor:
-    """The gradient of what is 0 within `width` of 0."""
+    """The gradient of a function that is 0 within `width` of 0."""
     return torch.where((x >= -width) & (x <= width), 0.0, gradient)
 
 

@@ -386,7 +386,7 @@ class Tracer(Traced, TorchDispatchMode):
         return self.known(part.rest(), part)
 
     def viewed(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The views of a row, such as its transpose, or what is selected; None for others."""
+        """A row's view, such as its transpose, or a selection; None for other ops."""
         first, returns = args[0], func._schema.returns
         value = self.value(first)
         if name in ("index_select", "embedding"):

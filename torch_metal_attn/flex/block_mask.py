@@ -131,8 +131,8 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
             f"{count_text(made_for[1], 'key')}, and query has {lengths[0]} and key {lengths[1]}: "
             "make one for these lengths"
         )
-    arguments = {name: getattr(block_mask, name) for name in LISTS}
-    lists = {name: tensor for name, tensor in arguments.items() if tensor is not None}
+    attributes = {name: getattr(block_mask, name) for name in LISTS}
+    lists = {name: tensor for name, tensor in attributes.items() if tensor is not None}
     for name, tensor in lists.items():
         check_tensor(f"block_mask.{name}", tensor)
         if tensor.dtype not in (torch.int32, torch.int64):

@@ -41,8 +41,8 @@ class Composed:
         flat = [next(left) if x is SLOT else x for x in self.constants]
         args, kwargs = tree_unflatten(flat, self.spec)
         result = self.function(*args, **kwargs)
-        results: Tensor = result if self.item is None else result[self.item]
-        return results
+        chosen: Tensor = result if self.item is None else result[self.item]
+        return chosen
 
 
 def _hypot(a: Tensor, b: Tensor) -> Tensor:

@@ -94,15 +94,15 @@ def _lengths(attn_mask: Tensor, lengths: tuple[int, int] | None) -> tuple[int, i
                 f"attn_mask has shape {shape}, which has no queries; give lengths=(Lq, {shape[0]})"
             )
         lengths = (shape[-2], shape[-1])
-    result = _pair("lengths", lengths)
-    if min(result) < 1 or 0 in shape:
+    sizes = _pair("lengths", lengths)
+    if min(sizes) < 1 or 0 in shape:
         raise ValueError(
-            f"attn_mask has shape {shape} and lengths are {result}; there must be a query and a key"
+            f"attn_mask has shape {shape} and lengths are {sizes}; there must be a query and a key"
         )
     if any(
-        n not in (1, length) for n, length in zip(shape[-2:], result[-len(shape) :], strict=True)
+        n not in (1, length) for n, length in zip(shape[-2:], sizes[-len(shape) :], strict=True)
     ):
         raise ValueError(
-            f"attn_mask has shape {shape}, which does not broadcast to lengths {result}"
+            f"attn_mask has shape {shape}, which does not broadcast to lengths {sizes}"
         )
-    return result
+    return sizes

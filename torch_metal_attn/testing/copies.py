@@ -117,8 +117,8 @@ def prepare_quantised(case: Quantised, device: torch.device) -> Prepared:
     scale = torch.full((1,), case.scale) if case.call == "fp8_e4m3" else None
 
     def function(x: Tensor) -> Tensor:
-        data, actual = quantise(x, case.call, None if scale is None else scale.to(x.device))
-        return dequantise(data, actual, torch.float32)
+        data, scales = quantise(x, case.call, None if scale is None else scale.to(x.device))
+        return dequantise(data, scales, torch.float32)
 
     return Prepared(function, {"x": memory.place("x", x)}, partial(_judge, case, x.float()), memory)
 

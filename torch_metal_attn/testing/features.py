@@ -73,17 +73,13 @@ def attention(
     feature: str = "plain", cache: str = "", layout: str = "contiguous", **fields: Any
 ) -> Attention:
     """A case that the policy judges, of a feature at odd sizes; other fields as in `Attention`."""
-    arguments = _SIZES | fields
+    values = _SIZES | fields
     words = _LAYOUTS[layout]
-    arguments = {
-        "v_head_dim": arguments["head_dim"],
-        "q_layout": words,
-        "v_layout": words,
-    } | arguments
-    arguments = {"k_layout": words, "strict": True, **_stored(cache)} | arguments
-    if arguments.get("packed"):
-        arguments |= dict.fromkeys(("batch", "q_length", "kv_length"), 1)
-    if arguments.get("q_lengths"):
-        arguments |= {"batch": len(arguments["q_lengths"]), "q_length": 1}
-    sizes = Attention(**arguments)
-    return Attention(**(arguments | FEATURES[feature](sizes)))
+    values = {"v_head_dim": values["head_dim"], "q_layout": words, "v_layout": words} | values
+    values = {"k_layout": words, "strict": True, **_stored(cache)} | values
+    if values.get("packed"):
+        values |= dict.fromkeys(("batch", "q_length", "kv_length"), 1)
+    if values.get("q_lengths"):
+        values |= {"batch": len(values["q_lengths"]), "q_length": 1}
+    sizes = Attention(**values)
+    return Attention(**(values | FEATURES[feature](sizes)))

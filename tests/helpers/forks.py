@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.helpers.patience import HANG_SECONDS
 
-# Of a process that nothing but this was done in. It has no torch_metal_attn: how that is imported,
+# A server process that has done nothing else. It has no torch_metal_attn: how that is imported,
 # and under which settings, is what some programs look at. macOS forks no process that loaded Metal.
 context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
 context.set_forkserver_preload(["torch", "torch._dynamo", "pytest"])

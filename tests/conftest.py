@@ -75,7 +75,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Where a worker's kernels ran, as tests/fixtures.py says it."""
+    """The place of a worker's kernels, from tests/fixtures.py."""
     said = getattr(node, "workeroutput", {})  # one that died says nothing
     node.config.stash[PLACES].update([said[WHERE]] if WHERE in said else [])
 
@@ -86,7 +86,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_finish():
-    """What was imported stays: collections, which transformers and torch.compile ask for, pass it.
+    """Keep imported objects out of collections, which transformers and torch.compile start.
 
     They take half a second each otherwise, and with Python's own thresholds a tenth of the time.
     """
@@ -97,7 +97,7 @@ def pytest_collection_finish():
 
 
 def keep(phase, info):
-    """What a full collection leaves stays too, so that the next one is as short."""
+    """Keep the objects that a full collection leaves, so that the next one is as short."""
     if phase == "stop" and info["generation"] == 2:
         gc.freeze()
 

@@ -1,4 +1,4 @@
-"""What the tests of gradients share: problems, options, the oracle's gradients and the judge."""
+"""Shared by the tests of gradients: problems, options, the oracle's gradients and the judge."""
 
 import math
 
@@ -74,13 +74,13 @@ def rotary(q_tables=None, k_tables=None, interleaved=False):
 
 
 ROTARY = rotary(tables(11, 6), tables(13, 6, seed=8))
-# Of a sequence whose keys are not all there, and of one that has none.
+# A sequence with a part of its keys, and one without keys.
 LENGTHS = {
     "seqused_k": ints(13, 4),
     "leftpad_k": ints(2, 4),
     "causal": True,
 }
-# Of make_packed's sequences, whose tables are their own.
+# Options for make_packed's sequences, with a table each.
 PACKED = {"seqused_k": ints(3, 0, 0, 12), "causal": True} | rotary(
     tables(10, 8, batch=4), (tables(12, 8, batch=4)[0], tables(13, 8)[1]), interleaved=True
 )

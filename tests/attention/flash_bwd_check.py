@@ -1,4 +1,4 @@
-"""What the tests of the gradient kernels share: calls of the ops on tensors, and their judge."""
+"""Shared by the tests of the gradient kernels: calls of the ops on tensors, and their judge."""
 
 import torch
 
@@ -57,17 +57,17 @@ def hold_gradients(q, k, v, dout, dlse, results, options, packing=()):
 
     Those of rotated q and k, which the op gives.
     """
-    out, lse, *found = results[:5]
+    out, lse, *actual = results[:5]
     if not packing:
         q, k, options = unrotated(q, k, options)
-    named = dict(zip("qkv", found, strict=True))
+    named = dict(zip("qkv", actual, strict=True))
     hold(judged(q, k, v, (out, lse, named), options, packing, dout, dlse))
 
 
 def check_flash_bwd(q, k, v, *packing, device, dlse=True, own_forward=False, **options):
     """Runs the backward on `device` and holds its gradients to the policy; dq, dk, dv and delta."""
     lse_shape = (q.shape[1], q.shape[0]) if packing else q.shape[:3]
-    given = make_gradients(q, v, lse_shape, dlse=dlse)
-    results = backward(q, k, v, *given, device, options, own_forward, packing)
-    hold_gradients(q, k, v, *given, results, options, packing)
+    arguments = make_gradients(q, v, lse_shape, dlse=dlse)
+    results = backward(q, k, v, *arguments, device, options, own_forward, packing)
+    hold_gradients(q, k, v, *arguments, results, options, packing)
     return results[2:]

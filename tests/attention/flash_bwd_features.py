@@ -1,6 +1,6 @@
 """Each feature of attention's gradients in a small problem: what to check and to mutate.
 
-In float16 unless told otherwise, so that tests and mutants share a feature's kernels.
+The dtype is float16 by default, so that tests and mutants share a feature's kernels.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -79,7 +79,7 @@ FEATURES = {
     "rotary": rotated(8),
     "odd head dim": {"head_dim": 11, "v_head_dim": 13},
     "slices": FEW | {"head_dim": 520, "v_head_dim": 40, "q_length": 29, "kv_length": 37},
-    # Two tiles have one place. Some SIMD groups see no key of a block that others see.
+    # Two tiles share one place. Some SIMD groups see no key of a block that others see.
     "wide rows": FEW
     | {"head_dim": 512, "v_head_dim": 500, "dtype": "float32", "window_size_left": 9}
     | {"causal": True, "attn_bias": "float32 qk"},
@@ -124,11 +124,11 @@ def check(feature, device="cpu"):
 
 def check_the_same_bits(qkv, options):
     """No atomics: threadgroups and SIMD groups may run in any order, on any number of cores."""
-    given = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
+    arguments = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
     runs = []
     for order in ({}, {"seed": 1, "workers": 1}, {"seed": 2, "workers": 2}):
         with simulate(check=True, **order):
-            runs.append(backward(*qkv, *given, CPU, options))
+            runs.append(backward(*qkv, *arguments, CPU, options))
     for other in runs[1:]:
         assert all(map(torch.equal, other, runs[0]))
 
@@ -158,5 +158,5 @@ def exchanging(*, block=16, row_fragments=2, simdgroups=4, shared=2, columns=576
         yield
     for launch in session.launches:
         if launch.kernel == "flash_bwd_dkv":
-            found = launch.defines["COLUMN_SIMDGROUPS"], launch.defines["BLOCK_Q"]
-            assert found == (str(shared), str(block)), "the tile was refused"
+            actual = launch.defines["COLUMN_SIMDGROUPS"], launch.defines["BLOCK_Q"]
+            assert actual == (str(shared), str(block)), "the tile was refused"

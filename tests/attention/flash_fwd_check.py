@@ -21,7 +21,7 @@ from torch_metal_attn.testing.judge import (
 from torch_metal_attn.testing.oracle import visible_keys
 
 ops = torch.ops.metal_attn
-# Of the inputs, and of a bias, a mask or a sink: each dtype once on both sides.
+# Dtypes of the inputs and of a bias, a mask or a sink: each once on both sides.
 PAIRS_OF_DTYPES = list(zip(DTYPES, [*DTYPES[1:], DTYPES[0]], strict=True))
 
 
@@ -114,13 +114,13 @@ def check_flash_decode(q, k, v, *, device, num_splits=0, **options):
 def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
     """Runs the op on `device` and holds it to twice torch's error against float64.
 
-    packing: of packed sequences, whose error of torch's is that of each sequence alone.
-    cache: what the op is given for k and v, and the options that tell how they are kept there.
+    packing: of packed sequences; torch's error is then that of each sequence alone.
+    cache: the op's arguments for k and v, and the options of their storage.
     """
     keys, values, where = (k, v, {}) if cache is None else cache
-    given = on(device, dict(enumerate((q, keys, values, *packing)))).values()
+    arguments = on(device, dict(enumerate((q, keys, values, *packing)))).values()
     op = op or (ops.flash_varlen_fwd if packing else ops.flash_fwd)
-    out, lse = (x.cpu() for x in op(*given, **on(device, options | where)))
+    out, lse = (x.cpu() for x in op(*arguments, **on(device, options | where)))
     hold(judged(q, k, v, (out, lse), options, packing))
     if not packing:
         assert (out[~visible_keys(q, k, options).any(-1)] == 0).all()
@@ -128,7 +128,7 @@ def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
 
 
 def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
-    """Keys that are alike, beside sinks that have nearly all weight: each share is exact.
+    """Equal keys, with sinks that have nearly all weight: each share is exact.
 
     The products of these sinks with log2(e) round off a millionth of a share.
     """
@@ -140,7 +140,7 @@ def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
 
 
 def check_either_precision(run):
-    """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
+    """The bits are the same if the GPU truncates float operands or rounds them."""
     results = []
     for mode in ("truncate", "round"):
         with simulate(check=True, relaxed_precision=mode):

@@ -7,7 +7,7 @@ feature too, which needs no kernels of its own then; "everything" and "pages" of
 the others.
 """
 
-# Of tests with another subject, which share its kernels.
+# For tests with another subject, so that they share kernels.
 HOME = 16
 
 INTERLEAVED = {"rotary": "qk", "rotary_interleaved": True}
@@ -15,13 +15,13 @@ ALIKE = [
     *((1, "bfloat16", {}), (64, "float16", {}), (128, "bfloat16", {})),
     (256, "bfloat16", {"learnable_sink": "bfloat16"}),
 ]
-# Of q and k, and of v; slices of gradients, of which the last is narrower, or many are empty.
+# Head dims of q and k, and of v. The last slice of gradients is narrower, or many are empty.
 DIFFERENT = [
     *((576, 512, "float16", {}), (192, 128, "bfloat16", {}), (40, 385, "bfloat16", {})),
     (575, 3, "float16", INTERLEAVED | {"rotary": "k", "rotary_columns": 6}),
     (448, 448, "float32", {}),  # float32 has the smallest blocks
 ]
-# What the forward has besides, whose kernels are fewer.
+# More for the forward, which has fewer kernels.
 ALIKE_FORWARD = [
     *((192, "float32", {}), (257, "float32", {})),
     (65, "float16", {"rotary": "qk", "rotary_columns": 64}),

@@ -9,7 +9,7 @@ from torch_metal_attn.testing.attention import OPS
 
 DTYPES = ("float32", "float16", "bfloat16")
 FORWARD = {"backward": False, "through_lse": False}
-# What the tests of tensor tiles share, in half precision and in TF32.
+# Shared by the tests of tensor tiles, in half precision and in TF32.
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101}
 LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}
 SCORES = {"softcap": 1.5, "softmax_scale": 0.5, "learnable_sink": "float32", "dropout_p": 0.3}
@@ -19,10 +19,10 @@ PACKED |= {"packed": ((40, 50), (0, 3), (77, 64)), "spare_rows": 9, "call": "fla
 
 def case(**fields):
     """Odd lengths, in float16; with gradients, if the call has them and FORWARD is not given."""
-    given = {"dtype": "float16", "heads": 2, "q_length": 33, "kv_length": 65, "head_dim": HOME}
-    given |= fields
-    given.setdefault("v_head_dim", given["head_dim"])
-    made = Attention(strict=True, **given)
+    arguments = {"dtype": "float16", "heads": 2, "q_length": 33, "kv_length": 65, "head_dim": HOME}
+    arguments |= fields
+    arguments.setdefault("v_head_dim", arguments["head_dim"])
+    made = Attention(strict=True, **arguments)
     if made.differentiable and "backward" not in fields:
         made = dataclasses.replace(made, backward=True, through_lse=made.call in OPS)
     return made

@@ -31,14 +31,7 @@ flash_varlen_bwd = torch.ops.metal_attn.flash_varlen_bwd
 
 
 class TestValues:
-    """Of the CPU without the simulator, and with it."""
-
-    def test_sink_that_is_off(self, backend):
-        """A sink of -inf, and rows that see no key: no NaN."""
-        sink = torch.full((4,), -math.inf, dtype=torch.bfloat16, requires_grad=True)
-        results = flash_fwd(*make_qkv(), learnable_sink=sink, **LENGTHS)
-        (gradient,) = torch.autograd.grad(loss_of(*results), sink)
-        assert (gradient == 0).all()
+    """On the CPU, without and with the simulator."""
 
     @pytest.mark.parametrize(
         "loss",
@@ -50,14 +43,14 @@ class TestValues:
         ids=["out", "lse", "sum"],
     )
     def test_of_one_result(self, loss, backend):
-        found, expected = (
+        actual, expected = (
             torch.autograd.grad(loss(*attend(*leaves)), leaves, materialize_grads=True)
             for attend, leaves in (
                 (flash_fwd, make_leaves(make_qkv())),
                 (attention, make_leaves(make_qkv(), torch.float64)),
             )
         )
-        check(found, expected)
+        check(actual, expected)
 
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
     def test_some_only(self, wanted, backend):
@@ -95,18 +88,6 @@ class TestOps:
         check((delta,), ((dout * rest[3]).sum(-1) - dlse,))
         check((flash_bwd(dout, None, *rest)[3],), ((dout * rest[3]).sum(-1),))
 
-    def test_lse_of_more_keys(self, backend):
-        """Half of the keys, with out and lse of all: the gradients of all, as in ring attention."""
-        dout, dlse, q, k, v, out, lse = self.arguments()
-        dq, dk, dv, delta, _ = flash_bwd(dout, dlse, q, k, v, out, lse)
-        halves = [slice(None, 6), slice(6, None)]
-        parts = [
-            flash_bwd(dout, dlse, q, k[:, :, half], v[:, :, half], out, lse) for half in halves
-        ]
-        check((parts[0][0] + parts[1][0],), (dq,))
-        check((torch.cat([p[1] for p in parts], 2), torch.cat([p[2] for p in parts], 2)), (dk, dv))
-        check((parts[0][3],), (delta,))
-
 
 def test_rows_of_nothing_but_the_lowest_float_have_no_gradient():
     """Their log-sum-exp cannot hold how many keys share the weight; a mask means to hide them."""
@@ -143,7 +124,7 @@ class TestRefusals:
     @pytest.mark.parametrize("options", [{}, ROTARY], ids=["plain", "rotary"])
     @pytest.mark.parametrize("loss", [loss_of, lambda out, lse: out.sum()])
     def test_second_derivative(self, loss, options):
-        """Of every leaf, also where the gradient that comes in has none of its own."""
+        """It raises for every leaf, also if the incoming gradient has no derivative."""
         leaves = make_leaves((*make_qkv(), normal(4)))
         out = flash_fwd(*leaves[:3], learnable_sink=leaves[3], **options)
         first = torch.autograd.grad(loss(*out), leaves, create_graph=True)
@@ -258,20 +239,13 @@ class TestWays:
             expected = gradients(flash_fwd, [scale * x for x in make_qkv()], **self.OPTIONS)
             check([x[i] for x in each], expected, tolerance=1e-6)
         leaves = make_leaves(stacked)
-        torch.vmap(self.loss)(*leaves).sum().backward()
-        check([x.grad for x in leaves], each, tolerance=1e-6)
-
-    @pytest.mark.filterwarnings("ignore:There is a performance drop")
-    def test_batched_gradients(self):
-        leaves = make_leaves(make_qkv())
-        out, _ = flash_fwd(*leaves, **self.OPTIONS)
-        weights = normal(3, *out.shape)
+        outs = torch.vmap(self.loss)(*leaves)
+        weights = torch.eye(2)
         batched = torch.autograd.grad(
-            out, leaves, weights, is_grads_batched=True, retain_graph=True
+            outs, leaves, weights, is_grads_batched=True, retain_graph=True
         )
-        for i in range(3):
-            one = torch.autograd.grad(out, leaves, weights[i], retain_graph=True)
-            check([x[i] for x in batched], one, tolerance=1e-6)
+        check([x.sum(0) for x in batched], each, tolerance=1e-6)
+        check(torch.autograd.grad(outs.sum(), leaves), each, tolerance=1e-6)
 
     def test_nested_transforms(self):
         q, k, v = make_qkv()
@@ -288,7 +262,7 @@ class TestWays:
         "function", ["flash_attn_func", "scaled_dot_product_attention", "flash_attn_varlen_func"]
     )
     def test_autocast(self, function, dtype):
-        """As torch's own attention: run in autocast's dtype, gradients in the leaves'."""
+        """It runs in autocast's dtype with gradients in the leaves', as torch's own."""
         q, k, v = (x.transpose(1, 2) for x in make_qkv(heads=2))
         attend = getattr(torch_metal_attn, function)
         packing = ()

@@ -5,14 +5,61 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.attention.dropout_check import check_masks
+from tests.attention.flash_bwd_check import run
 from tests.attention.held_cases import case
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import dropout_mask
 from torch_metal_attn.call import philox
 
-# Of kat_vectors in the Random123 library of the paper's authors: counter, key, words.
+STATE = (2**40 + 12345, -7)  # all four words differ, and matter
+
+
+def dropout(p=0.3, state=STATE):
+    return {"dropout_p": p, "rng_state": torch.tensor(state)}
+
+
+def kernel_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0.3, state=STATE):
+    """The weights that each product keeps, by name: bool (2, 3, 37, 43).
+
+    With scores of 0 weights are alike, and with rows of the unit matrix every result is one weight.
+    """
+    batch, heads, q_length, kv_length = 2, 3, 37, 43
+
+    def unit(length, columns):
+        return torch.eye(length, columns).to(dtype).expand(batch, heads, length, columns)
+
+    def filled(length, columns, value):
+        return torch.full((batch, heads, length, columns), value, dtype=dtype)
+
+    zero_q, zero_k = filled(q_length, head_dim, 0.0), filled(kv_length, head_dim, 0.0)
+    options = dropout(p, state)
+    unit_v = unit(kv_length, v_head_dim)
+    out, lse = run("flash_fwd", device, zero_q, zero_k, unit_v, **options)
+
+    def gradients(dout, q, k, v):
+        # An out of 0 makes delta 0: a score's gradient is then its weight times what is kept.
+        zero_out = torch.zeros_like(dout)
+        return run("flash_bwd", device, dout, None, q, k, v, zero_out, lse, **options)
+
+    ones = filled(q_length, v_head_dim, 1.0), filled(kv_length, v_head_dim, 1.0)
+    dq, *_ = gradients(ones[0], zero_q, unit(kv_length, head_dim), ones[1])
+    _, dk, *_ = gradients(ones[0], unit(q_length, head_dim), zero_k, ones[1])
+    _, _, dv, *_ = gradients(unit(q_length, v_head_dim), zero_q, zero_k, unit_v)
+    masks = {"forward": out, "dq": dq, "dk": dk[..., :q_length].mT, "dv": dv[..., :q_length].mT}
+    return {name: (x[..., :kv_length] != 0).cpu() for name, x in masks.items()}
+
+
+def check_masks(device, **how):
+    """Every kernel drops what `dropout_mask` says."""
+    masks = kernel_masks(device, **how)
+    p, state = how.get("p", 0.3), torch.tensor(how.get("state", STATE))
+    expected = dropout_mask(state, p, 2, 3, 37, 43)
+    for name, mask in masks.items():
+        assert torch.equal(mask, expected), f"{name} drops other weights"
+
+
+# kat_vectors in the Random123 library of the paper's authors: counter, key, words.
 KNOWN_ANSWERS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff"),
@@ -48,15 +95,15 @@ class TestPhilox:
     def test_known_answers(self, inputs, words):
         counter, key = hexadecimal(*inputs)
         assert one_philox(counter, key) == hexadecimal(words)[0]
-        found = philox.philox4x32(torch.tensor(counter).unbind(), torch.tensor(key).unbind())
-        assert tuple(map(int, found)) == hexadecimal(words)[0]
+        actual = philox.philox4x32(torch.tensor(counter).unbind(), torch.tensor(key).unbind())
+        assert tuple(map(int, actual)) == hexadecimal(words)[0]
 
     @given(st.lists(st.integers(0, 2**32 - 1), min_size=6, max_size=6))
     def test_any_numbers(self, words):
-        found = philox.philox4x32(
+        actual = philox.philox4x32(
             torch.tensor(words[:4]).unbind(), torch.tensor(words[4:]).unbind()
         )
-        assert tuple(map(int, found)) == one_philox(words[:4], words[4:])
+        assert tuple(map(int, actual)) == one_philox(words[:4], words[4:])
 
     @given(
         st.integers(-(2**63), 2**63 - 1),
@@ -79,22 +126,19 @@ class TestPhilox:
         assert torch.equal(part, whole[1:, :, 20:50])
 
 
-# Head dims and dtypes whose tiles differ: two row fragments and one, 32 keys a block down to 8,
-# SIMD groups that share rows, slices of the results. Rows of 45 columns are read one by one.
-TILES = [(128, 128, torch.bfloat16), (288, 45, torch.float16)]
+# Tiles with two row fragments and one, 32 keys a block down to 8, SIMD groups that share rows, and
+# slices of the results. Rows of 45 columns are read one by one. Then rates and states.
+MASKS = [
+    {"head_dim": 128, "v_head_dim": 128, "dtype": torch.bfloat16},
+    {"head_dim": 288, "v_head_dim": 45, "dtype": torch.float16},
+    *({"p": p, "state": state} for p, state in ((1e-9, (0, 0)), (0.05, (-1, -1)))),
+    {"p": 0.3, "state": (2**63 - 1, -(2**63))},
+]
 
 
-@pytest.mark.parametrize(("head_dim", "v_head_dim", "dtype"), TILES)
-def test_the_same_in_every_kernel_and_tile(device, head_dim, v_head_dim, dtype):
-    check_masks(device, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    "p, state",
-    [(1e-9, (0, 0)), (0.05, (-1, -1)), (0.3, (2**63 - 1, -(2**63))), (0.95, (5, 6))],
-)
-def test_rates_and_states(device, p, state):
-    check_masks(device, p=p, state=state)
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_the_same_in_every_kernel(device, options):
+    check_masks(device, **options)
 
 
 CPU = torch.device("cpu")
@@ -132,12 +176,10 @@ MUTANTS = {
             {~simd_shuffle_xor(word_of(words, other), ushort(2 * step) => word_of(words, other~})
     """,
     values: """
-        flash_bwd_dq: dq with another mask: uint4(key_index / 4, query, head, batch{~=> + 1~})
-        flash_bwd_dkv: dk and dv with another mask:
+        flash_bwd_dq, flash_bwd_dkv: another mask in the backward:
             uint4(key_index / 4, query, head, batch{~=> + 1~})
-        flash_bwd_dkv: no 1 / (1 - p) in dk and dv: {~tile.scale(keep_scale); =>~}
-        flash_fwd: no 1 / (1 - p) in forward: {~tile.scale(keep_scale); =>~}
-        flash_bwd_dq: no 1 / (1 - p) in dq: {~tile.scale(keep_scale); =>~}
+        flash_bwd_dkv, flash_fwd, flash_bwd_dq: no 1 / (1 - p):
+            {~tile.scale(keep_scale); =>~}
         flash_fwd: forward without dropout: if ({~DROPOUT => false~}) { //
         flash_bwd_dkv: dv of all weights: {~dropout.apply(dropped, kept); =>~}
         flash_bwd_dkv: dk of all products: {~dropout.apply(gradients, kept); =>~}

@@ -49,38 +49,34 @@ class TestFlashAttn:
         assert weights.dtype == q.dtype
         block = _get_block_size_n(q.device, 112, True, False)
         assert block == 32
-        scale = options.get("softmax_scale", 112**-0.5)
-        for head in range(4):
-            for i in range(5):
-                p = i + 70 - 5
-                s = scale * k[0, :, head // 2].double() @ q[0, i, head].double()
-                if "softcap" in options:
-                    s = options["softcap"] * torch.tanh(s / options["softcap"])
-                distance = (p - torch.arange(70)).double()
-                if "alibi_slopes" in options:
-                    s = s - options["alibi_slopes"][head].double() * distance.abs()
-                if options.get("causal"):
-                    s = s.masked_fill(distance < 0, -torch.inf)
-                if "window_size" in options:
-                    left, right = options["window_size"]
-                    s = s.masked_fill((distance > left) | (-distance > right), -torch.inf)
-                maximum = torch.tensor(-torch.inf, dtype=torch.float64)
-                for start in reversed(range(0, 70, block)):
-                    part = slice(start, start + block)
-                    maximum = torch.maximum(maximum, s[part].max())
-                    subtracted = maximum if maximum.isfinite() else 0.0
-                    close(weights[0, head, i, part].abs().double(), (s[part] - subtracted).exp())
+        heads_first = (x[0].transpose(0, 1).double() for x in (q, k))
+        queries, keys = (x.repeat_interleave(4 // len(x), 0) for x in heads_first)
+        s = options.get("softmax_scale", 112**-0.5) * queries @ keys.mT
+        if "softcap" in options:
+            s = options["softcap"] * torch.tanh(s / options["softcap"])
+        distance = torch.arange(5)[:, None] + 65.0 - torch.arange(70)
+        if "alibi_slopes" in options:
+            s = s - options["alibi_slopes"][:, None, None].double() * distance.abs()
+        left, right = options.get("window_size", (70, 0 if "causal" in options else 70))
+        s = s.masked_fill((distance > left) | (-distance > right), -torch.inf)
+        maximum = torch.full((4, 5, 1), -torch.inf, dtype=torch.float64)
+        for start in reversed(range(0, 70, block)):
+            part = s[..., start : start + block]
+            maximum = torch.maximum(maximum, part.amax(-1, keepdim=True))
+            subtracted = maximum.masked_fill(maximum.isinf(), 0.0)
+            actual = weights[0, :, :, start : start + block].abs().double()
+            close(actual, (part - subtracted).exp())
 
     @pytest.mark.parametrize("pages", [False, True])
     def test_s_dmask_of_packed_sequences(self, pages):
-        """Each sequence has the weights that it has alone, with slopes of its own."""
+        """Each sequence has the same weights as alone, with a row of slopes for each."""
         q, k, v, *packing = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
         options = {"causal": True, "alibi_slopes": normal(3, 4, seed=5).abs()}
-        given = k, v
+        arguments = k, v
         if pages:
             places = torch.tensor([[2, 0], [1, 5], [4, 3]]).int()
-            given = [torch.full((6, 8, 2, 16), torch.nan) for _ in "kv"]
-            for cache, x in zip(given, (k, v), strict=True):
+            arguments = [torch.full((6, 8, 2, 16), torch.nan) for _ in "kv"]
+            for cache, x in zip(arguments, (k, v), strict=True):
                 for b, (begin, end) in enumerate(((0, 13), (13, 16), (16, 22))):
                     rows = torch.full((16, 2, 16), torch.nan)
                     rows[: end - begin] = x[begin:end]
@@ -88,7 +84,7 @@ class TestFlashAttn:
             options["block_table"] = places
         kept = dropout_mask(drawn(), P, 3, 4, 9, 13)
         *_, weights = torch_metal_attn.flash_attn_varlen_func(
-            q, *given, *packing, P, return_attn_probs=True, **options
+            q, *arguments, *packing, P, return_attn_probs=True, **options
         )
         for b, queries, keys in ((0, slice(0, 9), slice(0, 13)), (2, slice(9, 13), slice(16, 22))):
             torch.manual_seed(SEED)
@@ -99,9 +95,9 @@ class TestFlashAttn:
                 return_attn_probs=True,
             )
             rows, columns = alone.shape[2:]
-            found = weights[b, :, :rows, :columns]
-            close(found.abs(), alone[0].abs())
-            assert torch.equal(found.signbit(), ~kept[b, :, :rows, :columns])
+            actual = weights[b, :, :rows, :columns]
+            close(actual.abs(), alone[0].abs())
+            assert torch.equal(actual.signbit(), ~kept[b, :, :rows, :columns])
             assert not weights[b, :, rows:].any()
             assert not weights[b, :, :, columns:].any()
         assert not weights[1].any()

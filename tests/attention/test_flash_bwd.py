@@ -1,4 +1,4 @@
-"""flash_bwd: bits, zeros and what is not finite.
+"""flash_bwd: bits, large scores, and numbers that are not finite.
 
 Its values by length, head dim and feature are rows of test_values.py.
 """
@@ -20,26 +20,26 @@ from tests.attention.head_dims import HOME
 from tests.attention.test_values import SCORES
 
 
-def assert_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
+def assert_same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one.cpu(), other.cpu())
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_error_does_not_grow_with_the_rows(dtype, device, cores):
-    """Of dv and dk with the queries, of dq with the keys."""
+    """dv and dk sum over the queries, dq over the keys."""
     cores(1)  # so that the tiles are those of short problems
     check_flash_bwd(*make_qkv(1, 1, 1, 2048, 32, 16, dtype=dtype), device=device)
     check_flash_bwd(*make_qkv(1, 1, 1, 32, 2048, 16, dtype=dtype), device=device)
 
 
 def test_gradients_lie_as_their_operands(device):
-    """Of heads inside rows, as models have them."""
+    """Heads inside rows, as in models."""
     qkv = make_qkv(2, 4, 2, head_dim=HOME, dtype=torch.float16)
     qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
-    given = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
-    _, _, *found, _ = backward(*qkv, *given, device, {})
-    assert [x.stride() for x in found] == [x.stride() for x in qkv]
+    arguments = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
+    _, _, *actual, _ = backward(*qkv, *arguments, device, {})
+    assert [x.stride() for x in actual] == [x.stride() for x in qkv]
 
 
 # --- bits ---
@@ -79,8 +79,8 @@ def test_large_scores(softcap, device):
     """Weights of one key each, far beyond float16's range; tanh of the cap is saturated."""
     capped = SCORES | {"softcap": softcap} if softcap else {}
     (q, k, v), options = problem("causal", **capped)
-    given = (100 * q, 100 * k, v)
-    dq, dk, _, _ = check_flash_bwd(*given, **options, own_forward=True, device=device)
+    arguments = (100 * q, 100 * k, v)
+    dq, dk, _, _ = check_flash_bwd(*arguments, **options, own_forward=True, device=device)
     assert dq.isfinite().all()
     assert dk.isfinite().all()
 

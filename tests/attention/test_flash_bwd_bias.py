@@ -47,15 +47,15 @@ def test_partial_results_are_linear_in_the_bias(dtype):
     """Parts keep the GPU busy; a large bias has none."""
     q, k = torch.empty(2, 64, 16, 1, 64, dtype=dtype).expand(2, 64, 16, 4096, 64)
     for sizes in ((4096, 4096), (4096,), (16, 4096, 1), (1,), (64, 1, 1, 1)):
-        found = explained(q, k, k, attn_bias=torch.zeros(sizes))
-        columns, rows, depth = found["grid"]
-        assert found["splits"] == 1 or columns * rows * depth < 2 * 240
+        actual = explained(q, k, k, attn_bias=torch.zeros(sizes))
+        columns, rows, depth = actual["grid"]
+        assert actual["splits"] == 1 or columns * rows * depth < 2 * 240
         assert columns * rows * depth >= min(240, 64 * 16)
 
 
 @pytest.mark.parametrize("op", ["bias", "slopes"])
 def test_impossible_lengths_are_nan(op, monkeypatch):
-    """On mps nobody else sees them: nothing is read outside, and what they touch is NaN."""
+    """On mps only kernels see them: nothing is read outside, and affected results are NaN."""
     lengths = ints(60, 30, 65)
     q, k, v, dout, dlse = problem(batch=3, heads=2, q_length=33, kv_length=65)
     options = {"attn_bias": normal(3, 1, 33, 65), "alibi_slopes": normal(3, 2)}
@@ -64,9 +64,9 @@ def test_impossible_lengths_are_nan(op, monkeypatch):
     with simulate(check=True):
         after_the_checks(monkeypatch, lengths, [60, 66, 65])
         run = getattr(torch.ops.metal_attn, f"flash_bwd_{op}")
-        found = run(dout, q, k, v, lse, dlse, **options)
-    assert found[1].isnan().all()
-    assert found[::2].isfinite().all()
+        actual = run(dout, q, k, v, lse, dlse, **options)
+    assert actual[1].isnan().all()
+    assert actual[::2].isfinite().all()
 
 
 @pytest.mark.parametrize("op", ["bias", "slopes"])

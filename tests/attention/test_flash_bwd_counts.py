@@ -85,14 +85,14 @@ def exact_and_rounded(offset, causal):
     q, k, v, dout = (torch.randn(1, 1, 256, 64) for _ in range(4))
     q, k, v, dout = (x.half() for x in (q, k, v + offset, dout))
     out, lse = attention(q, k, v, causal=causal)
-    found = []
+    results = []
     for exact_delta in (True, False):
         with simulate(count=True) as run:
             torch.ops.metal_attn_simulator.flash_bwd(
                 *(dout, None, q, k, v, out, lse), exact_delta=exact_delta, causal=causal
             )
-        found.append(run.counters["flash_bwd_dq"])
-    return found
+        results.append(run.counters["flash_bwd_dq"])
+    return results
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -110,7 +110,7 @@ def test_a_second_walk_has_two_products():
 
 
 def counters(q_length, kv_length, **options):
-    """Of both kernels in a half precision backward of one head, head dim 64."""
+    """Counters of both kernels in a half precision backward of one head, head dim 64."""
     q, dout, out = (torch.randn(1, 1, q_length, 64).half() for _ in range(3))
     k, v = (torch.randn(1, 1, kv_length, 64).half() for _ in range(2))
     with simulate(count=True) as run:

@@ -44,15 +44,10 @@ MUTANTS = {
             zip_pairs<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
         dkv: statistics past the end [out_of_bounds]:
             {~exists ? =>~} statistics.lse_log2(query) {~: INFINITY =>~}
-        dq: no barrier before staging [race]:
+        dq, dkv: no barrier before staging [race]:
             // Every SIMD group has read the tiles of the block before.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
-        dq: no barrier after staging [uninitialised]:
-            {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
-        dkv: no barrier before staging [race]:
-            // Every SIMD group has read the tiles of the block before.
-            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
-        dkv: no barrier after staging [uninitialised]:
+        dq, dkv: no barrier after staging [uninitialised]:
             {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         dkv: barrier orders nothing [race]:
             {~// The tiles are whole. =>~} threadgroup_barrier(mem_flags::{~mem_threadgroup =>
@@ -60,9 +55,7 @@ MUTANTS = {
         dq: row past the end staged [out_of_bounds]: {~min(row + 1, end - 1) => row + 1~}
         dkv: row past the end staged [everywhere, out_of_bounds]:
             place = source.find({~min(row, end - 1) => row~})
-        dq: query past the end read [out_of_bounds]:
-            return {~min(row + i * FRAGMENT, last_row) => row + i * FRAGMENT~}
-        dkv: key past the end read [out_of_bounds]:
+        dq, dkv: row past the end read [out_of_bounds]:
             return {~min(row + i * FRAGMENT, last_row) => row + i * FRAGMENT~}
         dq: query past the end stored [race]: if ({~!queries.exists(i) => false~})
         dkv: key past the end stored [race]: if ({~key >= sequence.kv_rows => false~})
@@ -79,9 +72,7 @@ MUTANTS = {
         dq: weights of a row without a key: lse {~< LOWEST_LSE => == INFINITY~} ? INFINITY : lse
     """,
     "causal, top left": """
-        dq: band never applied:
-            {~block >= intersection_range.begin && block + count <= intersection_range.end => true~}
-        dkv: band never applied:
+        dq, dkv: band never applied:
             {~block >= intersection_range.begin && block + count <= intersection_range.end => true~}
         dkv: offset ignored: key - q_offset - window_right{~=> + 24~})
         dkv: tile begins at the last key of all:
@@ -90,12 +81,10 @@ MUTANTS = {
         dkv: visibility not transposed: visible.apply<{~true => false~}>(scores
     """,
     "window, causal": """
-        dkv: last visible queries skipped:
+        dkv, dq: last visible columns skipped:
             block {~=> + 8~} < union_range.end && block + count > union_range.begin
         dkv: first visible queries skipped:
             block < union_range.end && block + count > union_range.begin{~=> + 8~}
-        dq: last visible keys skipped:
-            block {~=> + 8~} < union_range.end && block + count > union_range.begin
     """,
     "window": """
         dkv: left window one short: key - q_offset + window_left {~+ 1 =>~}
@@ -134,8 +123,7 @@ MUTANTS = {
         dkv: bias of the next block: {~first_column + =>~} lane_column + column_offset(j);
     """,
     "softcap": """
-        dq: slope of the cap dropped: {~gradients.multiply(slopes); =>~}
-        dkv: slope of the cap dropped: {~gradients.multiply(slopes); =>~}
+        dq, dkv: slope of the cap dropped: {~gradients.multiply(slopes); =>~}
         dq: slope 1 - tanh: 1.0f - capped {~* capped =>~}
         dkv: slope of the scaled cap:
             1.0f - capped * capped{~=> * params.cap_log2 * params.cap_log2~}
@@ -150,9 +138,7 @@ MUTANTS = {
         dkv: q not rotated in pairs:
             return {~rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position =>
             load_chunk<COLUMNS>(tensor, place.row~}, column);
-        dkv: k not rotated:
-            ? {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
-        dq: q not rotated:
+        dkv, dq: own rows not rotated:
             ? {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
         dkv: rows of the first table:
             params.q_cos_strides, q_sin, params.q_sin_strides, {~batch => 0~})
@@ -167,7 +153,7 @@ MUTANTS = {
             {~WHOLE ? d : min(d, rows.last) => d~}
     """,
     "wide rows": """
-        dq: values over keys being read [race]:
+        dq, bias: values over keys being read [race]:
             // Every SIMD group has read the keys.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
         dq: keys over values being read [race]:
@@ -181,9 +167,6 @@ MUTANTS = {
             threadgroup_barrier(mem_flags::mem_threadgroup); } }
         dkv: dout over queries being read [race]:
             // Every SIMD group has read the queries.
-            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
-        bias: values over keys being read [race]:
-            // Every SIMD group has read the keys.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
     """,
     "odd head dim": """
@@ -202,9 +185,7 @@ MUTANTS = {
             dq_rows.reset(dq, params.dq_strides, batch, head, {~first => 0~}, place.slice)
         dkv: dk of the first sequence [race]:
             params.dk_strides, batch, kv_head, {~sequence.kv_start => 0~}, slice)
-        dq: log-sum-exp of the first sequence:
-            row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
-        dkv: statistics of the first sequence:
+        dq, dkv: log-sum-exp of the first sequence:
             row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
         dkv: rows of no sequence unwritten:
             {~dk_rows.fill(value, first, sequence.kv_rows, step); =>~}

@@ -1,13 +1,123 @@
-"""Gradients of sharp softmaxes, through autograd, are as near to float64 as torch's."""
+"""Problems whose softmaxes are sharp, and their judge: torch's own error, in every gradient.
+
+There the gradients of scores nearly cancel, so the rounding of out and of the log-sum-exp shows.
+"""
+
+import math
 
 import pytest
 import torch
 
 from tests.attention.flash_bwd_check import check_flash_bwd
-from tests.attention.flash_bwd_sharp import SHARP, check_sharp, sharp_qkv
-from tests.attention.flash_fwd_check import DTYPES, make_qkv, pack
+from tests.attention.flash_fwd_check import DTYPES, hold, make_qkv, pack
 from tests.attention.head_dims import HOME
 from tests.helpers.mutants import mutant_tests
+from torch_metal_attn.reference import attention
+from torch_metal_attn.testing.judge import largest, near, on
+from torch_metal_attn.testing.tf32 import as_multiplied
+
+ADDED = ("attn_bias", "attn_mask", "alibi_slopes", "learnable_sink")
+# GQA, and more than one block of keys.
+SHAPE = {"heads": 4, "kv_heads": 2, "q_length": 21, "kv_length": 70, "head_dim": HOME}
+
+
+def uniform(*shape, size=9.0, seed=0):
+    """Values up to 9, like torch's OpInfo samples."""
+    return size * (2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 1)
+
+
+def sharp_qkv(size=9.0, batch=1, heads=4, kv_heads=2, q_length=21, kv_length=70, head_dim=HOME):
+    sizes = [(heads, q_length), (kv_heads, kv_length), (kv_heads, kv_length)]
+    return [uniform(batch, *rows, head_dim, size=size, seed=i) for i, rows in enumerate(sizes)]
+
+
+def opinfo():
+    """Like torch's sample with a mask, whose gradient takes torch's exact path."""
+    qkv = sharp_qkv(batch=4, heads=4, kv_heads=4, q_length=3, kv_length=7)
+    return qkv, {"attn_mask": uniform(3, 7, seed=4)}
+
+
+def offset_values():
+    """Values with a mean: dout v^T is nearly alike for all keys, however flat the softmax is."""
+    q, k, v = make_qkv(**SHAPE)
+    return (q, k, v + 30), {}
+
+
+def everything():
+    """Every other term of a row's sum, with dropped and capped weights."""
+    added = {
+        "attn_bias": uniform(21, 1, size=1.0),  # one for all keys
+        "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5]),
+        "learnable_sink": torch.tensor([5.0, 1.0, -math.inf, 8.0]),
+    }
+    dropout = {"dropout_p": 0.3, "rng_state": torch.tensor([5, 7])}
+    return sharp_qkv(3.0), {"dlse": True, "softcap": 20.0} | added | dropout
+
+
+def large_sinks():
+    """Sinks with nearly all weight, whose rounding every row shares."""
+    qkv, options = everything()
+    return qkv, options | {"learnable_sink": torch.tensor([20.4, 31.2, 25.56, 30.56])}
+
+
+# q, k and v, and options.
+SHARP = {
+    "values to 9": lambda: (sharp_qkv(), {}),
+    "torch's sample": opinfo,
+    "offset values": offset_values,
+    "first rows": lambda: (make_qkv(**SHAPE), {"causal": True, "q_offset": 0, "dlse": True}),
+    "everything": everything,
+    "large sinks": large_sinks,
+}
+
+
+def differentiate(attend, leaves, dout, dlse, dtype=None):
+    """The gradients of <attend(**leaves), (dout, dlse)>, by name; leaves in `dtype`."""
+    leaves = {n: x.detach().to(dtype, copy=True).requires_grad_() for n, x in leaves.items()}
+    out, lse = attend(**leaves)
+    loss = (out * dout.to(out)).sum()
+    if dlse is not None:
+        loss = loss + (lse * dlse.to(lse)).sum()
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def check_sharp(name, dtype, device):
+    """Every gradient of autograd's within twice the error of torch's operations on float32."""
+    qkv, options = SHARP[name]()
+    leaves = {n: x.to(dtype) for n, x in zip("qkv", qkv, strict=True)}
+    leaves |= {n: options.pop(n) for n in ADDED if n in options}
+    generator = torch.Generator().manual_seed(3)
+    q = leaves["q"]
+    dout = torch.randn(q.shape, generator=generator).to(dtype)
+    dlse = torch.randn(q.shape[:-1], generator=generator) if options.pop("dlse", False) else None
+
+    def reference(compute_dtype=None):
+        return lambda **arguments: attention(**arguments, **options, compute_dtype=compute_dtype)
+
+    exact = differentiate(reference(torch.float64), leaves, dout, dlse, torch.float64)
+    with as_multiplied():
+        composed = differentiate(reference(), leaves, dout, dlse)
+    actual = differentiate(
+        lambda **arguments: torch.ops.metal_attn.flash_fwd(
+            **on(device, arguments), **on(device, options)
+        ),
+        leaves,
+        dout,
+        dlse,
+    )
+    torchs = {leaf: largest(composed[leaf].double() - exact[leaf]) for leaf in exact}
+    if name == "everything":
+        # One number a head: torch's error can be small by chance. That of unrounded q, k, v too.
+        unrounded = leaves | dict(zip("qkv", qkv, strict=True))
+        of_unrounded = [
+            differentiate(reference(dtype), unrounded, dout, dlse, dtype)["alibi_slopes"].double()
+            for dtype in (torch.float32, torch.float64)
+        ]
+        torchs["alibi_slopes"] = max(
+            torchs["alibi_slopes"], largest(of_unrounded[0] - of_unrounded[1])
+        )
+    hold([near(leaf, x, exact[leaf], torchs[leaf]) for leaf, x in actual.items()])
+
 
 # Both sizes of elements where kernels are shared; else one, and what the mutants share.
 CASES = [
@@ -50,7 +160,7 @@ def test_one_visible_key(dtype, options, device):
 
 
 def test_weights_of_huge_scores_add_up(device):
-    """Where rows are masked by large numbers, whose log-sum-exp in base 2 rounds by whole units."""
+    """Rows masked by large numbers: their log-sum-exp in base 2 is rounded to whole units."""
     q, k, v = make_qkv(heads=1, q_length=9, kv_length=70, head_dim=HOME)
     masked = -torch.tensor([3e7, 4.1e7, 5.7e7, 6.3e7, 7.9e7, 9.1e7, 3.3e7, 2.9e7, 0.0])
     leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
@@ -78,7 +188,7 @@ CPU = torch.device("cpu")
 
 
 def sharp(name, only=None):
-    """A problem of flash_bwd_sharp, in `only` if other dtypes do not show the fault."""
+    """A problem, in the dtype `only` if others do not show the fault."""
 
     def shown(dtype, device):
         check_sharp(name, only or dtype, device)
@@ -87,8 +197,6 @@ def sharp(name, only=None):
     return shown
 
 
-# By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
-# do not show it the fault that the simulator reports.
 MUTANTS = {
     sharp("offset values"): """
         dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})

@@ -1,4 +1,4 @@
-"""flash_fwd: layouts of what scores are made of, bits, sinks, and what is not finite.
+"""flash_fwd: layouts of slopes and tables, sinks, and numbers that are not finite.
 
 Its values by length, head dim and feature are rows of test_values.py. Without an Apple GPU the
 shader text runs in the simulator, with every check on.
@@ -86,7 +86,7 @@ def test_tables_in_any_memory(dtype, interleaved, device):
 
 
 def test_tables_whose_batches_differ(device):
-    """Of each sequence on one side, of one for all on the other, of the same row for all."""
+    """A table for each sequence on one side, one for all on the other; one row for all."""
     options = tables() | dict(list(tables(batch=2).items())[:2]) | {"rotary_interleaved": True}
     check_flash_fwd(*make_qkv(**SHAPE), **options, device=device)
     options["q_rotary_cos"] = options["q_rotary_cos"][:, :1].expand(2, 35, 8)
@@ -130,13 +130,7 @@ def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, d
 # --- sinks ---
 
 
-SINKS = [
-    (0.0, 1.0, -2.0, 3.0),
-    (-math.inf, 0.5, -math.inf, 9.0),
-    (60.0, -60.0, 1e4, -1e4),
-    (-1e30, 1e30, 80.0, -80.0),
-    (3e5, 1e7, -1e12, 2e38),
-]
+SINKS = [(-math.inf, 0.5, 1e4, 9.0), (-1e30, 1e30, 80.0, -80.0), (3e5, -60.0, -1e12, 2e38)]
 
 
 @each_case("sink", SINKS)

@@ -53,12 +53,7 @@ SEEN = {
         lambda n: {"window_size_left": 100, "window_size_right": 50, "q_offset": 700},
         (600, 814),
     ),
-    "causal window": (
-        lambda n: {"window_size_left": 100, "causal": True, "q_offset": 700},
-        (600, 764),
-    ),
     "window of the last keys": (lambda n: {"window_size_left": 100}, (1024 - 164, 1024)),
-    "chunk": (lambda n: {"attention_chunk": 128, "q_offset": 640}, (640, 768)),
     "two chunks": (lambda n: {"attention_chunk": 100, "q_offset": 670}, (600, 800)),
     "causal chunk": (
         lambda n: {"attention_chunk": 512, "causal": True, "q_offset": 640},
@@ -74,7 +69,6 @@ SEEN = {
         (406, 500),
     ),
     "nothing": (lambda n: {"window_size_left": 5, "q_offset": 5000}, (0, 0)),
-    "nothing before": (lambda n: {"causal": True, "q_offset": -70}, (0, 0)),
 }
 
 

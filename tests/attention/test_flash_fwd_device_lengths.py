@@ -27,7 +27,7 @@ def after_the_checks(monkeypatch, tensor, values):
     monkeypatch.setattr(engine, "run", run_with_bad_values)
 
 
-# Numbers of each sequence that are good, the first that is not, and what stands beside them.
+# Good numbers of each sequence, the first bad one, and the other options.
 NUMBERS = {
     "seqused_k": ([60, 30, 65], 66, {"leftpad_k": ints(0, 0, 0)}),
     "leftpad_k": ([60, 30, 65], 66, {"seqused_k": ints(65, 65, 65)}),

@@ -18,18 +18,18 @@ def unstaged(v_slice, block_k=16):
     return tiles.forced({"flash_fwd": f"{tile} {UNSTAGED}"})
 
 
-def told(q, k, v):
+def explained(q, k, v):
     return extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, k, v))[-1]
 
 
 def test_is_what_runs():
     q, k, v = make_qkv(head_dim=64, dtype=torch.float16)
     with unstaged(64):
-        found = told(q, k, v)
-    assert (found["choice"], found["defines"]["KV_STAGED"]) == ("forced", "0")
-    assert found["threadgroup_bytes"] == 0
-    assert found["defines"]["BLOCK_K"] == "16"
-    assert "KV_STAGED" not in told(q, k, v)["defines"], "the chooser stages"
+        actual = explained(q, k, v)
+    assert (actual["choice"], actual["defines"]["KV_STAGED"]) == ("forced", "0")
+    assert actual["threadgroup_bytes"] == 0
+    assert actual["defines"]["BLOCK_K"] == "16"
+    assert "KV_STAGED" not in explained(q, k, v)["defines"], "the chooser stages"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_is_what_runs():
 def test_other_head_dims_have_no_such_tile(dtype, head_dim, v_head_dim, v_slice, capfd):
     q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
     with unstaged(v_slice):
-        assert told(q, k, v)["choice"] == "default"
+        assert explained(q, k, v)["choice"] == "default"
     assert "cannot run: it is ignored" in capfd.readouterr().err
 
 
@@ -61,7 +61,7 @@ def test_padded(device):
 
 # The columns of a slice, the keys of a block, and the case.
 CASES = {
-    # Of six slices the last has half of its columns. A query tile starts among hidden keys.
+    # The last of six slices has half of its columns. A query tile starts among hidden keys.
     "slices that pass the end of a row": (
         *(64, 32),
         {"q_length": 70, "head_dim": 64, "v_head_dim": 352, "window_size_left": 9}

@@ -1,4 +1,4 @@
-"""Packed sequences, forward and backward: the bits of each sequence alone, and rows of nobody.
+"""Packed sequences, forward and backward: the bits of each sequence alone, and rows of no sequence.
 
 Their values by lengths and features are rows of test_values.py.
 """
@@ -29,8 +29,8 @@ def packed(q_lengths=LENGTHS[0], kv_lengths=LENGTHS[1], kv_heads=2):
 
 def gradients(q, k, v, packing, device, options):
     """dq, dk, dv and delta."""
-    given = make_gradients(q, v, (4, len(q)))
-    return backward(q, k, v, *given, device, options, packing=packing)[2:]
+    arguments = make_gradients(q, v, (4, len(q)))
+    return backward(q, k, v, *arguments, device, options, packing=packing)[2:]
 
 
 def test_no_sequence(device):
@@ -41,8 +41,8 @@ def test_no_sequence(device):
     assert (lse == -math.inf).all()
     zeros = torch.zeros(9, 2, 16).half()
     arguments = (zeros, torch.zeros(2, 9), q, k, v, zeros, lse, *nothing)
-    *found, _ = run("flash_varlen_bwd", device, *arguments, exact_delta=True)
-    assert all((gradient == 0).all() for gradient in found)
+    *actual, _ = run("flash_varlen_bwd", device, *arguments, exact_delta=True)
+    assert all((gradient == 0).all() for gradient in actual)
     out, lse = run("flash_varlen_fwd", device, q[:0], k, v, *nothing)
     assert (out.shape, lse.shape) == ((0, 2, 16), (2, 0))
 
@@ -62,9 +62,9 @@ def test_equals_each_sequence_alone(device):
         lse, delta, dlse, exact_lse = (x[..., 0].contiguous() for x in statistics)
         (k, dk), (v, dv) = (x.split(HOME, -1) for x in (keys.contiguous(), values.contiguous()))
         assert_same(run("flash_fwd", device, q, k, v, **CAUSAL), (out, lse))
-        given = (dout, dlse, q, k, v, exact_out, exact_lse)
-        *found, _ = run("flash_bwd", device, *given, exact_delta=True, **CAUSAL)
-        assert_same(found, (dq, dk, dv, delta))
+        arguments = (dout, dlse, q, k, v, exact_out, exact_lse)
+        *actual, _ = run("flash_bwd", device, *arguments, exact_delta=True, **CAUSAL)
+        assert_same(actual, (dq, dk, dv, delta))
 
 
 def test_strides(device):
@@ -75,7 +75,7 @@ def test_strides(device):
     projection = torch.stack([q, k, v], 1).unbind(1)
     outermost = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v)]
     for views in (projection, outermost):
-        found = run("flash_varlen_fwd", device, *views, *packing)
-        assert_same(found, expected)
-        assert found[0].transpose(0, 1).is_contiguous() == (views is outermost)
+        actual = run("flash_varlen_fwd", device, *views, *packing)
+        assert_same(actual, expected)
+        assert actual[0].transpose(0, 1).is_contiguous() == (views is outermost)
         assert_same(gradients(*views, packing, device, {}), of_expected)

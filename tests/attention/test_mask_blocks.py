@@ -69,20 +69,20 @@ def torch_results(problem, dtype):
     return results(q, k, v, problem[0], torch.nn.functional.scaled_dot_product_attention)
 
 
-def check(found, problem):
+def check(actual, problem):
     """A result and its gradients against torch's."""
     exact, rounded = (torch_results(problem, dtype) for dtype in (torch.float64, torch.float16))
-    for ours, right, theirs in zip(found, exact, rounded, strict=True):
+    for ours, right, theirs in zip(actual, exact, rounded, strict=True):
         assert_within_twice(ours, right, theirs)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_results_have_the_bits_of_those_of_all_blocks(name, monkeypatch):
     problem = PROBLEMS[name]()
-    found = simulated(problem, check=True)
-    check(found, problem)
+    actual = simulated(problem, check=True)
+    check(actual, problem)
     plant(monkeypatch, "mask_blocks", *ALL_IN_PART)
-    for ours, right in zip(found, simulated(problem, check=True), strict=True):
+    for ours, right in zip(actual, simulated(problem, check=True), strict=True):
         assert torch.equal(ours, right)
 
 
@@ -109,7 +109,7 @@ def same_results():
         assert torch.equal(ours, right)
 
 
-# Of the kernel that makes the lists, and of those that walk along them.
+# Faults of the kernel that makes the lists, and of those that walk along them.
 MUTANTS = {
     same_output: """
         mask_blocks: last block dropped: params.blocks - first_block{~=> - 1~})
@@ -123,14 +123,13 @@ MUTANTS = {
     same_results: """
         flash_fwd: another tile's list: tile.place.first_query / LIST_Q_BLOCK{~=> / 2~},
         flash_fwd: another head's list: batch, {~head => 0~}, tile.place.first_query / LIST_Q_BLOCK
-        flash_fwd: full and partial swapped: masked = {~=> !~} mask_block_is_partial(block)
+        flash_fwd, flash_bwd_dq, flash_bwd_dkv: full and partial swapped:
+            masked = {~=> !~} mask_block_is_partial(block)
         flash_bwd_dq: another tile's list: queries.place.first_query / LIST_Q_BLOCK{~=> / 2~},
         flash_bwd_dq: another head's list:
             batch, {~head => 0~}, queries.place.first_query / LIST_Q_BLOCK
-        flash_bwd_dq: full and partial swapped: masked = {~=> !~} mask_block_is_partial(block)
         flash_bwd_dkv: another tile's list: keys.tile_key / LIST_KV_BLOCK{~=> / 2~},
         flash_bwd_dkv: another head's list: batch, {~head => 0~}, keys.tile_key / LIST_KV_BLOCK
-        flash_bwd_dkv: full and partial swapped: masked = {~=> !~} mask_block_is_partial(block)
     """,
 }
 
@@ -142,10 +141,10 @@ test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
 def tile(defines):
     """Queries and keys of a kernel's block, and whether it owns keys."""
     groups = int(defines["SIMDGROUPS"]) // int(defines.get("COLUMN_SIMDGROUPS", 1))
-    own = 8 * int(defines["ROW_FRAGMENTS"]) * groups
+    rows = 8 * int(defines["ROW_FRAGMENTS"]) * groups
     if "BLOCK_Q" in defines:
-        return int(defines["BLOCK_Q"]), own
-    return own, int(defines["BLOCK_K"])
+        return int(defines["BLOCK_Q"]), rows
+    return rows, int(defines["BLOCK_K"])
 
 
 def shown_blocks(mask, queries, keys):
@@ -160,25 +159,25 @@ def test_work_is_that_of_the_blocks_that_are_shown(cores):
     window = seen(256, 4096)
     some = torch.zeros_like(window)
     some[::3, 1024:1280] = True
-    found = {}
+    result = {}
     for name, mask in (("none", some & False), ("some", some), ("window", window)):
         q, k, v = operands(mask, 1, 1)
         with simulate(count=True) as run:
             results(q, k, v, mask)
-        found[name] = run.counters
-    told = explain(q, k, v, attn_mask=window, backward=True)
-    kernels = told.kernels | told.training.kernels
+        result[name] = run.counters
+    explained = explain(q, k, v, attn_mask=window, backward=True)
+    kernels = explained.kernels | explained.training.kernels
     for name in KERNELS:
         sizes = tile(kernels[name].specialisation)
-        base = work(found["none"][name])
-        price = (work(found["some"][name]) - base) / shown_blocks(some, *sizes)
+        base = work(result["none"][name])
+        price = (work(result["some"][name]) - base) / shown_blocks(some, *sizes)
         visited = shown_blocks(window, *sizes)
         assert visited < window.numel() / (sizes[0] * sizes[1]) / 6
-        assert (work(found["window"][name]) <= 1.05 * (base + visited * price)).all()
-        assert (work(found["window"][name])[2] == visited * price[2]).all()
+        assert (work(result["window"][name]) <= 1.05 * (base + visited * price)).all()
+        assert (work(result["window"][name])[2] == visited * price[2]).all()
     # One pre-pass for each of the three reads the mask once, 8 elements at a time.
-    assert found["window"]["mask_blocks"].loads["device"] == 3 * window.numel() / 8
-    assert found["window"]["mask_blocks"].load_bytes["device"] == 3 * window.numel()
+    assert result["window"]["mask_blocks"].loads["device"] == 3 * window.numel() / 8
+    assert result["window"]["mask_blocks"].load_bytes["device"] == 3 * window.numel()
 
 
 def test_blocks_that_are_shown_in_full_do_not_load_the_mask():
@@ -195,7 +194,7 @@ def test_blocks_that_are_shown_in_full_do_not_load_the_mask():
     assert loads[1] - loads[0] == 256 * 64 / 2
 
 
-def told(mask, batch=1, heads=2, **options):
+def explained(mask, batch=1, heads=2, **options):
     q_length = 264 if mask.shape[-2] == 1 else mask.shape[-2]
     q = torch.zeros(batch, heads, q_length, HEAD_DIM, dtype=torch.float16)
     k = torch.zeros(batch, heads, mask.shape[-1], HEAD_DIM, dtype=torch.float16)
@@ -204,21 +203,21 @@ def told(mask, batch=1, heads=2, **options):
 
 def test_explain_says_what_is_skipped():
     mask = torch.ones(264, 2048, dtype=torch.bool)
-    found = told(mask)
-    assert list(found.kernels) == ["mask_blocks", "flash_fwd"]
-    assert found.kernel == "flash_fwd"
-    assert found.kernels["mask_blocks"].specialisation == {"WORD": "uint2"}
-    assert "attn_mask hides are skipped: mask_blocks reads 540672 bytes" in found.reason
+    actual = explained(mask)
+    assert list(actual.kernels) == ["mask_blocks", "flash_fwd"]
+    assert actual.kernel == "flash_fwd"
+    assert actual.kernels["mask_blocks"].specialisation == {"WORD": "uint2"}
+    assert "attn_mask hides are skipped: mask_blocks reads 540672 bytes" in actual.reason
     lists = {
-        name: 4 * (1 + there // other) * -(-here // own)
-        for name, kernel in found.training.kernels.items()
+        name: 4 * (1 + there // other) * -(-here // block)
+        for name, kernel in actual.training.kernels.items()
         for queries, keys in [tile(kernel.specialisation)]
-        for own, here, other, there in [
+        for block, here, other, there in [
             (queries, 264, keys, 2048) if name == "flash_bwd_dq" else (keys, 2048, queries, 264)
         ]
     }
-    assert found.training.allocated["mask_blocks"] >= max(lists.values())
-    for kernel in found.training.kernels.values():
+    assert actual.training.allocated["mask_blocks"] >= max(lists.values())
+    for kernel in actual.training.kernels.values():
         assert "attn_mask hides are skipped" in kernel.reason
 
 
@@ -232,15 +231,15 @@ def test_explain_says_what_is_skipped():
     ],
 )
 def test_where_it_does_not_pay(mask, options, why):
-    found = told(mask, **options)
-    assert list(found.kernels) == ["flash_fwd"]
-    assert "MASK_BLOCKS" not in found.specialisation
-    assert f"attn_mask hides are computed, {why}" in found.reason
-    assert "mask_blocks" not in found.training.allocated
+    actual = explained(mask, **options)
+    assert list(actual.kernels) == ["flash_fwd"]
+    assert "MASK_BLOCKS" not in actual.specialisation
+    assert f"attn_mask hides are computed, {why}" in actual.reason
+    assert "mask_blocks" not in actual.training.allocated
 
 
 def test_tensor_tiles(gpu):
-    """Which list is whose is read by the same text as on 8x8 tiles."""
+    """They find their lists by the same text as 8x8 tiles."""
     gpu("Apple M5")
     problem = padded()
     with simulate(check=True) as run:

@@ -1,4 +1,4 @@
-"""flash_fwd of a cache in pages or by an index: what is missing, what is wrong, what it costs.
+"""flash_fwd of a cache in pages or by an index: missing pages, refusals and costs.
 
 Values by page size, layout and feature are rows of test_values.py.
 """
@@ -21,16 +21,6 @@ from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import ints
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float16}
-
-
-def test_whole_capacity(device):
-    """Without seqused_k a sequence has all keys of its pages; the table is part of a wider one."""
-    q, k, v = make_qkv(batch=3, kv_length=48, **SHAPE)
-    keys, values, where = paged(k, v, [48] * 3, 16)
-    table = torch.full((3, 9), -1).int()
-    table[:, 2:5] = where["block_table"][:, :3]
-    cache = keys, values, {"block_table": table[:, 2:5]}
-    check_flash_fwd(q, k, v, cache=cache, device=device)
 
 
 @pytest.mark.parametrize("pages", [0, 5])
@@ -61,17 +51,22 @@ def test_only_differences_of_cu_seqlens_k_count(device):
     expected = check_flash_fwd(q, k, v, *packing, **options)
     packing[1] += 1000
     shifted = [torch.cat([x.new_zeros(1000, *x.shape[1:]), x]) for x in (k, v)]
-    found = check_flash_fwd(q, *shifted, *packing, **options)
-    assert all(map(torch.equal, found, expected))
+    actual = check_flash_fwd(q, *shifted, *packing, **options)
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_pages_before_the_window_need_not_exist(device):
-    """The old pages of a sliding window are freed and replaced by -1, and give no NaN."""
+    """The old pages of a sliding window are freed and replaced by -1, and give no NaN.
+
+    The table is a part of a wider one.
+    """
     q, k, v = make_qkv(batch=2, q_length=5, kv_length=200, **SHAPE)
     keys, values, where = paged(k, v, [200, 150], 16)
     # The first query stands at 195 and 145 and sees 50 keys before it.
     where["block_table"][0, : 145 // 16] = -1
     where["block_table"][1, : 95 // 16] = 10**6
+    wider = torch.cat([where["block_table"], torch.full((2, 3), -1).int()], 1)
+    where["block_table"] = wider[:, :-3]
     options = {"window_size_left": 50, "causal": True, "seqused_k": ints(200, 150)}
     check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
 
@@ -91,11 +86,11 @@ FLOAT8 = {name: torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn) for name in "k
 def test_no_gradient(fields, changes, name):
     """The result is that without; the backward raises by the argument's name."""
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "kv_length": 16, "head_dim": 64}
-    given = arguments(case(**sizes, **fields)) | changes
-    expected, _ = torch.ops.metal_attn.flash_fwd(**given)
+    options = arguments(case(**sizes, **fields)) | changes
+    expected, _ = torch.ops.metal_attn.flash_fwd(**options)
     for letter in "qkv"[: 3 if "cache" in fields else 1]:
-        leaf = given[letter].detach().requires_grad_()
-        out, _ = torch.ops.metal_attn.flash_fwd(**given | {letter: leaf})
+        leaf = options[letter].detach().requires_grad_()
+        out, _ = torch.ops.metal_attn.flash_fwd(**options | {letter: leaf})
         assert torch.equal(out, expected)
         with pytest.raises(NotImplementedError, match=rf"with {name}, and {letter} requires grad"):
             out.sum().backward()
@@ -113,11 +108,9 @@ def device_loads(page, kv_length=1024):
     return run.counters["flash_fwd"].loads["device"]
 
 
-def test_paging_costs_at_most_6_percent_more_loads():
+def test_paging_costs_few_loads():
+    """At most 6 %; with pages of one key each of eight SIMD groups loads the number of each."""
+    plain = device_loads(None)
     for page in (8, 256):
-        assert device_loads(page) <= 1.06 * device_loads(None)
-
-
-def test_pages_of_one_key_cost_a_number_for_each():
-    """Each of eight SIMD groups loads the number of each key."""
-    assert device_loads(1) - device_loads(None) <= 8 * 1024
+        assert device_loads(page) <= 1.06 * plain
+    assert device_loads(1) - plain <= 8 * 1024

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from bench.bench_inner_loops import ours
-from tests.attention import flash_fwd_problems as problems
+from tests.attention import test_flash_fwd_mutants as problems
 from tests.attention.flash_fwd_check import check_either_precision, check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, case, hold
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
-from torch_metal_attn import explain, simulate
+from torch_metal_attn import allow_tf32, explain, simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.testing import running
 from torch_metal_attn.testing.features import FEATURES
@@ -34,7 +33,7 @@ def equal_values():
 
 
 def infinite_value():
-    """Of the last key, whose block of keys is a part of one."""
+    """The last key's block of keys is a partial one."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
     v[:, :, -1, 3] = torch.inf
     out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
@@ -47,7 +46,7 @@ def either_precision():
 
 
 def scores():
-    """What changes scores and weights, and a logit without a key, together."""
+    """All options that change scores and weights, with a sink."""
     judge(problems.dense(**SCORES, alibi_slopes="h", causal=True, q_offset=-2, dtype="bfloat16"))
 
 
@@ -69,7 +68,7 @@ CASES = {
             rotary_columns=8,
         ),
     ],
-    # Of an odd width, and of an even one, which is read in pairs.
+    # An odd width, and an even one, which is read in pairs.
     "added": [
         case(
             **GROUPED | SCORES | {"kv_length": width, "alibi_slopes": "h", "causal": True},
@@ -150,34 +149,24 @@ def test_explanations(monkeypatch):
     assert wrong in explain(*make_qkv(dtype=F16)).refusal
 
 
-def test_verify_has_both_kinds_of_tile(gpu):
-    """Each feature once more, with tensor tiles off."""
-    families = {"flash_fwd on 8x8 tiles", "flash_bwd on 8x8 tiles"}
-    again = [listed_case for listed_case in listed.full() if listed_case.family in families]
-    assert {listed_case.family for listed_case in again} == families
-    assert {listed_case.case.tiles for listed_case in again} == {"8x8"}
-    assert len(again) == 4 * len(FEATURES)
+@pytest.mark.parametrize(
+    "words, tiles, dtypes", [("on 8x8 tiles", "8x8", 2), ("in TF32", "TF32", 1)]
+)
+def test_verify_has_other_kinds_of_tile(words, tiles, dtypes, gpu):
+    """Each feature once more: with tensor tiles off, and in TF32 whatever the setting."""
+    families = {f"flash_fwd {words}", f"flash_bwd {words}"}
+    again = [each for each in listed.full() if each.family in families]
+    assert {each.family for each in again} == families
+    assert {each.case.tiles for each in again} == {tiles}
+    assert len(again) == 2 * dtypes * len(FEATURES)
     with simulate(check=True) as run:
-        assert running.run(case(tiles="8x8"), CPU).ok
-    assert {"flash_fwd", "flash_bwd_dkv"} <= set(run.counters)
-    assert not {name for name in run.counters if "tensor" in name}
+        assert running.run(case(dtype="float32" if dtypes == 1 else "float16", tiles=tiles), CPU).ok
+        assert {"tensor" in name for name in run.counters if "delta" not in name} == {dtypes == 1}
+        with allow_tf32():
+            assert running.run(case(dtype="float32"), CPU).ok  # which is judged as float32
+        assert "flash_fwd" in run.counters
     gpu("Apple M4")
-    assert not families & {listed_case.family for listed_case in listed.full()}
-
-
-LIMITS = {64: (8, 16), 128: (16, 40)}
-
-
-@pytest.mark.parametrize("head_dim", LIMITS)
-def test_inner_loop(head_dim):
-    """MLX's and PyTorch's have 160 and 320 loads, and 16 shuffles: bench/results."""
-    products, loads = LIMITS[head_dim]
-    counts = ours("flash_fwd_tensor", head_dim, F16)
-    assert counts["products"] == products
-    assert counts["device loads"] <= loads
-    assert counts["converts"] == 0
-    assert counts["shuffles"] <= 4
-    assert counts["barriers"] <= 1
+    assert not families & {each.family for each in listed.full()}
 
 
 # By the problem that shows them, as in test_flash_fwd_mutants.py.

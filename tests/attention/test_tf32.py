@@ -12,7 +12,6 @@ from tests.attention.flash_bwd_check import (
     hold_gradients,
     make_gradients,
 )
-from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import (
     ACCUMULATION,
     check_either_precision,
@@ -20,15 +19,13 @@ from tests.attention.flash_fwd_check import (
 )
 from tests.attention.head_dims import HOME
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, hold
+from tests.attention.test_flash_bwd_sharp import check_sharp
 from tests.helpers.mutants import mutant_tests
-from torch_metal_attn import allow_tf32, explain, simulate, testing, tf32_allowed
+from torch_metal_attn import allow_tf32, explain, simulate, tf32_allowed
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import extension, tensor_tiles
-from torch_metal_attn.testing.features import FEATURES
 from torch_metal_attn.testing.oracle import torch_gradient_errors
 from torch_metal_attn.testing.tf32 import UNIT_ROUNDOFF, rounded_to_tf32
-from torch_metal_attn.tools import verify
-from torch_metal_attn.tools.verify import cases as listed
 
 F32 = torch.float32
 ops = torch.ops.metal_attn
@@ -38,7 +35,7 @@ GRADIENTS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
 
 
 def nan_and_infinity(device):
-    """What is seen reaches the output, whatever bits a NaN has; what is outside does not."""
+    """A NaN with any bits reaches the output if it is seen, and only then."""
     for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1):
         q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=HOME)
         v[:, :, -1, 3] = torch.inf
@@ -145,7 +142,7 @@ def test_values(kernels, cases):
 
 
 def test_a_bias_has_float32s_own_gradients():
-    """Delta, which its kernel is given, is of products that are not rounded."""
+    """Their kernel gets a delta of products that are not rounded."""
     with simulate(check=True) as run:
         check_sharp("torch's sample", F32, CPU)
     assert {"flash_fwd_tensor", "flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
@@ -180,12 +177,12 @@ def results():
     q, k, v = make_qkv(q_length=45, kv_length=90, head_dim=HOME)
     dout, _ = make_gradients(q, v, q.shape[:3])
     with simulate(check=True) as run:
-        found = backward(q, k, v, dout, None, CPU, {}, own_forward=True)
-    return found, set(run.counters)
+        actual = backward(q, k, v, dout, None, CPU, {}, own_forward=True)
+    return actual, set(run.counters)
 
 
-def same(found, others):
-    return all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+def same(actual, others):
+    return all(torch.equal(a, b) for a, b in zip(actual, others, strict=True))
 
 
 def test_nothing_but_the_caller_allows_it(gpu, monkeypatch):
@@ -225,7 +222,7 @@ def test_the_setting(monkeypatch):
         assert wrong in tensor_tiles.description()
         with tensor_tiles.off():
             assert wrong in tensor_tiles.description()
-        # What was said in the process counts for more.
+        # A call in the process has priority.
         with allow_tf32(False):
             assert not tf32_allowed()
         for none in ("off", ""):
@@ -274,11 +271,11 @@ def test_explanations():
 
 
 def test_no_row_of_a_table_is_shared():
-    """What was measured with one kind of tile is not used for the other."""
+    """A row that was measured with one kind of tile is not used for the other."""
 
     def keys():
-        told = explain(*make_qkv(head_dim=64), backward=True)
-        kernels = told.kernels | told.training.kernels
+        explained = explain(*make_qkv(head_dim=64), backward=True)
+        kernels = explained.kernels | explained.training.kernels
         return {kernel.key for kernel in kernels.values() if kernel.key}
 
     tf32 = keys()
@@ -310,8 +307,7 @@ def test_autograd_and_compiled_graphs_follow(gpu):
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
     one_key: """
-        fwd: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
-        bwd_dkv: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
+        fwd, bwd_dkv: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
         fwd: columns of the other chunk:
             fragments[{~i => (1 - i)~} * PAIRS + j] = chunk_pair<T>(exists
     """,
@@ -323,12 +319,10 @@ MUTANTS = {
             {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
     """,
     either_precision: """
-        fwd: operands left to the GPU:
+        fwd, bwd_dkv: operands left to the GPU:
             {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
         fwd: operands of 12 bits: KEPT_BITS = {~0xffffe000u => 0xfffff000u~}
         bwd_dq: gradients left to the GPU: {~round_to_cut(gradients); =>~}
-        bwd_dkv: operands left to the GPU:
-            {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
         bwd_dkv: weights left to the GPU: {~round_to_cut(weights); =>~}
     """,
     other_statistics: """
@@ -345,28 +339,3 @@ MUTANTS = {
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "flash_{}_tensor", run=lambda problem: problem(device=CPU), together=True
 )
-
-
-def test_verify_has_tf32(gpu):
-    """Each feature in float32, whose other cases are float32's whatever the setting."""
-
-    def ran(case):
-        with simulate(check=True) as run:
-            (result,) = verify._results([case], CPU, (), every_line=False)
-        assert result.outcome.ok
-        return set(run.counters)
-
-    by_family = {}
-    for case in listed.full():
-        by_family.setdefault(case.family, []).append(case)
-    for family in ("flash_fwd in TF32", "flash_bwd in TF32"):
-        assert len(by_family[family]) == len(FEATURES)
-    assert ran(by_family["flash_fwd in TF32"][0]) == FORWARD_KERNELS
-    assert ran(next(case for case in listed.QUICK if case.dtype == "float32")) == {"flash_fwd"}
-    gpu("Apple M4")
-    assert "flash_fwd in TF32" not in {case.family for case in listed.full()}
-
-
-def test_fuzz_judges_float32_as_such():
-    """TF32 would be refused by its bound."""
-    assert testing.check(testing.Attention(heads=2, kv_heads=1, q_length=9, kv_length=33)).ok

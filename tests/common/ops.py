@@ -65,10 +65,10 @@ def _rope(layout="contiguous", without_k=False, **options):
     def make(length=9, dtype=torch.float32):
         q, k, cos, sin = make_problem(length=length, head_dim=20, rotary_dim=16, dtype=dtype)
         q, k = LAYOUTS[layout](q), LAYOUTS[layout](k)
-        given = {"q": q, "k": None if without_k else k, "cos": cos, "sin": sin} | options
-        if "positions" in given:
-            given["positions"] = given["positions"][..., :length]
-        return given
+        arguments = {"q": q, "k": None if without_k else k, "cos": cos, "sin": sin} | options
+        if "positions" in arguments:
+            arguments["positions"] = arguments["positions"][..., :length]
+        return arguments
 
     return make
 
@@ -93,17 +93,20 @@ def _states(packed=False, transposed=False, **options):
 
     def make(length=5, dtype=torch.float32):
         rows = (length, 3) if packed else (2, 3, length)
-        given = {}
+        arguments = {}
         for seed, part in enumerate("ab"):
             out, lse = normal(*rows, 16, seed=seed, dtype=dtype), 3 * normal(*rows, seed=seed + 2)
             lse.flatten()[seed : seed + 2] = -math.inf
             out[lse == -math.inf] = math.nan
             if transposed:
                 out = out.transpose(0, 1).contiguous().transpose(0, 1)
-            given |= {f"out_{part}": out, f"lse_{part}": lse.t().contiguous() if packed else lse}
+            arguments |= {
+                f"out_{part}": out,
+                f"lse_{part}": lse.t().contiguous() if packed else lse,
+            }
         if "mask" in options:
             options["mask"] = torch.arange(2 * length).view(2, length) % 3 > 0
-        return given | options
+        return arguments | options
 
     return make
 
@@ -156,12 +159,12 @@ _SIZES = {"lengths": (13, 12), "capacity": 32}
 def _append(call="append_kv", options=(), **fields):
     def make(length=5, dtype=torch.float16):
         case = step(call=call, length=length, dtype=str(dtype).split(".")[1], **_SIZES | fields)
-        given = arguments(case)
+        operands = arguments(case)
         # opcheck compares what NaN would hide.
         for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
-            if name in given and given[name].is_floating_point():
-                given[name] = given[name].clone().zero_()
-        return {n: x for n, x in given.items() if torch.is_tensor(x)} | dict(options)
+            if name in operands and operands[name].is_floating_point():
+                operands[name] = operands[name].clone().zero_()
+        return {n: x for n, x in operands.items() if torch.is_tensor(x)} | dict(options)
 
     return make
 
@@ -180,24 +183,24 @@ def _attention(layout=lambda q: q, **options):
 
 
 def _packed_queries(length=8, dtype=torch.float32):
-    given = _attention(causal=True, num_splits=1)(length, dtype)
-    q = given.pop("q")[0].transpose(0, 1)
+    arguments = _attention(causal=True, num_splits=1)(length, dtype)
+    q = arguments.pop("q")[0].transpose(0, 1)
     ends = torch.tensor([0, length // 2, length]).int()
-    return {"q": q, "cu_seqlens_q": ends, "max_seqlen_q": length} | given
+    return {"q": q, "cu_seqlens_q": ends, "max_seqlen_q": length} | arguments
 
 
 def _packed_step(length=5, dtype=torch.float16):
-    given = _STEP(length, dtype)
+    arguments = _STEP(length, dtype)
     for name in "qkv":
-        given[name] = given[name].transpose(1, 2).flatten(0, 1)
+        arguments[name] = arguments[name].transpose(1, 2).flatten(0, 1)
     ends = torch.tensor([0, length, 2 * length]).int()
-    return given | {"cu_seqlens_q": ends, "max_seqlen_q": length}
+    return arguments | {"cu_seqlens_q": ends, "max_seqlen_q": length}
 
 
 def _tree(make, form):
-    """Of each sequence: a root, whose children the other tokens are."""
+    """The first token of each sequence is the root, and the others are its children."""
 
-    def given(*arguments, **options):
+    def with_tree(*arguments, **options):
         made = make(*arguments, **options)
         packed = "cu_seqlens_q" in made
         sizes = made["cu_seqlens_q"].diff().tolist() if packed else [made["q"].shape[2]]
@@ -207,7 +210,7 @@ def _tree(make, form):
         shown = (columns == places) | (columns == 0)
         return made | {form: parents if form == "parents" else shown}
 
-    return given
+    return with_tree
 
 
 def _listed(length=8, dtype=torch.float32):
@@ -312,8 +315,8 @@ def _of_blocks():
 
 
 def _of_blocks_backward():
-    given, dout, lse = _of_blocks(), normal(2, 4, 8, 8), normal(2, 4, 8)
-    return given | {"dout": dout, "dlse": lse, "out": dout, "softmax_lse": lse}
+    arguments, dout, lse = _of_blocks(), normal(2, 4, 8, 8), normal(2, 4, 8)
+    return arguments | {"dout": dout, "dlse": lse, "out": dout, "softmax_lse": lse}
 
 
 def _of_captures():
@@ -340,10 +343,10 @@ def _with_tensors(length=8, dtype=torch.float32):
 
 
 def _packed(length=8, dtype=torch.float32):
-    given = _packed_queries(length, dtype)
-    del given["num_splits"]
-    given |= {name: given[name][0].transpose(0, 1) for name in "kv"}
-    return given | {"cu_seqlens_k": torch.tensor([0, 6, 13]).int(), "max_seqlen_k": 7}
+    arguments = _packed_queries(length, dtype)
+    del arguments["num_splits"]
+    arguments |= {name: arguments[name][0].transpose(0, 1) for name in "kv"}
+    return arguments | {"cu_seqlens_k": torch.tensor([0, 6, 13]).int(), "max_seqlen_k": 7}
 
 
 # Calls whose backward gets more saved tensors than those of EXAMPLES.

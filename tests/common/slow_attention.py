@@ -1,79 +1,68 @@
 """Attention one number at a time, in Python floats, to test the reference itself."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 
+NUMBERS = {"softmax_scale": None, "softcap": 0.0, "attention_chunk": 0, "q_offset": None}
+NUMBERS |= {"causal": False, "window_size_left": -1, "window_size_right": -1}
+NUMBERS |= {"rotary_interleaved": False}
+TENSORS = ("seqused_k", "leftpad_k", "attn_mask", "attn_bias", "alibi_slopes", "learnable_sink")
+TENSORS += ("q_rotary_cos", "q_rotary_sin", "k_rotary_cos", "k_rotary_sin")
 
-def slow_attention(
-    q,
-    k,
-    v,
-    *,
-    softmax_scale=None,
-    causal=False,
-    window_size_left=-1,
-    window_size_right=-1,
-    attention_chunk=0,
-    q_offset=None,
-    seqused_k=None,
-    leftpad_k=None,
-    attn_mask=None,
-    attn_bias=None,
-    softcap=0.0,
-    alibi_slopes=None,
-    learnable_sink=None,
-    q_rotary_cos=None,
-    q_rotary_sin=None,
-    k_rotary_cos=None,
-    k_rotary_sin=None,
-    rotary_interleaved=False,
-):
+
+def slow_attention(q, k, v, **options):
     """`reference.attention` in float64, for a few tokens."""
+    assert options.keys() <= {*NUMBERS, *TENSORS}
+    o = SimpleNamespace(**dict.fromkeys(TENSORS) | NUMBERS | options)
     batch, heads, q_length, head_dim = q.shape
     kv_length = k.shape[2]
     group = heads // max(k.shape[1], 1)
-    scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+    scale = 1 / math.sqrt(head_dim) if o.softmax_scale is None else o.softmax_scale
     whole = (batch, heads, q_length, kv_length)
-    mask = None if attn_mask is None else attn_mask.broadcast_to(whole).tolist()
-    bias = None if attn_bias is None else attn_bias.broadcast_to(whole).tolist()
+    mask, bias = (
+        x if x is None else x.broadcast_to(whole).tolist() for x in (o.attn_mask, o.attn_bias)
+    )
     q_rows, k_rows, v_rows = (tensor.double().tolist() for tensor in (q, k, v))
     out = torch.zeros(batch, heads, q_length, v.shape[3], dtype=torch.float64)
     lse = torch.full((batch, heads, q_length), -math.inf, dtype=torch.float64)
 
+    def end_of(b):
+        return kv_length if o.seqused_k is None else int(o.seqused_k[b])
+
+    def position_of(b, i):
+        return i + (end_of(b) - q_length if o.q_offset is None else o.q_offset)
+
     def sees(b, h, i, j):
-        first = 0 if leftpad_k is None else int(leftpad_k[b])
-        end = kv_length if seqused_k is None else int(seqused_k[b])
-        position = i + (end - q_length if q_offset is None else q_offset)
-        answers = [first <= j < end]
-        if causal:
+        first = 0 if o.leftpad_k is None else int(o.leftpad_k[b])
+        position = position_of(b, i)
+        answers = [first <= j < end_of(b)]
+        if o.causal:
             answers.append(j <= position)
-        if window_size_left >= 0:
-            answers.append(position - j <= window_size_left)
-        if window_size_right >= 0:
-            answers.append(j - position <= window_size_right)
-        if attention_chunk:
-            answers.append(
-                math.floor((j - first) / attention_chunk)
-                == math.floor((position - first) / attention_chunk)
-            )
+        if o.window_size_left >= 0:
+            answers.append(position - j <= o.window_size_left)
+        if o.window_size_right >= 0:
+            answers.append(j - position <= o.window_size_right)
+        if o.attention_chunk:
+            chunks = [math.floor((n - first) / o.attention_chunk) for n in (j, position)]
+            answers.append(chunks[0] == chunks[1])
         if mask is not None and isinstance(mask[b][h][i][j], bool):
             answers.append(mask[b][h][i][j])
         return all(answers)
 
     def score(b, h, i, j):
-        query = _rotated(q_rows[b][h][i], b, i, q_rotary_cos, q_rotary_sin, rotary_interleaved)
-        key = _rotated(
-            k_rows[b][h // group][j], b, j, k_rotary_cos, k_rotary_sin, rotary_interleaved
+        query = _rotated(
+            q_rows[b][h][i], b, i, o.q_rotary_cos, o.q_rotary_sin, o.rotary_interleaved
         )
+        key = k_rows[b][h // group][j]
+        key = _rotated(key, b, j, o.k_rotary_cos, o.k_rotary_sin, o.rotary_interleaved)
         value = scale * math.fsum(x * y for x, y in zip(query, key, strict=True))
-        if softcap:
-            value = softcap * math.tanh(value / softcap)
-        if alibi_slopes is not None:
-            end = kv_length if seqused_k is None else int(seqused_k[b])
-            position = i + (end - q_length if q_offset is None else q_offset)
-            slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[b]
-            value -= float(slopes[h]) * abs(position - j)
+        if o.softcap:
+            value = o.softcap * math.tanh(value / o.softcap)
+        if o.alibi_slopes is not None:
+            slopes = o.alibi_slopes if o.alibi_slopes.dim() == 1 else o.alibi_slopes[b]
+            value -= float(slopes[h]) * abs(position_of(b, i) - j)
         for added in (mask, bias):
             if added is not None and not isinstance(added[b][h][i][j], bool):
                 value += added[b][h][i][j]
@@ -86,8 +75,8 @@ def slow_attention(
                     j: math.exp(score(b, h, i, j)) for j in range(kv_length) if sees(b, h, i, j)
                 }
                 terms = list(weights.values())
-                if learnable_sink is not None:
-                    terms.append(math.exp(float(learnable_sink[h])))
+                if o.learnable_sink is not None:
+                    terms.append(math.exp(float(o.learnable_sink[h])))
                 total = math.fsum(terms)
                 if total == 0:
                     continue
@@ -124,26 +113,22 @@ def slow_varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **o
     for b in range(batch):
         rows, keys = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
         q_length, kv_length = rows.stop - rows.start, keys.stop - keys.start
-        own = dict(options)
-        for name in ("seqused_k", "leftpad_k"):
-            if own.get(name) is not None:
-                own[name] = own[name][b : b + 1]
-        for name in ("attn_mask", "attn_bias"):
-            if own.get(name) is not None:
-                whole = own[name].broadcast_to(batch, heads, max_q, max_k)
-                own[name] = whole[b : b + 1, :, :q_length, :kv_length]
-        for name in [name for name in own if "rotary_" in name and torch.is_tensor(own[name])]:
-            table = own[name]
-            if table.dim() == 3:
-                own[name] = table[b if table.shape[0] > 1 else 0]
-        slopes = own.get("alibi_slopes")
-        if slopes is not None and slopes.dim() == 2:
-            own["alibi_slopes"] = slopes[b]
+        alone = {n: x for n, x in options.items() if x is not None}
+        for name, x in alone.items():
+            if name in ("seqused_k", "leftpad_k"):
+                alone[name] = x[b : b + 1]
+            elif name in ("attn_mask", "attn_bias"):
+                whole = x.broadcast_to(batch, heads, max_q, max_k)
+                alone[name] = whole[b : b + 1, :, :q_length, :kv_length]
+            elif name[2:] in ("rotary_cos", "rotary_sin") and x.dim() == 3:
+                alone[name] = x[b if x.shape[0] > 1 else 0]
+            elif name == "alibi_slopes" and x.dim() == 2:
+                alone[name] = x[b]
         part, part_lse = slow_attention(
             q[rows].transpose(0, 1)[None],
             k[keys].transpose(0, 1)[None],
             v[keys].transpose(0, 1)[None],
-            **own,
+            **alone,
         )
         out[rows] = part[0].transpose(0, 1)
         lse[:, rows] = part_lse[0]

@@ -1,4 +1,4 @@
-"""What flash_fwd and flash_varlen_fwd refuse: the ValueError names the argument, its value, why.
+"""Refusals of flash_fwd and flash_varlen_fwd: the ValueError names argument, value and rule.
 
 The checks stand once, in C++. The table is run once, through the op on the CPU; that the simulator,
 the fake kernels and torch.compile reach the same checks is shown by a row of each kind.
@@ -83,10 +83,7 @@ def wide(q=1, k=1, heads=1, batch=1, columns=8):
 
 # Rows of (what is changed in good arguments, how the error begins).
 OPERANDS = [
-    # Rank
-    ({"q": half(4, 16, 32)}, r"q has 3 dimensions, shape \(4, 16, 32\); .* 4"),
-    # Dtype
-    ({"q": half(2, 4, 16, 32).double()}, r"q has dtype float64; .*float32, float16"),
+    # A wrong dtype, rank, stride or storage is in test_small_ops_refused.py.
     ({"k": half(2, 2, 24, 32).float()}, r"k has dtype float32 and q float16; .*alike"),
     ({"v": half(2, 2, 24, 48).bfloat16()}, r"v has dtype bfloat16 and q float16; .*alike"),
     # Sizes that differ
@@ -109,11 +106,6 @@ OPERANDS = [
     ),
     ({"v": half(2, 2, 24, 0)}, r"v has a head dim of 0; it must be in 1\.\.512"),
     ({"v": half(2, 2, 24, 513)}, r"v has a head dim of 513; it must be in 1\.\.512"),
-    # Strides
-    (
-        {"v": half(2, 2, 24, 1).expand(2, 2, 24, 48)},
-        r"v has strides \(48, 24, 1, 0\); the last must be 1: call v\.contiguous\(\) first",
-    ),
     # Sizes beyond 32 bits, and grids beyond Metal's
     (wide(q=2**31 - 1023), r"q has a length of 2147482625; it must be in 0\.\.2147482624"),
     (wide(k=2**31), r"k has a length of 2147483648; it must be in 0\.\.2147482624"),
@@ -128,21 +120,12 @@ OPERANDS = [
         r"q has 5.76461e\+17 rows; out would be over 2\^63 bytes",
     ),
 ]
-LENGTHS = [
-    (torch.tensor([3, 3]), r"has dtype int64; it must be int32"),
-    (ints(3), r"has shape \(1,\); it must be \(2,\)"),
-    (ints(3, 3, 3), r"has shape \(3,\); it must be \(2,\)"),
-    (ints(3)[0], r"has shape \(\) .*contiguous with 1 dimension"),
-    (ints(3).expand(2), r"has shape \(2,\) and strides \(0,\); .*contiguous"),
-]
-# Of dense and of packed sequences alike.
+# For dense and packed sequences.
 OPTIONS = [
     # Numbers
     ({"softmax_scale": math.nan}, r"softmax_scale is nan; .*finite"),
-    ({"softmax_scale": -math.inf}, r"softmax_scale is -inf; .*finite"),
     ({"softmax_scale": 1e39}, r"softmax_scale is 1e\+39; .*finite in float32"),
     ({"softcap": math.nan}, r"softcap is nan; it must be 0 \(off\) or positive"),
-    ({"softcap": math.inf}, r"softcap is inf; .*positive and finite"),
     ({"softcap": -1.0}, r"softcap is -1; it must be 0 \(off\)"),
     ({"softcap": 1e39}, r"softcap is 1e\+39; .*finite in float32"),
     ({"softcap": 1e-60}, r"softcap is 1e-60; .*positive .*in float32"),
@@ -156,56 +139,28 @@ OPTIONS = [
     ({"q_offset": -(2**63)}, r"q_offset is -9223372036854775808; .*in -"),
     # Lengths
     *(
-        ({name: tensor}, f"{name} {message}")
+        ({name: ints(3, 3, 3)}, rf"{name} has shape \(3,\); it must be \(2,\)")
         for name in ("seqused_k", "leftpad_k")
-        for tensor, message in LENGTHS
     ),
     # Masks and biases
-    (
-        {"attn_mask": bools(16, 24).int()},
-        r"attn_mask has dtype int32; .* bool, float32, float16 or",
-    ),
-    (
-        {"attn_mask": half(16, 24).double()},
-        r"attn_mask has dtype float64; it must be bool, float32",
-    ),
     ({"attn_bias": bools(16, 24)}, r"attn_bias has dtype bool; .*float32"),
-    ({"attn_bias": half(16, 24).double()}, r"attn_bias has dtype float64; .*float32, float16 or "),
     (
         {"attn_mask": half(16, 24), "attn_bias": half(16, 24)},
         r"attn_mask is floating and attn_bias is given too; add the two yourself",
     ),
     ({"attn_mask": bools(16, 25)}, r"attn_mask has shape \(16, 25\); .*broadcast"),
-    ({"attn_mask": bools(23)}, r"attn_mask has shape \(23,\); .*broadcast"),
-    ({"attn_mask": bools(24, 16)}, r"attn_mask has shape \(24, 16\); "),
     ({"attn_mask": bools(2, 2, 16, 24)}, r"attn_mask has shape .*\(2, 4, 16"),  # KV heads
     ({"attn_mask": bools(2, 24)}, r"attn_mask has shape \(2, 24\); "),  # padding
     ({"attn_mask": bools(16, 0)}, r"attn_mask has shape \(16, 0\); .*broadcast"),
     ({"attn_bias": half(3, 1, 1, 1)}, r"attn_bias has shape \(3, 1, 1, 1\); it must broadcast to"),
     # Slopes and sinks
-    ({"alibi_slopes": half(4)}, r"alibi_slopes has dtype float16; it must be float32"),
     ({"alibi_slopes": torch.zeros(2)}, r"alibi_slopes has shape \(2,\); .*\(4,\) or \(2, 4\)"),
-    ({"alibi_slopes": torch.zeros(4, 2)}, r"alibi_slopes has shape \(4, 2\)"),
     ({"alibi_slopes": torch.zeros(1, 4)}, r"alibi_slopes has shape \(1, 4\)"),
-    ({"alibi_slopes": torch.zeros(4, 2).T}, r"alibi_slopes has strides \(1, 2\); the last must be"),
     ({"learnable_sink": half(2)}, r"learnable_sink has shape \(2,\); it must be \(4,\)"),
-    ({"learnable_sink": half(2, 4)}, r"learnable_sink has shape \(2, 4"),
-    (
-        {"learnable_sink": half(1).expand(4)},
-        r"learnable_sink has strides \(0,\); the last must be 1: call learnable_sink\.contig",
-    ),
     # Rotary tables
-    (
-        {"q_rotary_cos": torch.ones(16, 8)},
-        r"only one of q_rotary_cos and q_rotary_sin is given; give both or neither",
-    ),
-    (
-        {"k_rotary_sin": torch.ones(24, 8)},
-        r"only one of k_rotary_cos and k_rotary_sin is given; give both or neither",
-    ),
-    (
-        {"q_rotary_cos": torch.ones(24, 8), "k_rotary_sin": torch.ones(24, 8)},
-        r"only one of q_rotary_cos and q_rotary_sin is given",
+    *(
+        ({f"{side}_rotary_{part}": torch.ones(24, 8)}, f"only one of {side}_rotary_cos and {side}_")
+        for side, part in (("q", "cos"), ("k", "sin"))
     ),
     ({"rotary_interleaved": True}, r"rotary_interleaved is True and no rotary table is given"),
     (
@@ -227,17 +182,12 @@ OPTIONS = [
     ),
     (tables((16, 17)), r"q_rotary_cos has shape \(16, 17\); .*R in 2\.\.32"),
     (tables((16, 0)), r"q_rotary_cos has shape \(16, 0\); "),
-    (tables((16,)), r"q_rotary_cos has shape \(16,\); "),
-    (tables(()), r"q_rotary_cos has shape \(\); "),
     (tables((3, 16, 8)), r"q_rotary_cos has shape \(3, 16, 8\); .*\(2, length, R / 2"),
     # Dropout
-    (state(dropout_p=-0.1), r"dropout_p is -0\.1; it must be in 0\.\.1"),
-    (state(dropout_p=1.5), r"dropout_p is 1\.5; it must be in 0\.\.1"),
-    (state(dropout_p=math.nan), r"dropout_p is nan; it must be in 0\.\.1"),
+    *((state(dropout_p=p), rf"dropout_p is {p}; it must be in 0\.\.1") for p in (-0.1, math.nan)),
     ({"dropout_p": 0.1}, r"dropout_p is 0\.1 and rng_state is None; dropout needs a random state"),
     (state(dropout_p=0.0), r"dropout_p is 0 and rng_state is given; .* nothing else does"),
     (state(torch.tensor([1, 2, 3])), r"rng_state has shape \(3,\); it must be \(2,\)"),
-    (state(torch.tensor(1)), r"rng_state has shape \(\); "),
 ]
 PACKED = [
     (
@@ -250,45 +200,28 @@ PACKED = [
     ),
     ({"max_seqlen_q": -1}, r"max_seqlen_q is -1; it must be in 0\.\."),
     ({"max_seqlen_k": 2**31}, rf"max_seqlen_k is 2147483648; it must be in 0\.\.{LONGEST}"),
-    ({"q": half(1, 20, 4, 32)}, r"q has 4 dimensions, .* 3: \(tokens, heads, head_dim\)"),
-    ({"k": half(1, 34, 2, 32)}, r"k has 4 dimensions, .* 3: \(tokens, (kv_)?heads, head_dim\)"),
     ({"v": half(33, 2, 48)}, r"v has a length of 33 and k of 34; they must be equal"),
-    ({"v": half(34, 1, 48)}, r"v has a number of heads of 1 and k of 2"),
-    ({"k": half(34, 2, 24)}, r"k has a head dim of 24 and q of 32"),
     ({"k": half(34, 3, 32), "v": half(34, 3, 48)}, r"q has 4 heads and k 3; k's must divide q's"),
-    ({"q": half(20, 4, 577), "k": half(34, 2, 577)}, r"q has a head dim of 577; .*in 1\.\.576"),
     ({"attn_mask": bools(20, 34)}, r"attn_mask has shape \(20, 34\); .*to \(2, 4, 16, 24\)"),
 ]
-# What only a tensor's values or memory tell.
+# Values of tensors.
 DATA = [
-    ({"seqused_k": ints(3, -1)}, r"seqused_k\[1\] is -1; .*in 0\.\.24, the"),
-    ({"seqused_k": ints(25, 1)}, r"seqused_k\[0\] is 25; .*in 0\.\.\d+, the"),
-    ({"leftpad_k": ints(-5, 1)}, r"leftpad_k\[0\] is -5; .*in 0\.\.\d+, the"),
-    ({"leftpad_k": ints(0, 25)}, r"leftpad_k\[1\] is 25; .*in 0\.\.24, the"),
+    ({name: ints(0, value)}, rf"{name}\[1\] is {value}; .*in 0\.\.24, the")
+    for name in ("seqused_k", "leftpad_k")
+    for value in (-1, 25)
 ]
 PACKED_DATA = [
     ({"cu_seqlens_q": ints(1, 16, 20)}, r"cu_seqlens_q\[0\] is 1; it must be 0"),
-    ({"cu_seqlens_k": ints(-1, 10, 34)}, r"cu_seqlens_k\[0\] is -1; it must be 0"),
     (
         {"cu_seqlens_q": ints(0, 16, 15)},
         r"cu_seqlens_q\[2\] is 15 and the one before 16; they must not decrease",
     ),
-    (
-        {"cu_seqlens_k": ints(0, -1, 34)},
-        r"cu_seqlens_k\[1\] is -1 and the one before 0; .*decrease",
-    ),
-    ({"cu_seqlens_q": ints(0, 16, 21)}, r"cu_seqlens_q ends at 21 of 20 rows; it must not pass"),
     ({"cu_seqlens_k": ints(0, 11, 35)}, r"cu_seqlens_k ends at 35 of 34 rows; it must not pass"),
     ({"cu_seqlens_k": ints(0, 2**31 - 1, -(2**31))}, r"cu_seqlens_k .*(decrease|longer)"),
     ({"max_seqlen_q": 15}, r"cu_seqlens_q has a sequence of 16 rows and max_seqlen_q is 15; no"),
-    ({"max_seqlen_k": 23}, r"cu_seqlens_k has a sequence of 24 rows and max_seqlen_k is 23; no"),
-    (
-        {"seqused_k": ints(11, 24)},
-        r"seqused_k\[0\] is 11; it must be in 0\.\.10, the keys of sequence 0",
-    ),
-    (
-        {"leftpad_k": ints(10, 25)},
-        r"leftpad_k\[1\] is 25; it must be in 0\.\.24, the keys of sequence 1",
+    *(
+        ({name: ints(11, 24)}, rf"{name}\[0\] is 11; it must be in 0\.\.10, the keys of sequence 0")
+        for name in ("seqused_k", "leftpad_k")
     ),
 ]
 SHAPES = [(dense, *row) for row in OPERANDS + OPTIONS] + [
@@ -381,7 +314,7 @@ def test_good_is_good(make):
     assert (out.shape, lse.shape) == tuple(tensor.shape for tensor in call("op", tensors, options))
 
 
-@pytest.mark.parametrize("name", ["q", "k", "attn_mask", "attn_bias", "learnable_sink"])
+@pytest.mark.parametrize("name", ["attn_mask", "attn_bias", "learnable_sink"])
 def test_sparse(name):
     good = dense() | good_options()
     with refused(rf"{name} is sparse .* {name}\.to_dense\(\)"):

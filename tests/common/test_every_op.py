@@ -1,4 +1,4 @@
-"""What PyTorch expects of every op: the same tests for all rows of `ops.EXAMPLES`."""
+"""PyTorch's expectations of an op: the same tests for all rows of `ops.EXAMPLES`."""
 
 import random
 from contextlib import nullcontext
@@ -49,14 +49,14 @@ def each_kernel(request):
         yield
 
 
-def equal(found, expected):
+def equal(actual, expected):
     """Bits, or NaN for NaN."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @examples()
 def test_opcheck(example, where):
-    """Schema, on the CPU fake kernel and autograd's registration too, which are of no device."""
+    """Schema; fake kernel and autograd's registration only once, as no device changes them."""
     op = getattr(torch.ops.metal_attn, example.op)
     checks = ["test_schema"]
     if where == CPU:
@@ -76,13 +76,13 @@ def test_fake_reference_and_shader_agree(example):
     arguments = example.make()
     expected = call(on(CPU, arguments), example)
     with best_device(check=True) as device:
-        found = call(on(device, arguments), example)
+        actual = call(on(device, arguments), example)
     mode = torch._subclasses.FakeTensorMode()
     fakes = {n: mode.from_tensor(x) if torch.is_tensor(x) else x for n, x in arguments.items()}
     with mode:
         fake = call(fakes, example)
     meta = call(without_data(arguments), example)
-    for ours, reference, *others in zip(found, expected, fake, meta, strict=True):
+    for ours, reference, *others in zip(actual, expected, fake, meta, strict=True):
         for other in others:
             assert (ours.shape, ours.dtype) == (other.shape, other.dtype)
             assert ours.stride() == reference.stride() == other.stride()
@@ -124,14 +124,14 @@ def test_modes_change_nothing(example, where):
     if not example.returns_what_it_writes:
         return  # torch cannot negate what an op without results has written
     for name in {*example.differentiable, *example.written}:
-        given = on(where, arguments)
-        if given[name] is not None and given[name].is_floating_point():
-            given[name] = torch._neg_view(-given[name])
-            equal(call(given, example), expected)
+        negated = on(where, arguments)
+        if negated[name] is not None and negated[name].is_floating_point():
+            negated[name] = torch._neg_view(-negated[name])
+            equal(call(negated, example), expected)
 
 
 def cases_of_compile():
-    """Of each op the first and the last row: opcheck traces all of them."""
+    """The first and the last row of each op; opcheck traces all of them."""
     of_an_op = {}
     for name, example in EXAMPLES.items():
         of_an_op.setdefault(example.op, []).append((name, example))
@@ -176,22 +176,22 @@ def derivatives(example, function, device, dtype, seed, order):
             for n, x in arguments.items()
         }
     leaves = [arguments[n].requires_grad_() for n in example.differentiable]
-    given = dict(arguments)
+    passed = dict(arguments)
     if example.written:
         joint = torch.cat([arguments[n].flatten() for n in example.written]) * 1
         for name in example.written:
             size = arguments[name].numel()
-            given[name], joint = joint[:size].view(arguments[name].shape), joint[size:]
+            passed[name], joint = joint[:size].view(arguments[name].shape), joint[size:]
     loss = 0
-    for i, result in enumerate(function(given)):
+    for i, result in enumerate(function(passed)):
         weights = normal(*result.shape, seed=seed + i)
         curved = result.masked_fill(result.isinf(), 0).atan()
         loss = loss + (curved * weights.to(device)).sum()
-    found = torch.autograd.grad(loss, leaves, create_graph=order == 2)
+    actual = torch.autograd.grad(loss, leaves, create_graph=order == 2)
     if order == 2:
-        total = sum(grad.square().sum() for grad in found)
-        found = torch.autograd.grad(total, leaves)
-    return [x.detach().cpu().double() for x in found]
+        total = sum(grad.square().sum() for grad in actual)
+        actual = torch.autograd.grad(total, leaves)
+    return [x.detach().cpu().double() for x in actual]
 
 
 @pytest.mark.parametrize(
@@ -201,11 +201,13 @@ def derivatives(example, function, device, dtype, seed, order):
 def test_gradients(example, dtype, order, device):
     """Against autograd through the definition in float64."""
     exact = derivatives(
-        example, lambda given: example.definition(**given), CPU, torch.float64, 3, order
+        example, lambda arguments: example.definition(**arguments), CPU, torch.float64, 3, order
     )
-    found = derivatives(example, lambda given: call(given, example), device, dtype, 3, order)
+    actual = derivatives(
+        example, lambda arguments: call(arguments, example), device, dtype, 3, order
+    )
     bound = 1e-4 if dtype == torch.float32 else 2**-5
-    for ours, right in zip(found, exact, strict=True):
+    for ours, right in zip(actual, exact, strict=True):
         torch.testing.assert_close(ours, right.nan_to_num(0.0), rtol=bound, atol=bound)
         assert ours.any()
 
@@ -273,9 +275,9 @@ def test_gradients_by_torch_func(example, each_kernel):
             with pytest.raises((RuntimeError, ValueError)):
                 torch.func.grad(loss)(arguments[name])
             continue
-        found = torch.func.grad(loss)(arguments[name])
+        actual = torch.func.grad(loss)(arguments[name])
         leaf = arguments[name].requires_grad_()
-        equal(found, torch.autograd.grad(loss(leaf), leaf, materialize_grads=True)[0])
+        equal(actual, torch.autograd.grad(loss(leaf), leaf, materialize_grads=True)[0])
 
 
 @examples(in_place)
@@ -284,9 +286,9 @@ def test_a_leaf_is_not_written(example, each_kernel):
     for name in set(example.written) & set(floats(example)):
         arguments, before = example.make(), example.make()
         leaf = arguments[name].requires_grad_()
-        for given in (leaf, leaf[:]):
+        for options in (leaf, leaf[:]):
             with pytest.raises(RuntimeError, match=r"is a leaf that requires grad, or a view"):
-                call(arguments | {name: given}, example)
+                call(arguments | {name: options}, example)
             equal([arguments[n] for n in example.written], [before[n] for n in example.written])
         with torch.no_grad():
             call(arguments, example)

@@ -15,7 +15,7 @@ flash_fwd = torch.ops.metal_attn.flash_fwd
 
 
 def test_outputs_are_poisoned(monkeypatch):
-    """What the other tests rest on: a kernel that writes nothing is seen."""
+    """A kernel that writes nothing is noticed, which the other tests rely on."""
     from torch_metal_attn.simulator import engine
 
     assert torch.empty(3).isnan().all()

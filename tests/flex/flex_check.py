@@ -34,8 +34,15 @@ def block_mask(mod=gallery.causal, batch=None, heads=None, sizes=SIZES, block=BL
     return create_block_mask(mod, batch, heads, *sizes, device="cpu", BLOCK_SIZE=block, **options)
 
 
+def contradictory(mask, mask_mod):
+    """The BlockMask with this mask_mod, which hides what full blocks show."""
+    assert mask.full_kv_num_blocks.sum() > 0
+    mask.mask_mod = mask_mod
+    return mask
+
+
 def torch_flex(query, key, value, score_mod=None, block_mask=None, scale=None):
-    """What torch's flex_attention computes on CPU tensors; this one has gradients."""
+    """torch's flex_attention on CPU tensors, with gradients."""
     if block_mask is None:
         block_mask = _create_empty_block_mask(query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -44,10 +51,10 @@ def torch_flex(query, key, value, score_mod=None, block_mask=None, scale=None):
     return out, lse * math.log(2)
 
 
-def assert_within_twice(found, exact, rounded):
-    """`found` has at most twice the error of `rounded`, torch's result in the same dtype."""
-    assert found.dtype == rounded.dtype
-    measure = near("the result", found, exact, worst_of([(rounded, exact)]))
+def assert_within_twice(actual, exact, rounded):
+    """`actual` has at most twice the error of `rounded`, torch's result in the same dtype."""
+    assert actual.dtype == rounded.dtype
+    measure = near("the result", actual, exact, worst_of([(rounded, exact)]))
     assert measure.ok, measure
 
 
@@ -89,9 +96,9 @@ def gradients(function, qkv, mod, mask, dtype, captured=(), captured_dtype=None,
     The loss is of both results.
     """
     leaves = make_leaves(qkv, dtype)
-    own = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
-    out, lse = function(*leaves, mod(*own) if own else mod, mask, **options)
-    return out.detach(), lse.detach(), *torch.autograd.grad(loss_of(out, lse), (*leaves, *own))
+    captured = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
+    out, lse = function(*leaves, mod(*captured) if captured else mod, mask, **options)
+    return out.detach(), lse.detach(), *torch.autograd.grad(loss_of(out, lse), (*leaves, *captured))
 
 
 def check_flex_gradients(
@@ -104,12 +111,12 @@ def check_flex_gradients(
     options = {"return_lse": True, "enable_gqa": query.shape[1] != key.shape[1]}
     with simulate(check=True) if simulated else contextlib.nullcontext():
         function = torch_metal_attn.flex_attention
-        found = gradients(function, qkv, *(ours or mods), query.dtype, captured, **options)
+        actual = gradients(function, qkv, *(ours or mods), query.dtype, captured, **options)
     if not captured:  # their dtypes round what score_mod makes of them
-        hold_results(*found[:2], *exact[:2], rounded[0])
-    for one, right, by_torch in zip(found[2:], exact[2:], rounded[2:], strict=True):
+        hold_results(*actual[:2], *exact[:2], rounded[0])
+    for one, right, by_torch in zip(actual[2:], exact[2:], rounded[2:], strict=True):
         if by_torch.dtype == torch.float64:  # which kernels compute in float32
             assert one.dtype == torch.float64
             one, by_torch = one.float(), by_torch.float()
         assert_within_twice(one, right, by_torch)
-    return found[2:]
+    return actual[2:]

@@ -42,20 +42,20 @@ _CALL = """
 
 @dataclass
 class Values:
-    """Of each mod, (mods, positions)."""
+    """The results of each mod, (mods, positions)."""
 
     values: torch.Tensor
     slopes: torch.Tensor
 
 
 def run(mods, scores, q_idx, kv_idx):
-    """What the kernel computes; all mods see head 1 of batch 0."""
+    """The results of the kernel; all mods see head 1 of batch 0."""
     graph, captured = Graph(), Captured()
     device = torch.device("cpu")
     results = [trace("score_mod", mod, graph, captured, device) for mod in mods]
     captured = [x.to(loaded_dtype(x)) for x in captured.tensors]
     ranks = [x.dim() for x in captured]
-    names = text_of._TYPES | {torch.bool: "uchar"}
+    names = text_of.TYPES | {torch.bool: "uchar"}
     declared = " ".join(
         f"X(const device {names[x.dtype]}*, capture_{i}, {4 + i})" for i, x in enumerate(captured)
     )
@@ -76,15 +76,15 @@ def run(mods, scores, q_idx, kv_idx):
         calls += _CALL.format(i)
     text += f"{_TEXT}{calls}}}\n"
     kernel = compile_shader(text, check=True).run
-    found = [torch.empty(len(mods), len(scores)) for _ in range(2)]
+    results = [torch.empty(len(mods), len(scores)) for _ in range(2)]
     nothing = torch.zeros(1, dtype=torch.float16)
     captures = [*captured, *([None] * (12 - len(captured)))]
     kernel(
         *(nothing, nothing, nothing, params, *captures),
-        *(scores, q_idx.int(), kv_idx.int(), *found),
+        *(scores, q_idx.int(), kv_idx.int(), *results),
         threads=len(scores),
     )
-    return Values(*found)
+    return Values(*results)
 
 
 def _flex_header():

@@ -1,4 +1,4 @@
-"""What flex_attention refuses, with the caller's names, what was given and the user's line."""
+"""Refusals of flex_attention: they have the caller's names, the value and the user's line."""
 
 import contextlib
 
@@ -67,7 +67,6 @@ REFUSED = {
         ),
         "scalars index the leading dimensions": lambda s, b, h, q, kv: s + BIAS[None, q],
         "write into a captured tensor": lambda s, b, h, q, kv: s * (BIAS.add_(1) is None),
-        r"expand.*its result has shape \(3,\)": lambda s, b, h, q, kv: s.expand(3),
         "pow.*not in torch.int32": lambda s, b, h, q, kv: s + q**kv,
     },
     ValueError: {
@@ -124,21 +123,19 @@ def with_list(name, value):
 
 CALLS = [
     ({"query": Q[0]}, ValueError, r"query has shape \(2, 80, 16\)"),
-    ({"query": Q.double()}, ValueError, "query has dtype float64"),
     ({"key": K.float()}, ValueError, "key has dtype float32"),
     ({"key": K[:, :1], "value": V[:, :1]}, ValueError, "query has 2 heads and key 1"),
-    ({"key": K[..., :8]}, ValueError, "key has a head dim of 8 and query of 16"),
     ({"value": V[:, :, :9]}, ValueError, "value has a length of 9 and key of 96"),
     ({"query": "q"}, TypeError, "query is a str"),
-    ({"scale": float("inf")}, ValueError, "scale is inf"),
-    ({"scale": 2**140}, ValueError, r"scale is 1.39\d*e\+42; .*must be finite"),
     ({"scale": 10**400}, ValueError, "scale is inf"),
-    (
-        {"block_mask": block_mask(sizes=(64, 96))},
-        ValueError,
-        "made for 64 queries and 96 keys, and query has 80",
+    *(
+        (
+            {"block_mask": block_mask(sizes=(queries, keys))},
+            ValueError,
+            f"made for {queries} queries and {keys} keys, and query has 80",
+        )
+        for queries, keys in ((64, 96), (80, 128))
     ),
-    ({"block_mask": block_mask(sizes=(80, 128))}, ValueError, "made for 80 queries and 128 keys"),
     ({"block_mask": block_mask(block=20)}, ValueError, "Q_BLOCK_SIZE of 20; .* multiple of 8"),
     ({"block_mask": block_mask(block=1032)}, ValueError, "Q_BLOCK_SIZE of 1032"),
     ({"block_mask": block_mask(block=(16, 4))}, ValueError, "KV_BLOCK_SIZE of 4"),
@@ -171,7 +168,6 @@ CALLS = [
     ({"return_aux": True}, TypeError, "return_aux is True; it must be torch's AuxRequest"),
     ({"kernel_options": [1]}, TypeError, r"kernel_options is \[1\]; it must be a dict"),
     ({"kernel_options": {"BLOCK_K": 64}}, ValueError, "BLOCK_K=64; its keys are torch's"),
-    ({"kernel_options": {"SM_SCALE": 2.0}}, ValueError, "SM_SCALE=2.0; its keys"),
     ({"kernel_options": {"BACKEND": "CUDA"}}, ValueError, "BACKEND='CUDA'; it must be one of"),
     ({"return_lse": True, "return_aux": AuxRequest()}, ValueError, "both given"),
     ({"return_aux": AuxRequest(max_scores=True)}, NotImplementedError, "max_scores"),
@@ -235,13 +231,13 @@ def test_indices_out_of_range(simulated):
 
 @pytest.mark.parametrize("part", ["places", "share_captures", "share_owners"])
 def test_parts_of_no_share(part):
-    """A list beside `shares` that is longer is not left out, also if there are none."""
+    """A list that is longer than `shares` is refused, also if there are no shares."""
     q, k, v = home()
     statistics = torch.zeros(q.shape[:3])
-    given = {part: ["return 0;"] if part == "places" else [0]}
+    arguments = {part: ["return 0;"] if part == "places" else [0]}
     with simulate(), pytest.raises(ValueError, match="they must have the same number"):
         torch.ops.metal_attn.flex_bwd_captures(
-            q, q, k, v, statistics, statistics, None, captures=[BIAS], **given
+            q, q, k, v, statistics, statistics, None, captures=[BIAS], **arguments
         )
 
 
@@ -257,10 +253,10 @@ def test_parts_of_no_share(part):
 def test_orders(order, message):
     """Their values are not checked: see test_order.py."""
     mask = block_mask(block=16)
-    given = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
-    given |= {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
+    arguments = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
+    arguments |= {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
     with simulate(), pytest.raises(ValueError, match=message):
-        torch.ops.metal_attn.flex_fwd(*home(), captures=[], **given)
+        torch.ops.metal_attn.flex_fwd(*home(), captures=[], **arguments)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import BlockMask
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.flex import gallery
+from tests.flex import flex_check, gallery
 from tests.flex.flex_check import (
     BLOCK,
     SIZES,
@@ -46,10 +46,10 @@ def test_broadcasting(batch, heads):
 
 def test_one_batch_of_keys():
     q, k, v = home(batch=2)
-    found, _ = check_flex(q, k[:1].expand_as(k), v[:1].expand_as(v), None, block_mask())
+    actual, _ = check_flex(q, k[:1].expand_as(k), v[:1].expand_as(v), None, block_mask())
     with simulate(check=True):
         out = torch_metal_attn.flex_attention(q, k[:1], v[:1], block_mask=block_mask())
-    assert torch.equal(out, found)
+    assert torch.equal(out, actual)
 
 
 def test_no_separate_full_blocks():
@@ -98,10 +98,7 @@ def only_in_partial_blocks(b, h, q_idx, kv_idx):
 
 
 def contradictory():
-    """A causal BlockMask whose mask_mod hides what full blocks show."""
-    mask = block_mask()
-    mask.mask_mod = only_in_partial_blocks
-    return mask
+    return flex_check.contradictory(block_mask(), only_in_partial_blocks)
 
 
 def check_full_and_partial():
@@ -134,11 +131,11 @@ def entries_after_the_checks():
         mask.kv_indices.copy_(before)
         with pytest.MonkeyPatch.context() as patch:
             after_the_checks(patch, mask.kv_indices, after.tolist())
-            found = torch_metal_attn.flex_attention(*qkv, block_mask=mask)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            actual = torch_metal_attn.flex_attention(*qkv, block_mask=mask)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-# Which kernels see: numbers, or entries of the lists behind their end.
+# A fault shows in numbers, or by a read behind the end of a list.
 SEEN = (None, "out_of_bounds")
 LIST_MUTANTS = """
     full blocks are masked: masked = {~next_entry < partial.count => true~};
@@ -158,8 +155,7 @@ MUTANTS = {
 }
 GRADIENT_MUTANTS = {
     an_odd_block_size: """
-        flash_bwd_dq: slope forgotten: {~gradients.multiply(slopes); =>~}
-        flash_bwd_dkv: slope forgotten: {~gradients.multiply(slopes); =>~}
+        flash_bwd_dq, flash_bwd_dkv: slope forgotten: {~gradients.multiply(slopes); =>~}
     """,
 }
 
@@ -181,12 +177,12 @@ def test_entries_out_of_range_are_not_read(backward, monkeypatch):
         return torch_metal_attn.flex_attention(*leaves, block_mask=mask, return_lse=True)
 
     with simulate(check=True):
-        found = attend() if backward else None
+        actual = attend() if backward else None
         for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
             entries = getattr(mask, name)
             after_the_checks(monkeypatch, entries, (1000 + entries).tolist())
-        found = torch.autograd.grad(loss_of(*found), leaves) if backward else attend()
-    assert all(x.isnan().all() for x in found)
+        actual = torch.autograd.grad(loss_of(*actual), leaves) if backward else attend()
+    assert all(x.isnan().all() for x in actual)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tests.attention.autograd_check import normal
-from tests.flex.flex_check import block_mask, check_flex_gradients, gradients, home
+from tests.flex.flex_check import (
+    assert_within_twice,
+    block_mask,
+    check_flex_gradients,
+    gradients,
+    home,
+    torch_flex,
+)
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention, scores, simulate
 from torch_metal_attn.flex import reference
@@ -45,7 +52,7 @@ def scalar(sink):
 
 
 def folded(slopes):
-    """What depends on captured tensors alone is computed outside of the kernel."""
+    """Values of captured tensors alone are computed outside of the kernel."""
 
     def mod(score, b, h, q_idx, kv_idx):
         return score + torch.nn.functional.softplus(slopes * 2)[h] * (q_idx - kv_idx)
@@ -140,39 +147,39 @@ CAPTURED = {
 def test_in_the_kernels():
     """Every way to own elements, in blocks, with two heads of keys' one."""
     qkv, captured = home(batch=2, kv_heads=1), CAPTURED[everything]
-    found = check_flex_gradients(*qkv, everything, block_mask(), captured=captured)
+    actual = check_flex_gradients(*qkv, everything, block_mask(), captured=captured)
     # The same bits, whichever threadgroup runs first.
-    given = qkv, everything, block_mask(), torch.float16, captured
+    arguments = qkv, everything, block_mask(), torch.float16, captured
     with simulate(check=True, seed=5):
-        again = gradients(flex_attention, *given, return_lse=True, enable_gqa=True)[2:]
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+        again = gradients(flex_attention, *arguments, return_lse=True, enable_gqa=True)[2:]
+    assert all(torch.equal(one, other) for one, other in zip(actual, again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_float32_without_blocks(dtype):
     """The kernels get tensors in float64 as float32. Two tiles of wide rows have one place."""
     captured = [x.to(dtype) for x in CAPTURED[of_queries]]
-    given = home(dtype=torch.float32, head_dim=512 if dtype == torch.float64 else 16)
-    check_flex_gradients(*given, of_queries, captured=captured)
+    arguments = home(dtype=torch.float32, head_dim=512 if dtype == torch.float64 else 16)
+    check_flex_gradients(*arguments, of_queries, captured=captured)
 
 
 @pytest.mark.parametrize("make", CAPTURED, ids=lambda make: make.__name__)
 def test_reference(make):
-    given = *home(batch=2), make, block_mask()
-    check_flex_gradients(*given, simulated=False, captured=CAPTURED[make])
+    arguments = *home(batch=2), make, block_mask()
+    check_flex_gradients(*arguments, simulated=False, captured=CAPTURED[make])
 
 
 def test_whole_rows():
     captured = normal(80, 3), normal(96, 2, 3, seed=1), normal(3).double()
-    given = *home(batch=2), element_by_element, block_mask()
+    arguments = *home(batch=2), element_by_element, block_mask()
     ours = whole_rows, block_mask()
-    check_flex_gradients(*given, simulated=False, ours=ours, captured=captured)
+    check_flex_gradients(*arguments, simulated=False, ours=ours, captured=captured)
 
 
 def test_views():
     captured = normal(2, 2, 5), normal(80, 96), normal(2)
-    given = *home(batch=2), without_views, block_mask()
-    check_flex_gradients(*given, simulated=False, ours=(views, block_mask()), captured=captured)
+    arguments = *home(batch=2), without_views, block_mask()
+    check_flex_gradients(*arguments, simulated=False, ours=(views, block_mask()), captured=captured)
     compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
     with simulate(record=True) as run:
         compiled(*home(), views(*captured))
@@ -216,7 +223,7 @@ def indices_out_of_range():
     On mps nobody checks indices before the kernel, which writes neither numbers nor NaN.
     """
     rows = 70
-    found = []
+    results = []
     for size in (rows, 80):
         bias = normal(80, 96)[:size].requires_grad_()
 
@@ -226,8 +233,8 @@ def indices_out_of_range():
         with simulate(check=True), pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(reference, "check_indices", lambda *_: None)
             out = flex_attention(*home(), mod)
-            found += torch.autograd.grad(out[:, :, :rows].float().sin().sum(), [bias])
-    assert torch.equal(found[0], found[1][:rows])
+            results += torch.autograd.grad(out[:, :, :rows].float().sin().sum(), [bias])
+    assert torch.equal(results[0], results[1][:rows])
 
 
 def gradient_of_the_table():
@@ -258,3 +265,57 @@ MUTANTS = {
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
     MUTANTS, "flash_bwd_captures"
 )
+
+QUERIES, KEYS = 77, 91  # multiples of no tile
+SEEN = torch.arange(KEYS) // 20 != 2
+
+
+def roots(factors):
+    """Its derivatives by the score and by a factor are infinite at 0."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.sqrt((score * factors[kv_idx]).abs())
+
+    return mod
+
+
+def shown(b, h, q_idx, kv_idx):
+    return SEEN[kv_idx]
+
+
+def infinite_slopes():
+    """No NaN reaches a gradient from masked keys, which are 0 as padding is."""
+    q, k, v = home(q_length=QUERIES, kv_length=KEYS)
+    k, factors = k * SEEN[:, None], normal(KEYS)
+    mask = block_mask(shown, sizes=(QUERIES, KEYS))
+    arguments = (q, k, v), roots, mask, q.dtype, [factors]
+    dq, dk, dv, dfactors = gradients(flex_attention, *arguments, return_lse=True)[2:]
+    few, seen_factors = ((q, k[:, :, SEEN], v[:, :, SEEN]), roots, None), [factors[SEEN]]
+    exact = gradients(torch_flex, *few, torch.float64, seen_factors, torch.float64)[2:]
+    rounded = gradients(torch_flex, *few, q.dtype, seen_factors)[2:]
+    hidden = ~SEEN
+    assert_within_twice(dq, exact[0], rounded[0])
+    for i, gradient in ((1, dk), (2, dv)):
+        assert_within_twice(gradient[:, :, SEEN], exact[i], rounded[i])
+        assert (gradient[:, :, hidden] == 0).all()
+    assert_within_twice(dfactors[SEEN], exact[3], rounded[3])
+    assert (dfactors[hidden] == 0).all()
+
+
+def test_infinite_slopes_in_the_reference():
+    infinite_slopes()
+
+
+SLOPE_MUTANTS = {
+    infinite_slopes: """
+        flash_bwd_dq: keys that do not exist:
+            {~visible.apply<false>(slopes, first_query, block + column, 0.0f); =>~}
+        flash_bwd_dkv: queries that do not exist:
+            {~visible.apply<true>(slopes, lane_key, lane_query, 0.0f); =>~}
+        flash_bwd_dq, flash_bwd_dkv: masked keys: {~slope = 0.0f; =>~}
+        flash_bwd_captures: captured tensors: exists {~&& score.y != -INFINITY =>~}
+    """,
+}
+
+
+test_mutant_of_slopes_is_caught, test_the_unchanged_slopes_pass = mutant_tests(SLOPE_MUTANTS)

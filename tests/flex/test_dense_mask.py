@@ -20,20 +20,20 @@ def dense(*leading):
 
 def test_lists_are_those_of_create_block_mask():
     mask = dense(2, 1) | (torch.arange(SIZES[1]) // 32 == 1)
-    found = pickle.loads(pickle.dumps(block_mask(mask, BLOCK)))  # as from a DataLoader's worker
+    actual = pickle.loads(pickle.dumps(block_mask(mask, BLOCK)))  # as from a DataLoader's worker
     right = create_block_mask(
         lambda b, h, q_idx, kv_idx: mask[b, 0, q_idx, kv_idx],
         *(2, None, *SIZES),
         device="cpu",
         BLOCK_SIZE=BLOCK,
     )
-    assert int(found.full_kv_num_blocks.sum()) > 0
-    assert int(found.kv_num_blocks.sum()) > 0
+    assert int(actual.full_kv_num_blocks.sum()) > 0
+    assert int(actual.kv_num_blocks.sum()) > 0
     for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
         for full in ("", "full_"):
-            assert torch.equal(getattr(found, full + name), getattr(right, full + name))
+            assert torch.equal(getattr(actual, full + name), getattr(right, full + name))
     places = torch.tensor([[1, 0], [0, 0], [40, 3], [40, 3]])
-    assert torch.equal(found.mask_mod(*places), mask[places[0], 0, places[2], places[3]])
+    assert torch.equal(actual.mask_mod(*places), mask[places[0], 0, places[2], places[3]])
 
 
 @pytest.mark.parametrize("leading", [(), (2, 1), (1, 2)])
@@ -50,9 +50,9 @@ def test_broadcast_queries_and_keys():
     column = torch.arange(SIZES[0])[:, None] % 3 > 0
     q, k, v = home()
     for small in (keys, keys[None, None, None], column, column.expand(2, 1, -1, -1)[:1]):
-        found, _ = torch_flex(q, k, v, None, block_mask(small, BLOCK, SIZES))
+        actual, _ = torch_flex(q, k, v, None, block_mask(small, BLOCK, SIZES))
         right, _ = torch_flex(q, k, v, None, block_mask(small.expand(1, 1, *SIZES).clone(), BLOCK))
-        assert torch.equal(found, right)
+        assert torch.equal(actual, right)
 
 
 ONES = torch.ones(8, 8)

@@ -46,7 +46,7 @@ def listed(rows, columns, count):
 
 
 def counters(mask, backward=True):
-    """Of each kernel, and how many blocks it visited."""
+    """The counters of each kernel, and the number of blocks that it visited."""
     q_length, kv_length = mask.seq_lengths
     q = torch.ones(1, 1, q_length, HEAD_DIM, dtype=torch.float16, requires_grad=True)
     k = torch.ones(1, 1, kv_length, HEAD_DIM, dtype=torch.float16)
@@ -59,7 +59,7 @@ def counters(mask, backward=True):
 
 
 def work(counters):
-    """What grows with the blocks that a kernel visits."""
+    """The counts that grow with the blocks that a kernel visits."""
     memory = counters.loads["device"], counters.load_bytes["device"]
     return torch.tensor([*memory, counters.matrix_operations], dtype=torch.float64)
 
@@ -78,18 +78,18 @@ def prices():
 def test_work_is_that_of_the_blocks_that_are_listed(name, prices, cores):
     cores(1)  # which long problems keep busy with the tiles of short ones
     mask = lists_of(*PATTERNS[name])
-    found, visited = counters(mask)
+    actual, visited = counters(mask)
     rows, columns = (-(-length // BLOCK) for length in mask.seq_lengths)
     assert visited < rows * columns / 2
     for kernel in KERNELS:
         of_row, of_block = prices[kernel]
         lists = columns if kernel == "flash_bwd_dkv" else rows
-        assert (work(found[kernel]) <= 1.05 * (lists * of_row + visited * of_block)).all()
-        assert work(found[kernel])[2] <= visited * of_block[2]
+        assert (work(actual[kernel]) <= 1.05 * (lists * of_row + visited * of_block)).all()
+        assert work(actual[kernel])[2] <= visited * of_block[2]
 
 
 def test_full_blocks_do_not_ask_mask_mod():
-    """Of a captured tensor they load nothing."""
+    """They load nothing from a captured tensor."""
     documents = torch.arange(128) // 64
 
     def mod(b, h, q_idx, kv_idx):
@@ -97,7 +97,7 @@ def test_full_blocks_do_not_ask_mask_mod():
 
     mask = create_block_mask(mod, 1, 1, 128, 128, device="cpu", BLOCK_SIZE=BLOCK)
     assert int(mask.kv_num_blocks.sum()) == 0
-    found, _ = counters(mask, backward=False)
+    actual, _ = counters(mask, backward=False)
     mask.mask_mod = gallery.full
     plain, _ = counters(mask, backward=False)
-    assert found["flash_fwd"].loads["device"] == plain["flash_fwd"].loads["device"]
+    assert actual["flash_fwd"].loads["device"] == plain["flash_fwd"].loads["device"]

@@ -11,6 +11,7 @@ from tests.flex.flex_check import (
     block_mask,
     check_flex,
     check_flex_gradients,
+    contradictory,
     home,
     torch_flex,
 )
@@ -97,20 +98,18 @@ def test_lists_of_batches_and_heads():
     check_flex(*qkv, None, mask)
 
 
-def test_rows_without_one_list_run_elsewhere():
-    """Heads of one KV head, or blocks of queries, that have their own lists."""
+def test_calls_that_run_on_flash_fwd():
+    """Heads of one KV head, or blocks of queries, with their own lists; and too many queries."""
     q, k, v = few(heads=4, kv_heads=2)
-    call = (None, mask_of(heads=4))
-    assert explained(q, k, v, *call, enable_gqa=True).kernel == "flash_fwd"
     nine = torch.cat([q, q], 2)[:, :, :9]
-    mask = block_mask(banded, sizes=(9, KEYS), block=BLOCK)
-    assert explained(nine, k, v, None, mask, enable_gqa=True).kernel == "flash_fwd"
-
-
-def test_as_many_queries_as_other_functions_send_there():
-    q, k, v = few()
-    for queries, kernel in ((DECODE_QUERIES, "flash_decode"), (DECODE_QUERIES + 1, "flash_fwd")):
-        assert explained(q[:, :, :1].expand(-1, -1, queries, -1), k, v).kernel == kernel
+    many = q[:, :, :1].expand(-1, -1, DECODE_QUERIES + 1, -1)
+    for query, mask, kernel in (
+        (q, mask_of(heads=4), "flash_fwd"),
+        (nine, block_mask(banded, sizes=(9, KEYS), block=BLOCK), "flash_fwd"),
+        (many, None, "flash_fwd"),
+        (many[:, :, 1:], None, "flash_decode"),
+    ):
+        assert explained(query, k, v, None, mask, enable_gqa=True).kernel == kernel
 
 
 def test_work_is_that_of_the_blocks_that_are_listed(cores):
@@ -142,7 +141,7 @@ def test_pages_of_torch():
     for b, n in enumerate(lengths.tolist()):
         rows = (x[b : b + 1, :, :n] for x in (k, v))
         paged.assign(torch.tensor([b]), torch.arange(n)[None], *rows, k_cache, v_cache)
-    for cache in (k_cache, v_cache):  # pages of nobody are not read
+    for cache in (k_cache, v_cache):  # free pages are not read
         cache.unflatten(2, (pages, page))[:, :, paged.empty_pages] = torch.nan
 
     def mod(b, h, q_idx, kv_idx):
@@ -157,16 +156,9 @@ def test_pages_of_torch():
     assert_within_twice(out, exact, torch_flex(q, k, v, tanh_softcap, mask)[0])
 
 
-def contradictory():
-    """A BlockMask whose mask_mod hides what full blocks show."""
-    mask = mask_of()
-    mask.mask_mod = only_in_partial_blocks
-    assert mask.full_kv_num_blocks.sum() > 0
-    return mask
-
-
 def check_full_and_partial():
-    check_flex(*few(), None, mask_of(), ours=(None, contradictory()))
+    ours = None, contradictory(mask_of(), only_in_partial_blocks)
+    check_flex(*few(), None, mask_of(), ours=ours)
 
 
 MUTANTS = {
@@ -187,8 +179,8 @@ test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
 
 
 def test_entries_out_of_range_are_not_read(monkeypatch):
-    """As on mps, where nobody checks the lists before the kernel. One makes all rows NaN."""
-    mask = contradictory()
+    """On mps nobody checks the lists before the kernel. One such entry makes all rows NaN."""
+    mask = contradictory(mask_of(), only_in_partial_blocks)
     wrong = mask.kv_indices.clone()
     wrong[..., 0] = 1000
     after_the_checks(monkeypatch, mask.kv_indices, wrong.tolist())

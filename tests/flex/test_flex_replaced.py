@@ -56,9 +56,9 @@ def test_compiled():
         plain = attend(*leaves, function=torch_metal_attn.flex_attention)
         compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
         compiled = compiled(*leaves, function=torch_flex)
-        found, right = (torch.autograd.grad(loss_of(*x), leaves) for x in (compiled, plain))
+        actual, right = (torch.autograd.grad(loss_of(*x), leaves) for x in (compiled, plain))
     torch._dynamo.reset()
-    for one, other in zip((*compiled, *found), (*plain, *right), strict=True):
+    for one, other in zip((*compiled, *actual), (*plain, *right), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
@@ -131,8 +131,8 @@ def test_transformers(model):
     logits, gradients, generated = run_model(model, "eager")
     # transformers compiles torch's function and create_block_mask, which takes minutes.
     with torch.compiler.set_stance("force_eager"), simulate() as run, flex_replaced() as replaced:
-        found, found_gradients, found_generated = run_model(model, "flex_attention")
-    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
+        actual, found_gradients, found_generated = run_model(model, "flex_attention")
+    torch.testing.assert_close(actual, logits, rtol=1e-4, atol=1e-4)
     for one, right in zip(found_gradients, gradients, strict=True):
         torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-4 * right.abs().max().item())
     assert torch.equal(found_generated, generated)

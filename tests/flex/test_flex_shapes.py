@@ -1,4 +1,4 @@
-"""dtypes, head dims, empty problems, autocast, and how often a mod is compiled."""
+"""dtypes, head dims, empty problems, autocast, compiling once, and explain(flex_attention, ...)."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from tests.flex import gallery
 from tests.flex.flex_check import block_mask, check_flex, check_flex_gradients, home
 from tests.flex.test_blocks import only_in_partial_blocks
 from tests.helpers.cases import each_case
-from torch_metal_attn import flex_attention, simulate
+from torch_metal_attn import explain, flex_attention, simulate
 
 
 def test_bfloat16():
@@ -24,17 +24,8 @@ def test_bfloat16():
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("simulated", [True, False])
-def test_scale_and_strides(simulated):
-    """A result has the memory order of query, so that heads can be joined by a view."""
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in home())
-    out, _ = check_flex(q, k, v, None, block_mask(), simulated=simulated, scale=0.3)
-    assert out.stride() == q.stride()
-    assert out.transpose(1, 2).view(1, 80, -1).shape == (1, 80, 32)
-
-
 def test_last_dimensions_that_are_strided():
-    """As torch's own function; the copies are differentiable."""
+    """They are allowed, as in torch; the copies are differentiable."""
     q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in home())
     check_flex(q, k, v, None, block_mask(), scale=0.3)
     check_flex_gradients(q, k, v, None, block_mask(), simulated=False)
@@ -44,8 +35,8 @@ def test_last_dimensions_that_are_strided():
 def test_output_in_query_order(order):
     """For any order of query's strides, as torch's own: its last dimension goes innermost."""
     shape = (2, 3, 5, 8)
-    given = torch.randn([shape[dim] for dim in order])
-    query = given.permute([order.index(dim) for dim in range(4)])
+    memory = torch.randn([shape[dim] for dim in order])
+    query = memory.permute([order.index(dim) for dim in range(4)])
     k, v = torch.randn(2, *shape)
     expected = torch_flex_attention(query, k, v)
     assert flex_attention(query, k, v).stride() == expected.stride()
@@ -53,7 +44,7 @@ def test_output_in_query_order(order):
 
 @pytest.mark.parametrize("q_length", [80, 8])
 def test_strides_everywhere(q_length):
-    """In the reference, in the simulator and in a graph."""
+    """The strides of the result in the reference, in the simulator and in a graph."""
     q, k, v = home(batch=2, q_length=q_length)
     for query in (q, q.transpose(1, 2).contiguous().transpose(1, 2), q[:1].expand_as(q)):
         out = flex_attention(query, k, v)
@@ -65,7 +56,7 @@ def test_strides_everywhere(q_length):
 
 
 def test_captured_tensors_of_every_dtype():
-    """Each is read at its own width."""
+    """The kernel reads each of them at the width of its dtype."""
     integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     most = {dtype: torch.iinfo(dtype).max for dtype in integers}
     most |= dict.fromkeys((torch.bool, torch.float16, torch.bfloat16, torch.float32), 1)
@@ -101,7 +92,7 @@ def test_empty(sizes):
 
 @pytest.mark.parametrize("simulated", [True, False])
 def test_float32_queries_on_half_keys(simulated):
-    """As torch's: a float32 result without a gradient."""
+    """The result is float32 and has no gradient, as in torch."""
     q, k, v = home()
     query = q.float().requires_grad_()
     with simulate(check=True) if simulated else contextlib.nullcontext():
@@ -122,13 +113,13 @@ def test_transforms_of_torch_func():
 
         return flex_attention(query, k, v, mod).sin().sum()
 
-    for given in ((q[None], slopes), (q, slopes[None])):
-        dims = tuple(0 if x.dim() in (2, 5) else None for x in given)
+    for arguments in ((q[None], slopes), (q, slopes[None])):
+        dims = tuple(0 if x.dim() in (2, 5) else None for x in arguments)
         with pytest.raises(NotImplementedError, match="no batching rule for torch"):
-            torch.vmap(attend, in_dims=dims)(*given)
-    found = torch.func.grad(attend, argnums=(0, 1))(q, slopes)
+            torch.vmap(attend, in_dims=dims)(*arguments)
+    actual = torch.func.grad(attend, argnums=(0, 1))(q, slopes)
     leaves = q.clone().requires_grad_(), slopes.clone().requires_grad_()
-    assert all(map(torch.equal, found, torch.autograd.grad(attend(*leaves), leaves)))
+    assert all(map(torch.equal, actual, torch.autograd.grad(attend(*leaves), leaves)))
     with pytest.raises(NotImplementedError, match=r"torch.func sees no more of its tensors"):
         torch.func.grad(attend, argnums=2)(q, slopes, torch.tensor(1.0))
 
@@ -156,3 +147,43 @@ def test_second_derivatives_raise():
         (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivative"):
             dq.sum().backward()
+
+
+def test_explained_texts_blocks_and_cost():
+    mask = block_mask(block=16)
+    shown = explain(flex_attention, *home(), gallery.tanh_softcap, mask)
+    assert shown.kernel == "flash_fwd"
+    assert "precise::tanh(t0)" in shown.specialisation["FLEX_SCORE"]
+    assert "query >= key" in shown.specialisation["FLEX_MASK"]
+    # 15 of 5 x 6 blocks.
+    assert shown.reason.startswith("50.0% of the blocks skipped; ")
+    whole = explain(flex_attention, *home())
+    assert shown.cost.flops * 2 == whole.cost.flops
+    refused = explain(flex_attention, *home(), kernel_options={"BLOCK_K": 8})
+    assert "BLOCK_K" in refused.refusal
+
+
+def test_explained_gradients():
+    """Gradients of captured tensors compute scores and dP again: two products each."""
+    table, hidden = torch.zeros(2, 3, requires_grad=True), torch.zeros(96)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * table[h, 0] + table[h, kv_idx % 3] + hidden[kv_idx]
+
+    training = explain(flex_attention, *home(), mod, backward=True).training
+    assert list(training.kernels) == [
+        *("flash_bwd_dq", "flash_bwd_dkv"),
+        *("flash_bwd_captures[0]", "flash_bwd_captures[1]"),
+    ]
+    assert training.inputs["captures[0]"] == table.nbytes
+    alone = explain(flex_attention, *home(), backward=True).training
+    assert "copies" not in alone.allocated
+    assert 7 * training.cost.flops == (7 + 4) * alone.cost.flops
+    leaves = [x.requires_grad_() for x in home(q_length=64, kv_length=64)]
+    with simulate(count=True) as run:
+        out = flex_attention(*leaves, mod)
+        torch.autograd.grad(out.sum(), [*leaves, table])
+    kernels = run.counters
+    assert kernels["flash_bwd_captures"].launches == 2
+    walks = kernels["flash_bwd_dq"].matrix_operations + kernels["flash_bwd_dkv"].matrix_operations
+    assert 7 * kernels["flash_bwd_captures"].matrix_operations == 4 * walks

@@ -51,11 +51,11 @@ def test_numbers_that_change():
     compiled = torch.compile(of_numbers, backend=backend, fullgraph=True, dynamic=True)
     texts = set()
     for length, count, factor in ((80, 7, 0.5), (48, 9, 3.0)):
-        given = *home(q_length=length), count, factor
+        arguments = *home(q_length=length), count, factor
         with simulate() as run:
-            out = compiled(*given)
+            out = compiled(*arguments)
         texts |= {launch.defines["FLEX_SCORE"] for launch in run.launches}
-        torch.testing.assert_close(out, of_numbers(*given), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(out, of_numbers(*arguments), rtol=2e-3, atol=2e-3)
     assert backend.frame_count == 1
     assert len(texts) == 1
 
@@ -66,12 +66,12 @@ def test_heads_that_change():
     compiled = torch.compile(flex_attention, backend=backend, fullgraph=True, dynamic=True)
     for heads, length in ((4, 80), (6, 48)):
         q, k, v = (x.requires_grad_() for x in home(heads=heads, q_length=length, kv_length=length))
-        given = q, k[:, ::2], v[:, ::2], None, block_mask(heads=heads, sizes=(length, length))
+        arguments = q, k[:, ::2], v[:, ::2], None, block_mask(heads=heads, sizes=(length, length))
         with simulate():
-            found = [
-                f(*given, enable_gqa=True).float().square() for f in (compiled, flex_attention)
+            results = [
+                f(*arguments, enable_gqa=True).float().square() for f in (compiled, flex_attention)
             ]
-            gradients = [torch.autograd.grad(out.sum(), (q, k, v)) for out in found]
+            gradients = [torch.autograd.grad(out.sum(), (q, k, v)) for out in results]
         for one, other in zip(*gradients, strict=True):
             assert torch.equal(one, other)
     assert backend.frame_count == 1
@@ -104,7 +104,7 @@ def test_a_graph_that_breaks():
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(of_value, backend=backend)
     for factor in (1.0, 2.0):
-        given = *home(), factor
+        arguments = *home(), factor
         with simulate():
-            assert torch.equal(compiled(*given), of_value(*given))
+            assert torch.equal(compiled(*arguments), of_value(*arguments))
     assert {node.op for graph in backend.graphs for node in graph.graph.nodes} <= {"output"}

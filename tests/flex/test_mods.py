@@ -168,7 +168,7 @@ MODS |= {
 
 
 def torch_values(mod):
-    """Values and slopes, by autograd. In float32: what is rounded must be what a kernel rounds.
+    """Values and slopes, by autograd. They are in float32, and round as a kernel does.
 
     Positions are int64, as in torch's own attention.
     """
@@ -178,21 +178,21 @@ def torch_values(mod):
     return values.detach(), slopes
 
 
-def differing(names, found):
-    """Of these mods, those whose values or slopes are not torch's."""
+def differing(names, actual):
+    """The mods among these whose values or slopes are not torch's."""
     wrong = []
     for i, name in enumerate(names):
         values, slopes = torch_values(MODS[name])
         close = functools.partial(torch.allclose, rtol=2e-5, atol=2e-5, equal_nan=True)
-        if not close(found.values[i], values) or not close(found.slopes[i], slopes):
+        if not close(actual.values[i], values) or not close(actual.slopes[i], slopes):
             wrong.append(name)
     return wrong
 
 
 def test_texts_and_derivatives():
     """All in one kernel: values and slopes are torch's, for each op of the table."""
-    found = mods.run(MODS.values(), SCORES, Q, KV)
-    assert differing(MODS, found) == []
+    actual = mods.run(MODS.values(), SCORES, Q, KV)
+    assert differing(MODS, actual) == []
 
 
 # Near 0, far away and at infinity.
@@ -200,8 +200,8 @@ SCORES_FAR = torch.tensor([1.0, 0.5, 1e-3, 1e-20, 89.0, 1e30, float("inf"), floa
 SCORES_FAR = torch.cat((SCORES_FAR, -SCORES_FAR, torch.linspace(-9, 9, N - 16)))
 
 
-def inexact(names, found):
-    """Of these functions of the score, those that are not within their bound of float64."""
+def inexact(names, actual):
+    """The functions of the score among these that are not within their bound of float64."""
     wrong = []
     for i, name in enumerate(names):
         exact = OF_SCORE[name](SCORES_FAR.double())
@@ -211,7 +211,7 @@ def inexact(names, found):
         cancel = exact.abs().maximum(SCORES_FAR.abs().clamp(max=9))
         size = exact.abs() if name in table.OPS else cancel
         slack = 3 * 2.0**-23 * size + 2 * of_torch + 1e-38
-        value = found[i].double()
+        value = actual[i].double()
         same = (value == exact) | (value.isnan() & exact.isnan())
         if not (same | ((value - exact).abs() <= slack)).all():
             wrong.append(name)
@@ -219,10 +219,10 @@ def inexact(names, found):
 
 
 def test_errors():
-    found = mods.run(MODS.values(), SCORES_FAR, Q, KV).values
+    actual = mods.run(MODS.values(), SCORES_FAR, Q, KV).values
     first = list(MODS).index("log1p")
     assert list(MODS)[first : first + len(OF_SCORE)] == list(OF_SCORE)
-    assert inexact(OF_SCORE, found[first:]) == []
+    assert inexact(OF_SCORE, actual[first:]) == []
 
 
 FAULTS = {
@@ -297,7 +297,7 @@ EDGE_FAULTS = [
     "fault", [None, *(pytest.param(x, marks=pytest.mark.mutant) for x in EDGE_FAULTS)], ids=str
 )
 def test_integers_at_their_edges(fault, monkeypatch):
-    """As PyTorch where it has a value; else NaN by 0, and the nearest integer of a float."""
+    """PyTorch's value if it has one; else NaN for a division by 0, or the nearest integer."""
     planted = [(TEXTS[op], TEXTS[op].replace(old, new)) for op, old, new in EDGE_FAULTS]
     text = mods.shaders.flatten(mods._flex_header())
     text, numbers = switched(text, planted)
@@ -307,8 +307,8 @@ def test_integers_at_their_edges(fault, monkeypatch):
     positions = torch.arange(len(OUTSIDE))
 
     def check():
-        found = mods.run(functions, OUTSIDE, positions, positions).values
-        assert torch.equal(found.nan_to_num(0.5), torch.tensor(right).nan_to_num(0.5))
+        actual = mods.run(functions, OUTSIDE, positions, positions).values
+        assert torch.equal(actual.nan_to_num(0.5), torch.tensor(right).nan_to_num(0.5))
 
     if fault is None:
         check()
@@ -340,8 +340,8 @@ def test_a_wrong_sign_of_a_derivative_is_caught(name, monkeypatch):
     result = trace("score_mod", MODS[name], graph, captured, torch.device("cpu"))
     traced = Program(result, None, {}, captured)
     inputs = {"score": SCORES, "b": 0 * Q, "h": 0 * Q + 1, "q_idx": Q, "kv_idx": KV}
-    found = evaluate(slope(graph, result), inputs, traced).expand(N)
-    assert not torch.allclose(found, torch_values(MODS[name])[1], rtol=0.1)
+    actual = evaluate(slope(graph, result), inputs, traced).expand(N)
+    assert not torch.allclose(actual, torch_values(MODS[name])[1], rtol=0.1)
 
 
 def test_an_index_truncated_to_float_is_caught(monkeypatch):
@@ -367,7 +367,7 @@ def test_texts_are_words_of_a_fixed_vocabulary():
         row for op in table.OPS.values() for row in (op.floating, op.integer, op.boolean) if row
     )
     known = {word for row in rows for word in re.findall(r"[A-Za-z_]\w*", row)}
-    known |= {*text._TYPES.values(), *text._UNSIGNED.values(), *text._INPUTS.values()}
+    known |= {*text.TYPES.values(), *text._UNSIGNED.values(), *text._INPUTS.values()}
     known |= {"const", "return", "true", "false", "inputs", "params", "capture_sizes", "INFINITY"}
     known |= {"capture_strides", "flex_index", "flex_int", "flex_long", "impossible"}
     assert {word for word in words - known if not re.fullmatch(r"t\d+|capture_\d+", word)} == set()

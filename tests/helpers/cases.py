@@ -8,7 +8,7 @@ import pytest
 
 
 def each_case(names, cases):
-    """As `pytest.mark.parametrize`, but one test runs all the cases and lists those that fail.
+    """Like `pytest.mark.parametrize`, but one test runs all the cases and lists those that fail.
 
     For cases that differ in values only and need no fixture anew. A case that skips fails, as it
     would hide the cases after it.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.helpers.patience import HANG_SECONDS
 
-# Of a process that nothing but this was done in. It has no torch_metal_attn: how that is imported,
+# A server process that has done nothing else. It has no torch_metal_attn: how that is imported,
 # and under which settings, is what some programs look at. macOS forks no process that loaded Metal.
 context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
 context.set_forkserver_preload(["torch", "torch._dynamo", "pytest"])
@@ -28,10 +28,10 @@ def run_program(program, *arguments, folder=None, **environment):
     """`program`, Python's text, as `python -c` runs it in `folder`, with torch imported before."""
     with tempfile.TemporaryDirectory() as place:
         outputs = [Path(place) / name for name in ("stdout", "stderr")]
-        given = [str(argument) for argument in arguments]
+        options = [str(argument) for argument in arguments]
         child = context.Process(
             target=_execute,
-            args=(program, given, dict(os.environ) | environment, folder or os.getcwd(), outputs),
+            args=(program, options, dict(os.environ) | environment, folder or os.getcwd(), outputs),
         )
         child.start()
         child.join(HANG_SECONDS)
@@ -40,7 +40,7 @@ def run_program(program, *arguments, folder=None, **environment):
             child.join()
             raise TimeoutError(f"no end after {HANG_SECONDS} s: {program}")
         texts = [path.read_text(encoding="utf-8") for path in outputs]
-    return subprocess.CompletedProcess(given, child.exitcode, *texts)
+    return subprocess.CompletedProcess(options, child.exitcode, *texts)
 
 
 def _execute(program, arguments, environment, folder, outputs):
@@ -57,7 +57,7 @@ def _execute(program, arguments, environment, folder, outputs):
 
 
 def in_child(function, *arguments):
-    """What `function` returns, by way of JSON; the text of an exception that it raises."""
+    """The result of `function` after a trip through JSON, or the text of its exception."""
     return in_children(1, function, *arguments)[0]
 
 

@@ -17,5 +17,5 @@ def judge(*cases, device="cpu"):
 
 
 def arguments(case):
-    """What the call of a case is given, on the CPU."""
+    """The arguments of a case's call, on the CPU."""
     return FAMILIES[type(case)].prepare(case, torch.device("cpu")).arguments

@@ -1,4 +1,4 @@
-"""All that a tensor's storage holds, so that a test sees what was written beside the tensor."""
+"""All bytes of a tensor's storage, so that a test sees writes outside the tensor."""
 
 import torch
 

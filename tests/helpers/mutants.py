@@ -26,10 +26,10 @@ EVERYWHERE, WRONG = "everywhere", "wrong"
 class Mutant(NamedTuple):
     """A fault that is planted in the text of a family of kernels, as a table of them says it.
 
-    problem: what passes as the text is, and fails with the fault.
-    pattern: a part of the text with its changes marked; any blanks are any other.
-    everywhere: whether it may stand at several places, which change alike.
-    fault: the kinds that the simulator may report, None among them if the numbers may show it.
+    problem: a check that passes with the unchanged text, and fails with the fault.
+    pattern: a part of the text with its changes marked; blanks match any blanks.
+    everywhere: the text may stand at several places, which change alike.
+    fault: the kinds that the simulator may report; None if the numbers may show it.
     """
 
     problem: object
@@ -40,7 +40,7 @@ class Mutant(NamedTuple):
 
     @property
     def change(self):
-        """The text that the pattern finds, and what becomes of it."""
+        """The text that the pattern matches, and its replacement."""
         text = shaders.source(self.family)
         old, new = changed(self.pattern, text) or (CHANGE.sub(r"\1", self.pattern), "")
         return (repeated(old) if self.everywhere else old), new
@@ -54,7 +54,7 @@ class repeated(str):
 
 @cache
 def changed(pattern, text):
-    """What a pattern finds in a text, and what becomes of it; None unless it finds one thing."""
+    """The text that a pattern matches, and its change; None unless it matches one text."""
     parts = CHANGE.split(pattern)
     for words in (re.escape, lambda part: r"\s+".join(map(re.escape, part.split()))):
         expression = ""
@@ -65,37 +65,38 @@ def changed(pattern, text):
                 # Blanks at an end of the pattern are no part of it.
                 before, after = (r"(\s*)" if parts[j].strip() else "()" for j in (i - 1, i + 2))
                 expression += before + words(part.strip()) + after
-        found = list(re.finditer(expression, text))
-        if len({match.group() for match in found}) == 1:
+        actual = list(re.finditer(expression, text))
+        if len({match.group() for match in actual}) == 1:
             break
     else:
         return None
-    groups = found[0].groups()
+    groups = actual[0].groups()
     new = groups[0]
     for before, after, kept, inserted in zip(
         groups[1::3], groups[2::3], groups[3::3], parts[2::3], strict=True
     ):
         new += f"{before} {inserted.strip()} {after}{kept}"
-    return found[0].group(), new
+    return actual[0].group(), new
 
 
 def read(table, family, problem, fault):
     """{name: mutant} of a table's text, where more lines of a mutant are indented."""
-    found = {}
+    mutants = {}
     for line in textwrap.dedent(table).replace("\n    ", " ").strip().splitlines():
-        kernel, rest = line.split(": ", 1) if "{}" in family else ("", line)
+        kernels, rest = line.split(": ", 1) if "{}" in family else ("", line)
         head, pattern = rest.split(":", 1)
         assert CHANGE.search(pattern), f"{line!r} changes nothing"
-        name, _, about = head.partition(" [")
-        words = about.rstrip("]").split(", ")
+        name, _, remarks = head.partition(" [")
+        words = remarks.rstrip("]").split(", ")
         kinds = [word for word in words if word not in ("", EVERYWHERE)]
         kinds = tuple(None if x == WRONG else x for x in kinds[0].split(" or ")) if kinds else fault
-        name = f"{kernel}: {name}" if kernel else name
-        assert name not in found, f"two mutants are {name!r}"
-        found[name] = Mutant(
-            problem, family.format(kernel), pattern.strip(), EVERYWHERE in words, kinds
-        )
-    return found
+        for kernel in kernels.split(", "):
+            full_name = f"{kernel}: {name}" if kernel else name
+            assert full_name not in mutants, f"two mutants are {full_name!r}"
+            mutants[full_name] = Mutant(
+                problem, family.format(kernel), pattern.strip(), EVERYWHERE in words, kinds
+            )
+    return mutants
 
 
 def mutant_tests(
@@ -105,10 +106,11 @@ def mutant_tests(
 
     table: {problem: text}, in which a line, or several, are a mutant:
 
-        what is wrong [everywhere, race or wrong]: part of the text, {~old => new~}, and more
+        name [everywhere, race or wrong]: part of the text, {~old => new~}, and more
 
-        In the brackets stand what Mutant says of it; without them it stands once, and the numbers
-        show it. Before the name stands what fills the {} of `family` if it has one, and a colon.
+        The words in brackets are fields of Mutant. Without them the text stands once, and the
+        numbers show the fault. If `family` has a {}, the line begins with what fills it and a
+        colon; "dq, dkv: " plants the same fault in two kernels.
     run: runs a problem.
     fault: of mutants that name none.
     together: one text has the faults of all problems, which share a specialisation; else of one.
@@ -175,7 +177,7 @@ def plant(monkeypatch, families, old, new):
 
 
 def plant_among(monkeypatch, family, old, new, others):
-    """`plant`, in a text that holds the `others` too, so that they share what is compiled.
+    """`plant`, in a text that holds the `others` too, so that all share one compilation.
 
     others: (old, new) of faults that are shown by the same problem.
     """
@@ -212,10 +214,10 @@ def use_fault(monkeypatch, number, kernels=None):
     image = Program.image
 
     def chosen(program, name):
-        found = image(program, name)
+        actual = image(program, name)
         if SWITCH in program.text and (kernels is None or name in kernels):
-            choose(found, number)
-        return found
+            choose(actual, number)
+        return actual
 
     monkeypatch.setattr(Program, "image", chosen)
 

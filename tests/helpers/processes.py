@@ -11,7 +11,7 @@ from tests.helpers.shared import locked
 
 
 def run_in_processes(function, processes, path):
-    """What `function(rank)` returned in each of them, once for all workers; `path` is for that."""
+    """The results of `function(rank)`, once for all workers; they are kept in `path`."""
     results = [path / f"{rank}.pt" for rank in range(processes)]
     with locked(path):
         if not all(result.exists() for result in results):

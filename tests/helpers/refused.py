@@ -1,4 +1,4 @@
-"""What tests of refusals share: a ValueError, also of C++ ops that torch 2.15 calls otherwise."""
+"""Shared by tests of refusals: a ValueError, also of C++ ops whose type differs in torch 2.15."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -33,10 +33,10 @@ def slots(enum, prefix):
 
 def values(structure):
     """The fields as numbers and, of structs and arrays inside, as tuples of all their numbers."""
-    found = {name: getattr(structure, name) for name, _ in structure._fields_}
+    results = {name: getattr(structure, name) for name, _ in structure._fields_}
     return {
         name: field if isinstance(field, int | float) else tuple(_numbers(field))
-        for name, field in found.items()
+        for name, field in results.items()
     }
 
 
@@ -51,7 +51,7 @@ def _numbers(field):
 
 
 def _number(name):
-    """Of a #define."""
+    """The number of a #define."""
     return int(re.search(rf"^#define {name} (\d+)$", _text(), re.MULTILINE)[1])
 
 

@@ -1,4 +1,4 @@
-"""What the suite's workers share: the first that needs it makes it, the others wait."""
+"""Shared by the suite's workers: the first that needs it makes it, and the others wait."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Steps as cases: what they leave and return, against float64 and the bits of their caches."""
+"""Steps as cases: their results against float64, and the bits of their caches."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ DEFAULTS |= {"head_dim": 64, "v_head_dim": 64, "capacity": 64, "lengths": (13, 2
 
 
 def step(**fields):
-    """A step whose queries are as many as its new rows."""
-    given = DEFAULTS | fields
-    if "length" in fields and (given["call"] != "append_kv" or "rotary_columns" in fields):
-        given.setdefault("q_length", fields["length"])
-    return Step(**given)
+    """A step with one query for each new row."""
+    arguments = DEFAULTS | fields
+    if "length" in fields and (arguments["call"] != "append_kv" or "rotary_columns" in fields):
+        arguments.setdefault("q_length", fields["length"])
+    return Step(**arguments)
 
 
 def append(**fields):

@@ -43,7 +43,7 @@ class Token:
 
 @dataclass
 class Place:
-    """A part of the text, and what the mutants by these numbers have in its stead."""
+    """A part of the text, and its replacements by the numbers of their mutants."""
 
     begin: int
     end: int
@@ -59,21 +59,21 @@ def tokens_of(text):
 
 
 def _is_value(tokens):
-    """Whether these tokens can be one operand of `?:`."""
+    """True if these tokens can be one operand of `?:`."""
     if not tokens or any(a.kind == b.kind == "name" for a, b in pairwise(tokens)):
         return False  # two names: a declaration
-    depth, found = 0, set()
+    depth, actual = 0, set()
     for token in tokens:
         depth += (token.text in OPENERS) - (token.text in CLOSERS)
         if depth < 0:
             return False
         if depth == 0:
-            found.add(token.text)
-    return depth == 0 and not found & {",", ";", *ASSIGNMENTS}
+            actual.add(token.text)
+    return depth == 0 and not actual & {",", ";", *ASSIGNMENTS}
 
 
 def _declares(tokens):
-    """Whether one of these statements declares a name, which would end with its branch."""
+    """True if one of these statements declares a name, whose scope would be its branch."""
     for index, (before, name) in enumerate(pairwise(tokens)):
         after = tokens[index + 2].text if index + 2 < len(tokens) else ""
         if name.kind != "name" or before.text in ("return", "else") or before.kind == "number":
@@ -108,7 +108,7 @@ class Text:
         return self.tokens[index].text if 0 <= index < len(self.tokens) else ""
 
     def place(self, begin, end, new):
-        """Where to choose between text[begin:end] and `new`, with what stands there; or None."""
+        """The place of a choice between text[begin:end] and `new`, and its new text; or None."""
         first = bisect_right(self.ends, begin)
         last = bisect_left(self.ends, end)
         # The old text may end within a token: compare whole ones.
@@ -123,11 +123,11 @@ class Text:
         return self._statements(first, last, changed) or self._expression(first, last, changed)
 
     def _expression(self, first, last, changed):
-        """The largest expression around tokens first to last: what it is for converts both alike.
+        """The largest expression around tokens first to last: its use converts both alike.
 
         Between smaller ones `?:` would choose a type too, and change what has no fault.
         """
-        found = None
+        actual = None
         level = self._level(first, last)
         while True:
             begin, end = first, last + 1
@@ -138,9 +138,9 @@ class Text:
             new = self._changed(begin, first, changed, last, end)
             can_be_chosen = self._runs(begin, end) and not self._in_template(begin, end)
             if can_be_chosen and all(map(_is_value, (self.tokens[begin:end], tokens_of(new)))):
-                found = self._found(begin, end, new, statement=False)
+                actual = self._found(begin, end, new, statement=False)
             if self.at(level) not in ("(", "[") or self.at(level - 1) in HEADS:
-                return found
+                return actual
             # Arguments change together: choose between two calls.
             first, last, changed = self._widened(level, first, last, changed)
             level = self.around[level]
@@ -184,26 +184,26 @@ class Text:
         return self._found(begin, end, new, statement=True)
 
     def _ends_before(self, index, around):
-        """Whether a statement ends before the token, or before directives that stand before it."""
+        """True if a statement ends before the token and the directives in front of it."""
         index -= 1
         while index > 0 and self.tokens[index].kind == "directive":
             index -= 1
         return self._delimits(index, around, STATEMENT_ENDS)
 
     def _delimits(self, index, around, marks):
-        """Whether the token ends what lies in the bracket `around`: its own, or one of `marks`."""
+        """True if the token is the bracket `around`, its closing one, or one of `marks` in it."""
         if index == around or self.closing.get(around) == index:
             return True
         return self.around[index] == around and self.at(index) in marks
 
     def _in_template(self, begin, end):
-        """Whether a comma that ends this separates a template's arguments."""
+        """True if a comma that ends this separates a template's arguments."""
         texts = [token.text for token in self.tokens[begin:end]]
         more = texts.count("<") - texts.count(">")
         return (self.at(begin - 1) == "," and more < 0) or (self.at(end) == "," and more > 0)
 
     def _runs(self, begin, end):
-        """Whether this is in a function that is not constexpr, with no directive inside."""
+        """True if this is in a function that is not constexpr, with no directive inside."""
         if any(token.kind == "directive" for token in self.tokens[begin:end]):
             return False
         brace = begin
@@ -221,7 +221,7 @@ class Text:
         return False
 
     def _constant(self, begin):
-        """Whether the statement around is constexpr, or a static_assert."""
+        """True if the statement around is constexpr, or a static_assert."""
         head = begin
         around = self.around[begin]
         while self.at(around) not in ("{", ""):
@@ -254,19 +254,19 @@ def switched(text, mutants):
     parsed = parsed_text(text)
     places, numbers = {}, {}
     for mutant in mutants:
-        found = _places(parsed, *mutant)
-        if found is None:
+        actual = _places(parsed, *mutant)
+        if actual is None:
             continue
         numbers[mutant] = len(numbers) + 1
-        for place, changed in found:
+        for place, changed in actual:
             at = places.setdefault((place.begin, place.end), place)
             at.changed[numbers[mutant]] = changed
     return _with_switch(text, places) if numbers else text, numbers
 
 
 def _places(parsed, old, new):
-    """The places of one mutant, as [(place, what it has there)]; None if one cannot be chosen."""
-    found = []
+    """The places of one mutant, as [(place, new text)]; None if one cannot be chosen."""
+    results = []
     begin = parsed.text.find(old)
     while begin >= 0:
         place, changed = parsed.place(begin, begin + len(old), new) or (None, "")
@@ -275,9 +275,9 @@ def _places(parsed, old, new):
         whole = parsed.text[place.begin : place.end]
         if old in whole:  # perhaps more than once
             changed = " ".join(token.text for token in tokens_of(whole.replace(old, new)))
-        found.append((place, changed))
+        results.append((place, changed))
         begin = parsed.text.find(old, begin + len(old))
-    return found
+    return results
 
 
 def _with_switch(text, places):

@@ -69,11 +69,12 @@ def flex_attention(
     if unknown:
         check_keywords("flex_attention", unknown)
     _check_results(return_lse, return_aux)
-    given = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options
+    operands, functions = (query, key, value), (score_mod, block_mask)
+    options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options}
     if torch.compiler.is_dynamo_compiling():
-        out, lse = in_graph.attend(*given)
+        out, lse = in_graph.attend(operands, *functions, **options)
     else:
-        out, lse = _attend(*given)
+        out, lse = _attend(*operands, *functions, **options)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -82,18 +83,18 @@ def flex_attention(
 
 
 @untraced
-def _attend(*given: Any) -> tuple[Tensor, Tensor]:
+def _attend(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """out and the log-sum-exp of a call that is not part of a graph, such as after its break."""
-    return plan(*given).run()
+    return plan(*arguments, **options).run()
 
 
 def planned(*arguments: Any, **options: Any) -> Call:
-    """What a call of `flex_attention` runs, or its error. Runs nothing."""
-    given = inspect.signature(flex_attention).bind(*arguments, **options)
-    given.apply_defaults()
-    results = {name: given.arguments.pop(name) for name in ("return_lse", "return_aux")}
+    """The plan of a call of `flex_attention`, or its error. Runs nothing."""
+    bound = inspect.signature(flex_attention).bind(*arguments, **options)
+    bound.apply_defaults()
+    results = {name: bound.arguments.pop(name) for name in ("return_lse", "return_aux")}
     _check_results(**results)
-    return plan(**given.arguments)
+    return plan(**bound.arguments)
 
 
 def _check_results(return_lse: bool, return_aux: Any) -> None:

@@ -43,12 +43,12 @@ class Blocks:
         They are computed once for each BlockMask. If its lists change later, results stay right,
         and only the order is not the best any more.
         """
-        found = {}
+        results = {}
         if over_keys:
-            found["kv_order"] = self._order("kv", 1)
+            results["kv_order"] = self._order("kv", 1)
         if over_queries:
-            found["q_order"] = self._order("q", self.group)
-        return {name: order for name, order in found.items() if order is not None}
+            results["q_order"] = self._order("q", self.group)
+        return {name: order for name, order in results.items() if order is not None}
 
     def _order(self, side: str, group: int) -> Tensor | None:
         names = (f"{side}_num_blocks", f"full_{side}_num_blocks")
@@ -68,12 +68,12 @@ class Blocks:
         return order
 
     def dense(self, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-        """Which scores are in partial blocks, and which in full ones: (B or 1, H or 1, Lq, Lk)."""
-        found = []
+        """Bool masks of partial and of full blocks, (B or 1, H or 1, Lq, Lk)."""
+        results = []
         for full in ("", "full_"):
             counts = self.lists.get(f"{full}kv_num_blocks")
             if counts is None:
-                found.append(torch.zeros((1, 1, queries, keys), dtype=torch.bool, device="cpu"))
+                results.append(torch.zeros((1, 1, queries, keys), dtype=torch.bool, device="cpu"))
                 continue
             indices = self.lists[f"{full}kv_indices"].long()
             entry = torch.arange(indices.shape[-1], device=indices.device)
@@ -84,8 +84,8 @@ class Blocks:
             blocks = listed.new_zeros((*listed.shape[:3], last + 1), dtype=torch.bool)
             blocks.scatter_(3, listed, True)
             rows = blocks[..., :last].repeat_interleave(self.q_size, 2)[:, :, :queries]
-            found.append(rows.repeat_interleave(self.kv_size, 3)[..., :keys])
-        return found[0], found[1]
+            results.append(rows.repeat_interleave(self.kv_size, 3)[..., :keys])
+        return results[0], results[1]
 
 
 _TRANSPOSED = ("q_num", "q_ind", "full_q_")
@@ -131,8 +131,8 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
             f"{count_text(made_for[1], 'key')}, and query has {lengths[0]} and key {lengths[1]}: "
             "make one for these lengths"
         )
-    given = {name: getattr(block_mask, name) for name in LISTS}
-    lists = {name: tensor for name, tensor in given.items() if tensor is not None}
+    attributes = {name: getattr(block_mask, name) for name in LISTS}
+    lists = {name: tensor for name, tensor in attributes.items() if tensor is not None}
     for name, tensor in lists.items():
         check_tensor(f"block_mask.{name}", tensor)
         if tensor.dtype not in (torch.int32, torch.int64):

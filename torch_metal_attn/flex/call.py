@@ -1,4 +1,4 @@
-"""What a call of `flex_attention` computes: its functions traced, its arguments checked."""
+"""A call of `flex_attention`: its functions are traced, and its arguments checked."""
 
 import math
 import warnings
@@ -78,12 +78,12 @@ class Call:
         on_cpu = self.query.device.type == "cpu"
         if on_cpu and not session.active():
             NAMES.run(torch.ops.metal_attn_explain.flex_fwd, self.operands, options)
-            given = (*self.operands, self.scale, self.program, self.blocks)
+            arguments = (*self.operands, self.scale, self.program, self.blocks)
             if self.query.dtype == self.key.dtype or not torch.is_grad_enabled():
-                return reference.attention(*given)
+                return reference.attention(*arguments)
             inputs = (*self.operands, *self.program.captures)
             mixed: tuple[Tensor, Tensor] = of_two_dtypes(
-                inputs, lambda: reference.attention(*given)
+                inputs, lambda: reference.attention(*arguments)
             )
             return mixed
         out, lse = self.launch(options)
@@ -93,10 +93,10 @@ class Call:
         return out, lse
 
     def launch(self, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = NAMES.run(
+        result: tuple[Tensor, Tensor] = NAMES.run(
             torch.ops.metal_attn.flex_fwd, self.operands, options
         )
-        return found
+        return result
 
 
 def plan(

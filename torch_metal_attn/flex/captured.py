@@ -20,7 +20,7 @@ class Captured:
     sources: dict[int, Tensor] = field(default_factory=dict)
     # Those made of numbers of a graph of torch.compile that may change from call to call.
     numbers: dict[str, Tensor] = field(default_factory=dict)
-    # Whether what functions compute may depend on more than their code and indexed tensors.
+    # True if results may depend on more than the functions' code and indexed tensors.
     depends_on_values: bool = False
 
     def number(self, tensor: Tensor, name: str, source: Tensor | None = None) -> int:
@@ -72,18 +72,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """What pointwise ops made of all elements of parts."""
+    """The results of pointwise ops on all elements of parts."""
 
     elements: tuple[Node, ...]
 
 
 def loaded_dtype(tensor: Tensor) -> torch.dtype:
-    """Of what is loaded from it: Metal has no float64, and float32 is made of it first."""
+    """The dtype of its loads: Metal has no float64, so it is converted to float32 first."""
     return torch.float32 if tensor.dtype == torch.float64 else tensor.dtype
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two views are of the same elements, and of the same graph.
+    """True if two views have the same elements and the same graph.
 
     Tensors of other types, such as those of a graph that is being made, may have no address.
     """
@@ -102,7 +102,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def name_in(function: Any, tensor: Tensor) -> str:
-    """What the user calls a captured tensor, as far as the function tells."""
+    """The user's name of a captured tensor, if the function shows one."""
     owner: Any = function
     while hasattr(owner, "func"):  # functools.partial
         owner = owner.func

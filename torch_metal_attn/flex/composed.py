@@ -23,7 +23,7 @@ SLOT = _Slot()
 
 @dataclass(frozen=True)
 class Composed:
-    """What a node of op "composed" computes of its arguments.
+    """The function of a node of op "composed".
 
     Attributes: function: torch's op. constants, spec: its arguments, flat, with SLOT in place of
         those of the node, and how they nest. item: which of several results. body: the same as a
@@ -41,20 +41,20 @@ class Composed:
         flat = [next(left) if x is SLOT else x for x in self.constants]
         args, kwargs = tree_unflatten(flat, self.spec)
         result = self.function(*args, **kwargs)
-        found: Tensor = result if self.item is None else result[self.item]
-        return found
+        chosen: Tensor = result if self.item is None else result[self.item]
+        return chosen
 
 
 def _hypot(a: Tensor, b: Tensor) -> Tensor:
     """Without squares that overflow."""
     high, low = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
     ratio = low / high
-    found = high * torch.sqrt(1 + ratio * ratio)
-    return torch.where((high == 0) | (high == float("inf")), high, found)
+    result = high * torch.sqrt(1 + ratio * ratio)
+    return torch.where((high == 0) | (high == float("inf")), high, result)
 
 
 def _shrunk(gradient: Tensor, x: Tensor, width: float) -> Tensor:
-    """The gradient of what is 0 within `width` of 0."""
+    """The gradient of a function that is 0 within `width` of 0."""
     return torch.where((x >= -width) & (x <= width), 0.0, gradient)
 
 

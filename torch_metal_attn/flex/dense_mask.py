@@ -77,10 +77,10 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return flags.sum(-1, dtype=torch.int32), indices.int()
 
 
-def _pair(name: str, given: Any) -> tuple[int, int]:
-    numbers = tuple(given) if isinstance(given, tuple | list) else ()
+def _pair(name: str, pair: Any) -> tuple[int, int]:
+    numbers = tuple(pair) if isinstance(pair, tuple | list) else ()
     if len(numbers) != 2 or any(type(n) is not int for n in numbers):
-        raise TypeError(f"{name} is {value_text(given)}; it must be two integers")
+        raise TypeError(f"{name} is {value_text(pair)}; it must be two integers")
     return numbers
 
 
@@ -94,15 +94,15 @@ def _lengths(attn_mask: Tensor, lengths: tuple[int, int] | None) -> tuple[int, i
                 f"attn_mask has shape {shape}, which has no queries; give lengths=(Lq, {shape[0]})"
             )
         lengths = (shape[-2], shape[-1])
-    found = _pair("lengths", lengths)
-    if min(found) < 1 or 0 in shape:
+    sizes = _pair("lengths", lengths)
+    if min(sizes) < 1 or 0 in shape:
         raise ValueError(
-            f"attn_mask has shape {shape} and lengths are {found}; there must be a query and a key"
+            f"attn_mask has shape {shape} and lengths are {sizes}; there must be a query and a key"
         )
     if any(
-        n not in (1, length) for n, length in zip(shape[-2:], found[-len(shape) :], strict=True)
+        n not in (1, length) for n, length in zip(shape[-2:], sizes[-len(shape) :], strict=True)
     ):
         raise ValueError(
-            f"attn_mask has shape {shape}, which does not broadcast to lengths {found}"
+            f"attn_mask has shape {shape}, which does not broadcast to lengths {sizes}"
         )
-    return found
+    return sizes

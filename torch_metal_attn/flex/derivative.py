@@ -48,7 +48,7 @@ def parts_of(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...
         return (gradient,)
     if node.op == "composed":
         return by_autograd(graph, node, gradient)
-    given = (*node.args, gradient)
+    arguments = (*node.args, gradient)
 
     def here(part: Node) -> Node:
         made: dict[int, Node] = {}
@@ -58,7 +58,7 @@ def parts_of(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...
                 continue
             args = [made[id(a)] for a in each.args]
             if each.op == "input":
-                made[id(each)] = given[each.value]
+                made[id(each)] = arguments[each.value]
             elif each.op == "cast":
                 made[id(each)] = graph.cast(args[0], each.dtype)
             else:
@@ -108,10 +108,10 @@ def by_autograd(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, 
                 return (None,) * len(leaves)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             try:
-                found = iter(torch.autograd.grad(result, wanted, upstream, allow_unused=True))
+                results = iter(torch.autograd.grad(result, wanted, upstream, allow_unused=True))
             except NotImplementedError:
                 raise
             except RuntimeError as error:
                 raise NotImplementedError(f"score_mod: {error}") from None
-        parts = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        parts = [next(results) if leaf.requires_grad else None for leaf in leaves]
         return tuple(None if part is None else tracer.operand(part) for part in parts)

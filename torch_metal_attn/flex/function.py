@@ -1,4 +1,4 @@
-"""The user's function that is traced, score_mod or mask_mod, and what is wrong with it."""
+"""The score_mod or mask_mod that is traced, and errors that show the user's line."""
 
 import linecache
 import sys

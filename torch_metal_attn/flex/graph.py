@@ -1,4 +1,4 @@
-"""What a score_mod or mask_mod computes, as a graph of scalars."""
+"""A score_mod or mask_mod as a graph of scalars."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-# What Metal has, and what captured tensors may hold.
-DTYPES = (
-    torch.bool,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-)
+# Metal's names of the dtypes that it has and that captured tensors may hold.
+TYPES = {
+    torch.bool: "bool",
+    torch.int8: "char",
+    torch.uint8: "uchar",
+    torch.int16: "short",
+    torch.int32: "int",
+    torch.int64: "int64_t",
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat",
+}
+DTYPES = tuple(TYPES)
 DTYPE_NAMES = "bool, int8, uint8, int16, int32, int64, float32, float16 or bfloat16"
 
 
@@ -27,7 +28,7 @@ class Node:
     """A scalar.
 
     Attributes: op: "input", "constant", "load", "cast", "composed", or an op of `table.OPS`. args:
-        what it is computed from; of a load its indices. value: an input's name, a constant's
+        its arguments, or a load's indices. value: an input's name, a constant's
         number, the number of the captured tensor that is loaded from, or `composed.Composed`.
     """
 

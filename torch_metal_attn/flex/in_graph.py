@@ -38,7 +38,7 @@ def _everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 class _FlexAttention(HigherOrderOperator):
-    """What a graph of Dynamo holds. It dispatches nothing: it calls the op."""
+    """The operator in a graph of Dynamo. It dispatches nothing: it calls the op."""
 
     def __init__(self) -> None:
         super().__init__("torch_metal_attn_flex")
@@ -78,30 +78,24 @@ _flex_attention = _FlexAttention()
 
 
 @untraced
-def _launched(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _launched(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """The op's call. Where Dynamo could not make a graph of it, it would trace this library."""
-    call = plan(*given, **options)
+    call = plan(*arguments, **options)
     return call.launch(call.options())
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor],
     score_mod: Callable[..., Any] | None,
     block_mask: Any,
     scale: float | None,
-    enable_gqa: bool,
-    kernel_options: dict[str, Any] | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """out and the log-sum-exp, of a call that Dynamo traces."""
     blocks: tuple[Any, ...] = (_everything,)
     if block_mask is not None:
         lists = tuple(getattr(block_mask, name) for name in (*_BLOCKS, *LISTS))
         blocks = (*lists, block_mask.mask_mod)
-    options = {"enable_gqa": enable_gqa, "kernel_options": kernel_options}
     score = _identity if score_mod is None else _of_float32(score_mod)
-    result: tuple[Tensor, Tensor] = _flex_attention(
-        query, key, value, score, blocks, scale, options
-    )
+    result: tuple[Tensor, Tensor] = _flex_attention(*operands, score, blocks, scale, options)
     return result

@@ -38,7 +38,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Program:
-    """What kernels compute of a score and of its position.
+    """A score_mod and a mask_mod, ready for the kernels.
 
     Attributes: score, mask: the graphs, None where there is nothing to compute. texts: the bodies
         of functions in shaders/flex.h, by the names of the op's options. captured: the tensors that
@@ -79,7 +79,7 @@ _OWNERS = {name: 1 << i for i, name in enumerate(POSITIONS)}
 
 
 def _shares(graph: Graph, score: Node, ranks: list[int]) -> tuple[Share, ...]:
-    found = []
+    results = []
     for load in list(ordered(score)):
         if load.op != "load" or not load.dtype.is_floating_point:
             continue
@@ -87,8 +87,8 @@ def _shares(graph: Graph, score: Node, ranks: list[int]) -> tuple[Share, ...]:
         if share.op == "constant" and share.value == 0:
             continue
         owners = {_OWNERS.get(_index(argument).value, 0) for argument in load.args}
-        found.append(Share(load.value, body(share, ranks), place(load, ranks), sum(owners)))
-    return tuple(found)
+        results.append(Share(load.value, body(share, ranks), place(load, ranks), sum(owners)))
+    return tuple(results)
 
 
 def _index(node: Node) -> Node:

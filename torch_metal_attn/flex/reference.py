@@ -50,7 +50,7 @@ def _loaded(program: Program, capture: int, indices: list[Tensor]) -> Tensor:
         index = tuple(index.long() for index in indices)
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor[index]
-        # Of a selection each element's gradient is summed in a fixed order, here in float32.
+        # index_select sums each element's gradient in a fixed order, here in float32.
         numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)[index]
         selected = tensor.reshape(-1).float().index_select(0, numbers.reshape(-1))
         return selected.view(numbers.shape).to(tensor.dtype)
@@ -73,8 +73,8 @@ def attention(
         partial, full = blocks.dense(*scores.shape[2:])
         seen = (partial & seen) | full
     if program.score is not None:
-        given = {"score": scores} | inputs
-        scores = evaluate(program.score, given, program, seen).expand(scores.shape)
+        arguments = {"score": scores} | inputs
+        scores = evaluate(program.score, arguments, program, seen).expand(scores.shape)
     scores = scores.masked_fill(~seen, -torch.inf)
     sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
     # A row of -inf has the softmax of zeros, which nothing is left of.
@@ -87,13 +87,13 @@ def attention(
 
 
 def positions(shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
-    """Of every score, (B, H, Lq, Lk), so that they broadcast."""
-    found = {}
+    """The position of every score, (B, H, Lq, Lk), as tensors that broadcast."""
+    results = {}
     for dim, (name, size) in enumerate(zip(("b", "h", "q_idx", "kv_idx"), shape, strict=True)):
-        found[name] = torch.arange(size, device=device).view(
+        results[name] = torch.arange(size, device=device).view(
             [-1 if i == dim else 1 for i in range(4)]
         )
-    return found
+    return results
 
 
 def check_indices(

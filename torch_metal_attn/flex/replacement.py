@@ -53,7 +53,7 @@ class FlexReplaced:
 
 
 def _simulated() -> bool:
-    """Whether the simulator is on; for Dynamo a constant."""
+    """True if the simulator is on; for Dynamo a constant."""
     return session.active()
 
 
@@ -98,7 +98,7 @@ def _body(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """What torch's function becomes. Its names are those of torch's module, so it imports ours."""
+    """The new body of torch's function. Its globals are torch's module's, so it imports ours."""
     from torch_metal_attn.flex.replacement import called
 
     return called(

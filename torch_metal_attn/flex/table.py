@@ -27,6 +27,11 @@ class Op:
     boolean: str | None
     evaluate: Callable[..., Tensor]
 
+    def text_in(self, dtype: torch.dtype) -> str | None:
+        if dtype == torch.bool:
+            return self.boolean
+        return self.floating if dtype.is_floating_point else self.integer
+
 
 def _wrapping(sign: str) -> str:
     return f"{{T}}({{U}}({{0}}) {sign} {{U}}({{1}}))"
@@ -43,6 +48,11 @@ def _function(text: str, evaluate: Callable[..., Tensor]) -> Op:
     return Op(text, None, None, evaluate)
 
 
+def _quotient(name: str, evaluate: Callable[..., Tensor]) -> Op:
+    text = f"{name}({{0}}, {{1}}, impossible)"
+    return Op(text, text, None, evaluate)
+
+
 def _rounding(name: str, evaluate: Callable[..., Tensor]) -> Op:
     return Op(f"{name}({{0}})", "{0}", None, evaluate)
 
@@ -54,30 +64,14 @@ OPS: dict[str, Op] = {
     "sub": Op("{0} - {1}", _wrapping("-"), None, torch.sub),
     "mul": Op("{0} * {1}", _wrapping("*"), "{0} && {1}", torch.mul),
     "div": Op("{0} / {1}", None, None, torch.div),
-    "floor_divide": Op(
-        "flex_floor_divide({0}, {1}, impossible)",
-        "flex_floor_divide({0}, {1}, impossible)",
-        None,
-        functools.partial(torch.div, rounding_mode="floor"),
+    "floor_divide": _quotient(
+        "flex_floor_divide", functools.partial(torch.div, rounding_mode="floor")
     ),
-    "truncating_divide": Op(
-        "flex_truncating_divide({0}, {1}, impossible)",
-        "flex_truncating_divide({0}, {1}, impossible)",
-        None,
-        functools.partial(torch.div, rounding_mode="trunc"),
+    "truncating_divide": _quotient(
+        "flex_truncating_divide", functools.partial(torch.div, rounding_mode="trunc")
     ),
-    "remainder": Op(
-        "flex_remainder({0}, {1}, impossible)",
-        "flex_remainder({0}, {1}, impossible)",
-        None,
-        torch.remainder,
-    ),
-    "fmod": Op(
-        "flex_truncating_remainder({0}, {1}, impossible)",
-        "flex_truncating_remainder({0}, {1}, impossible)",
-        None,
-        torch.fmod,
-    ),
+    "remainder": _quotient("flex_remainder", torch.remainder),
+    "fmod": _quotient("flex_truncating_remainder", torch.fmod),
     "neg": Op("-{0}", "{T}({U}(0) - {U}({0}))", None, torch.neg),
     "abs": Op("fabs({0})", "({0} < 0 ? {T}({U}(0) - {U}({0})) : {0})", None, torch.abs),
     "sign": Op("flex_sign({0})", _SIGNS, None, torch.sign),

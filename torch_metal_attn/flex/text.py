@@ -8,20 +8,9 @@ from collections.abc import Iterable
 
 import torch
 
-from torch_metal_attn.flex.graph import Node, ordered
+from torch_metal_attn.flex.graph import TYPES, Node, ordered
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
 
-_TYPES = {
-    torch.bool: "bool",
-    torch.int8: "char",
-    torch.uint8: "uchar",
-    torch.int16: "short",
-    torch.int32: "int",
-    torch.int64: "int64_t",
-    torch.float32: "float",
-    torch.float16: "half",
-    torch.bfloat16: "bfloat",
-}
 _UNSIGNED = {
     torch.int8: "uchar",
     torch.uint8: "uchar",
@@ -51,7 +40,7 @@ def place(load: Node, ranks: list[int]) -> str:
 
 
 def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], dict[int, str]]:
-    """What computes nodes, and the names of all of them by their identity."""
+    """The statements that compute nodes, and the nodes' names by identity."""
     first_dimension = [sum(ranks[:i]) for i in range(len(ranks))]
     names: dict[int, str] = {}
     statements: list[str] = []
@@ -72,7 +61,7 @@ def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], d
                 if node.op == "cast"
                 else _row(node, arguments)
             )
-            statements.append(f"const {_TYPES[node.dtype]} {name} = {value};")
+            statements.append(f"const {TYPES[node.dtype]} {name} = {value};")
             names[id(node)] = name
     return statements, names
 
@@ -86,7 +75,7 @@ def _number(value: bool | int | float, dtype: torch.dtype) -> str:
         lowest = value == torch.iinfo(dtype).min
         text = f"{int(value) + 1}{suffix} - 1" if lowest else f"{int(value)}{suffix}"
         if dtype not in (torch.int32, torch.int64):
-            return f"{_TYPES[dtype]}({text})"
+            return f"{TYPES[dtype]}({text})"
         return f"({text})" if value < 0 else text
     if math.isnan(value):
         text = "NAN"
@@ -96,7 +85,7 @@ def _number(value: bool | int | float, dtype: torch.dtype) -> str:
         digits = f"{value:.9g}"
         digits += "" if "." in digits or "e" in digits else ".0"
         text = f"({digits}f)" if digits.startswith("-") else f"{digits}f"
-    return text if dtype == torch.float32 else f"{_TYPES[dtype]}({text})"
+    return text if dtype == torch.float32 else f"{TYPES[dtype]}({text})"
 
 
 def _load(node: Node, indices: list[str], first: int) -> str:
@@ -109,18 +98,18 @@ def _load(node: Node, indices: list[str], first: int) -> str:
     return f"{element} != 0" if node.dtype == torch.bool else element
 
 
-def _cast(given: Node, name: str, dtype: torch.dtype) -> str:
+def _cast(node: Node, name: str, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
-        zero = "0.0f" if given.dtype.is_floating_point else "0"
-        return f"{_as_float(given, name)} != {zero}"
+        zero = "0.0f" if node.dtype.is_floating_point else "0"
+        return f"{_as_float(node, name)} != {zero}"
     if dtype.is_floating_point:
-        text = _as_float(given, name) if given.dtype.is_floating_point else f"float({name})"
-        return text if dtype == torch.float32 else f"{_TYPES[dtype]}({text})"
-    if given.dtype.is_floating_point:
+        text = _as_float(node, name) if node.dtype.is_floating_point else f"float({name})"
+        return text if dtype == torch.float32 else f"{TYPES[dtype]}({text})"
+    if node.dtype.is_floating_point:
         function = "flex_long" if dtype == torch.int64 else "flex_int"
-        text = f"{function}({_as_float(given, name)})"
-        return text if dtype in (torch.int32, torch.int64) else f"{_TYPES[dtype]}({text})"
-    return f"{_TYPES[dtype]}({name})"
+        text = f"{function}({_as_float(node, name)})"
+        return text if dtype in (torch.int32, torch.int64) else f"{TYPES[dtype]}({text})"
+    return f"{TYPES[dtype]}({name})"
 
 
 def _as_float(node: Node, name: str) -> str:
@@ -130,16 +119,12 @@ def _as_float(node: Node, name: str) -> str:
 
 def _row(node: Node, arguments: list[str]) -> str:
     op = OPS[node.op]
-    # The dtype that the op computes in: that of its last argument.
+    # The op computes in the dtype of its last argument.
     dtype = torch.bool if node.op in LOGICAL else node.args[-1].dtype
-    if dtype == torch.bool:
-        template = op.boolean
-    elif dtype.is_floating_point:
-        template = op.floating
+    template = op.text_in(dtype)
+    if dtype.is_floating_point:
         arguments = [_as_float(a, name) for a, name in zip(node.args, arguments, strict=True)]
-    else:
-        template = op.integer
     assert template is not None, f"the tracer refuses {node.op} in {dtype}"
-    text = template.format(*arguments, T=_TYPES[dtype], U=_UNSIGNED.get(dtype, ""))
+    text = template.format(*arguments, T=TYPES[dtype], U=_UNSIGNED.get(dtype, ""))
     narrow = node.dtype in (torch.float16, torch.bfloat16) and node.op not in COMPARISONS
-    return f"{_TYPES[node.dtype]}({text})" if narrow else text
+    return f"{TYPES[node.dtype]}({text})" if narrow else text

@@ -1,4 +1,4 @@
-"""Which calls may use a trace again: what a function's result can depend on, as a key.
+"""A key of everything that a function's result can depend on, to use a trace again.
 
 What is not known to be part of the key, such as the attributes of an object, makes a function
 unknown, and it is traced on each call.
@@ -35,7 +35,7 @@ class Unknown(Exception):
 
 
 class Parts:
-    """What some functions are made of.
+    """The parts of some functions.
 
     Attributes: tensors: that they can reach, each once. key: everything else, and the properties
         of the tensors without their values.
@@ -71,12 +71,12 @@ class Parts:
         if isinstance(value, types.MethodType):
             return "method", self._part(value.__func__), self._part(value.__self__)
         if type(value) is functools.partial and not value.__dict__:
-            given = (
+            arguments = (
                 self._part(value.args),
                 tuple(value.keywords),
                 *map(self._part, value.keywords.values()),
             )
-            return "partial", self._part(value.func), given
+            return "partial", self._part(value.func), arguments
         if type(value) is Mask and len(value.__dict__) == 1:
             return "mask", self._part(value.mask_mod)
         name = getattr(value, "__name__", "")
@@ -127,9 +127,9 @@ class Parts:
 
 @functools.cache
 def _changes(name: str) -> bool:
-    """Whether torch has a function or module of this name that may depend on its settings.
+    """True if torch has a function or module of this name that may depend on its settings.
 
-    Those are, such as torch.initial_seed, what a function mode is not told of.
+    A function mode does not see calls of such functions, for example torch.initial_seed.
     """
     value = getattr(torch, name, None)
     if isinstance(value, types.ModuleType):

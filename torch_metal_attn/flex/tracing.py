@@ -1,7 +1,7 @@
-"""Runs a score_mod or mask_mod once on scalars without values, and writes down what it does.
+"""Runs a score_mod or mask_mod once on scalars without values, and records its ops.
 
 As with torch's flex_attention, a function sees scalar tensors, and indexing a captured tensor with
-them is one more op. What depends on captured tensors alone is computed at once.
+them is one more op. Values that depend on captured tensors alone are computed at once.
 """
 
 import functools
@@ -26,7 +26,7 @@ from torch_metal_attn.flex.graph import DTYPE_NAMES, DTYPES, Graph, Node
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
 from torch_metal_attn.wording import count_text, type_text
 
-# The elements of a captured row that an op computes with: each is a load of its own.
+# The most elements of a captured row in a pointwise op: each is one load.
 MOST_ELEMENTS = 32
 
 _of_transform = torch._C._functorch.is_functorch_wrapped_tensor
@@ -55,7 +55,7 @@ def trace(
     captured: Captured,
     device: torch.device,
 ) -> Node:
-    """What `function` computes. name: "score_mod" or "mask_mod".
+    """The graph of `function`. name: "score_mod" or "mask_mod".
 
     Captured tensors that it indexes are added to `captured`; they must be on `device`.
 
@@ -132,17 +132,17 @@ class Tracer(Traced, TorchDispatchMode):
         if not any(id(x) in self.traced for x in tensors):
             return self.computed(func, args, kwargs, tensors)
         if name == "prim::device":
-            # Of a scalar inside a graph of torch.compile, where it is a FakeTensor.
+            # A scalar inside a graph of torch.compile is a FakeTensor.
             return torch.device("meta")
         if name in ("_local_scalar_dense", "is_nonzero", "item"):
             raise self.control_flow()
         if name == "index":
             return self.indexed(args[0], list(args[1]))
-        found = self.viewed(name, func, args, kwargs)
-        if found is None:
-            found = self.of_rows(name, func, args, kwargs, tensors)
-        if found is not None:
-            return found
+        result = self.viewed(name, func, args, kwargs)
+        if result is None:
+            result = self.of_rows(name, func, args, kwargs, tensors)
+        if result is not None:
+            return result
         if name in _FILLED or name in ("full_like", "new_full"):
             return self.filled(name, func, args, kwargs)
         in_place = name.endswith("_") and not name.endswith("__")
@@ -266,7 +266,7 @@ class Tracer(Traced, TorchDispatchMode):
         return [whole(result, item) for item, result in enumerate(results)]
 
     def common_dtype(self, operands: list[Any]) -> torch.dtype:
-        """What torch compares scalars and numbers in."""
+        """The dtype in which torch compares scalars and numbers."""
         dtypes = [x.dtype for x in operands if isinstance(x, Tensor)]
         common = functools.reduce(torch.promote_types, dtypes)
         for x in operands:
@@ -279,15 +279,7 @@ class Tracer(Traced, TorchDispatchMode):
         """An op of the table. common: the dtype that it computes in."""
         result = torch.bool if name in COMPARISONS or name in LOGICAL else common
         self.check_dtype(f"the result of {name}", common)
-        row = OPS[name]
-        text = (
-            row.boolean
-            if common == torch.bool
-            else row.floating
-            if common.is_floating_point
-            else row.integer
-        )
-        if text is None:
+        if OPS[name].text_in(common) is None:
             raise self.unsupported(name, f"not in {common}")
         first = nodes[:1] if name == "where" else []
         condition = [self.graph.cast(x, torch.bool) for x in first]
@@ -338,16 +330,9 @@ class Tracer(Traced, TorchDispatchMode):
         if not isinstance(x, Tensor):
             if not isinstance(x, bool | int | float):
                 raise self.unsupported(type(x).__name__)
-            dtype = (
-                torch.bool
-                if isinstance(x, bool)
-                else torch.float32
-                if isinstance(x, float)
-                else torch.int32
-                if _fits_int32(x)
-                else torch.int64
-            )
-            return self.graph.constant(x, dtype)
+            integer = torch.int32 if _fits_int32(x) else torch.int64
+            number = torch.float32 if isinstance(x, float) else integer
+            return self.graph.constant(x, torch.bool if isinstance(x, bool) else number)
         value = self.value(x)
         if isinstance(value, Node):
             return value
@@ -363,7 +348,7 @@ class Tracer(Traced, TorchDispatchMode):
         return self.load(self.capture(x))
 
     def changing_number(self, x: torch.SymInt | torch.SymFloat) -> Node:
-        """Of a number that a graph of torch.compile leaves open: it is a captured tensor there."""
+        """A number that a graph of torch.compile leaves open becomes a captured tensor."""
         name = f"the number {x.node.expr}"
         if name not in self.captured.numbers:
             dtype = torch.int64 if isinstance(x, torch.SymInt) else torch.float32
@@ -401,7 +386,7 @@ class Tracer(Traced, TorchDispatchMode):
         return self.known(part.rest(), part)
 
     def viewed(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The views of a row, such as its transpose, or what is selected; None for others."""
+        """A row's view, such as its transpose, or a selection; None for other ops."""
         first, returns = args[0], func._schema.returns
         value = self.value(first)
         if name in ("index_select", "embedding"):
@@ -475,7 +460,7 @@ class Tracer(Traced, TorchDispatchMode):
     def of_rows(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Tensor | None:
-        """What a pointwise op or a sum gives for rows of captured tensors; None for other ops."""
+        """The result of a pointwise op or a sum of captured rows; None for other ops."""
         if name not in _SUMS and torch.Tag.pointwise not in func.tags:
             return None
         rows = [x for x in tensors if x.dim() > 0]
@@ -491,15 +476,15 @@ class Tracer(Traced, TorchDispatchMode):
         if not rows:
             return None
         nodes = {id(x): self.elements(x) for x in rows}
-        found = []
+        results = []
         for i in range(rows[0].numel()):
 
             def at(x: Any, i: int = i) -> Any:
                 return self.scalar(nodes[id(x)][i]) if id(x) in nodes else x
 
-            found.append(self.applied(name, func, tree_map(at, args), tree_map(at, kwargs)))
-        result = torch.empty(rows[0].shape, dtype=found[0].dtype, device="meta")
-        return self.known(result, Row(tuple(found)))
+            results.append(self.applied(name, func, tree_map(at, args), tree_map(at, kwargs)))
+        result = torch.empty(rows[0].shape, dtype=results[0].dtype, device="meta")
+        return self.known(result, Row(tuple(results)))
 
     def elements(self, x: Tensor) -> tuple[Node, ...]:
         value = self.value(x)
@@ -555,11 +540,9 @@ def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
 
 
 def _arity(name: str) -> int:
-    """How many operands an op of the table has."""
+    """The number of operands of an op of the table."""
     row = OPS[name]
-    text = row.floating or row.integer or row.boolean
-    assert text is not None
-    return len(set(re.findall(r"\{\d\}", text)))
+    return len(set(re.findall(r"\{\d\}", row.floating or row.integer or row.boolean or "")))
 
 
 class _Indexing(TorchFunctionMode):
@@ -572,7 +555,7 @@ class _Indexing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = tree_flatten((args, kwargs))[0]
+        arguments = tree_flatten((args, kwargs))[0]
         if func is Tensor.__getitem__:
             tensor, index = args
             indices = list(index) if isinstance(index, tuple | list) else [index]
@@ -584,10 +567,10 @@ class _Indexing(TorchFunctionMode):
             self.tracer.value(args[0]) is not None
         ):
             raise self.tracer.control_flow()
-        elif not any(self.tracer.value(x) is not None for x in given):
+        elif not any(self.tracer.value(x) is not None for x in arguments):
             # Also of what dispatches nothing, such as tolist().
             self.tracer.captured.depends_on_values = True
-        if any(isinstance(x, Tensor) and _of_transform(x) for x in given):
+        if any(isinstance(x, Tensor) and _of_transform(x) for x in arguments):
             name = getattr(func, "__name__", "an op")
             raise self.tracer.unsupported(
                 name, "torch.func sees no more of its tensors than what scalars index"

@@ -26,8 +26,8 @@ from torch_metal_attn.testing.case import (
 from torch_metal_attn.testing.tensors import (
     Memory,
     dtype_of,
+    impossible_heads,
     numbers,
-    partial_groups,
     rotated_blocks,
     wrong_rotation,
 )
@@ -85,7 +85,7 @@ class Cascade(Case):
     num_splits: int = field(0, one_of(0, 1, 2))
     values: str = kinds()
 
-    # Where `stored` puts the rows.
+    # `stored` puts the rows into pages.
     cache: ClassVar[str] = "paged"
     OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("own",)
 
@@ -96,12 +96,9 @@ class Cascade(Case):
 
     def conflicts(self) -> dict[str, Any]:
         return {
-            "values are columns of the keys": self.values_in_keys
-            and self.v_head_dim > self.head_dim,
-            "there is a KV head for some heads": self.kv_heads < 1 or self.heads % self.kv_heads,
+            **impossible_heads(self),
             "there are sequences, with keys": not self.own or max(self.lengths) < 1,
             "a page has rows": self.page < 1,
-            **partial_groups(self),
         }
 
     def illegal(self) -> dict[str, Any]:
@@ -112,7 +109,7 @@ class Cascade(Case):
 
     @property
     def attention(self) -> Attention:
-        """What each sequence alone computes."""
+        """The attention of each sequence alone."""
         return Attention(
             call="flash_decode",
             batch=len(self.own),
@@ -123,7 +120,7 @@ class Cascade(Case):
 
 
 def prepare(case: Cascade, device: torch.device) -> Prepared:
-    """The plan and its call. Rows that belong to nobody are NaN."""
+    """The plan and its call. Unused rows are NaN."""
     memory, attention, dtype = Memory(device), case.attention, dtype_of(case.dtype)
     batch, blocks = len(case.own), -(-max(case.lengths) // case.page)
 
@@ -137,7 +134,7 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
     table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
     levels = [case.shared * case.page, (case.shared + case.branched) * case.page]
     for b in range(batch):
-        # The first sequence has what all share, and the first two what is of their branches.
+        # The first sequence holds the shared rows, and the first two those of their branches.
         for first, end, origin in ((0, levels[0], 0), (*levels, b % 2)):
             table[b, first // case.page : end // case.page] = table[
                 origin, first // case.page : end // case.page
@@ -149,11 +146,11 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
         v = k[..., : case.v_head_dim]
     options = options_of(attention, batch, blocks * case.page)
     exact, kept, where = stored(case, k, v, table)
-    given = {"q": q, **dict(zip(("k_cache", "v_cache"), kept, strict=True))}
-    given |= {name: x for name, x in where.items() if name in ("k_scale", "v_scale")}
+    arguments = {"q": q, **dict(zip(("k_cache", "v_cache"), kept, strict=True))}
+    arguments |= {name: x for name, x in where.items() if name in ("k_scale", "v_scale")}
     if "learnable_sink" in options:
-        given["learnable_sink"] = options["learnable_sink"]
-    placed = within_keys(case, {n: memory.place(n, x) for n, x in given.items()}, "_cache")
+        arguments["learnable_sink"] = options["learnable_sink"]
+    placed = within_keys(case, {n: memory.place(n, x) for n, x in arguments.items()}, "_cache")
     plan = CascadePlan(
         table,
         case.lengths,

@@ -147,7 +147,7 @@ class Case:
             )
 
     def has(self, name: str) -> bool:
-        """Whether the field has a meaning for the call and the other fields."""
+        """True if the field has a meaning for the call and the other fields."""
         how = self.__dataclass_fields__[name].metadata.get("drawn")
         return how is None or ((how.calls is None or self.call in how.calls) and how.when(self))
 
@@ -196,12 +196,12 @@ class Case:
 
     def __str__(self) -> str:
         """Python code that makes the case."""
-        given = (f"{name}={value!r}" for name, value in self.fields().items())
-        return f"{type(self).__name__}({', '.join(given)})"
+        arguments = (f"{name}={value!r}" for name, value in self.fields().items())
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value has a field's type: a class, tuples of one, or `a | b` of these."""
+    """True if a value has a field's type: a class, tuples of one, or `a | b` of these."""
     parts = get_args(kind)
     if isinstance(kind, types.UnionType):
         return any(_fits(value, part) for part in parts)

@@ -117,15 +117,15 @@ def prepare_quantised(case: Quantised, device: torch.device) -> Prepared:
     scale = torch.full((1,), case.scale) if case.call == "fp8_e4m3" else None
 
     def function(x: Tensor) -> Tensor:
-        data, found = quantise(x, case.call, None if scale is None else scale.to(x.device))
-        return dequantise(data, found, torch.float32)
+        data, scales = quantise(x, case.call, None if scale is None else scale.to(x.device))
+        return dequantise(data, scales, torch.float32)
 
     return Prepared(function, {"x": memory.place("x", x)}, partial(_judge, case, x.float()), memory)
 
 
-def _judge(case: Quantised, x: Tensor, found: Tensor) -> list[Measure]:
-    found = found.cpu()
-    error = (found - x).abs().double()
+def _judge(case: Quantised, x: Tensor, actual: Tensor) -> list[Measure]:
+    actual = actual.cpu()
+    error = (actual - x).abs().double()
     if case.call == "fp8_e4m3":
         kept = x.abs() <= 448 * case.scale
         bound = (x.abs() / 16).clamp_min(case.scale * 2**-10).double() * (1 + 2**-20)

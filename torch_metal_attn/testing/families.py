@@ -70,7 +70,7 @@ def draw_of(family: type[Case], r: random.Random) -> Case:
 
 
 def _set(case: Case, name: str, value: Any) -> None:
-    """Set a field of a case that nobody else has yet: `replace` would take milliseconds a case."""
+    """Set a field of a new case in place; `replace` would take milliseconds a case."""
     if value is not None:
         object.__setattr__(case, name, value)
 

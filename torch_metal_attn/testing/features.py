@@ -63,7 +63,7 @@ _LAYOUTS: dict[str, Layout] = {
     "by token": ("order 021",),  # (B, L, H, D) in memory
     "cut out of NaN": ("padded 3",),
 }
-# Of float32 queries only.
+# For float32 queries only.
 HALF_CACHES = ("float16", "bfloat16")
 _PAGED = ("q8_0", "q4_0", "fp8_e4m3", "q3_g64")
 CACHES = ("paged", "indexed", *FORMATS, *(f"paged {format}" for format in _PAGED))
@@ -81,13 +81,13 @@ def attention(
     feature: str = "plain", cache: str = "", layout: str = "contiguous", **fields: Any
 ) -> Attention:
     """A case that the policy judges, of a feature at odd sizes; other fields as in `Attention`."""
-    given = _SIZES | fields
+    values = _SIZES | fields
     words = _LAYOUTS[layout]
-    given = {"v_head_dim": given["head_dim"], "q_layout": words, "v_layout": words} | given
-    given = {"k_layout": words, "strict": True, **_stored(cache)} | given
-    if given.get("packed"):
-        given |= dict.fromkeys(("batch", "q_length", "kv_length"), 1)
-    if given.get("q_lengths"):
-        given |= {"batch": len(given["q_lengths"]), "q_length": 1}
-    sizes = Attention(**given)
-    return Attention(**(given | FEATURES[feature](sizes)))
+    values = {"v_head_dim": values["head_dim"], "q_layout": words, "v_layout": words} | values
+    values = {"k_layout": words, "strict": True, **_stored(cache)} | values
+    if values.get("packed"):
+        values |= dict.fromkeys(("batch", "q_length", "kv_length"), 1)
+    if values.get("q_lengths"):
+        values |= {"batch": len(values["q_lengths"]), "q_length": 1}
+    sizes = Attention(**values)
+    return Attention(**(values | FEATURES[feature](sizes)))

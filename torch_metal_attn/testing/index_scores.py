@@ -80,7 +80,7 @@ def prepare(case: IndexScores, device: torch.device) -> Prepared:
 
 
 def _judge(
-    case: IndexScores, q: Tensor, k: Tensor, weights: Tensor, found: Tensor
+    case: IndexScores, q: Tensor, k: Tensor, weights: Tensor, actual: Tensor
 ) -> list[Measure]:
     """By Cauchy-Schwarz the terms of a score add up to at most |q| |k|, of each head."""
     exact = index_scores(
@@ -89,10 +89,10 @@ def _judge(
         causal=case.causal,
         q_offset=case.q_offset,
     )
-    if found.shape != exact.shape or found.dtype != torch.float32:
-        raise AssertionError(f"the scores are {found.dtype} of shape {tuple(found.shape)}")
+    if actual.shape != exact.shape or actual.dtype != torch.float32:
+        raise AssertionError(f"the scores are {actual.dtype} of shape {tuple(actual.shape)}")
     scale = q.shape[-1] ** -0.5 if case.softmax_scale is None else abs(case.softmax_scale)
     norms = [x.norm(dim=-1) for x in (q, k)]
     terms = scale * torch.einsum("bhq,bhq,bk->bqk", weights.abs(), *norms)
     rounding = summing(case.head_dim) + summing(case.heads) + STEPS * ROUNDING[torch.float32]
-    return [worst("scores", apart(found, exact), rounding * terms + math.ulp(0.0))]
+    return [worst("scores", apart(actual, exact), rounding * terms + math.ulp(0.0))]

@@ -9,7 +9,7 @@ _WAYS = ("dtype", "dimensions", "device")
 
 
 def ways(tensors: tuple[str, ...], rows: tuple[str, ...]) -> tuple[str, ...]:
-    """What `invalidate` can do. rows: the tensors whose last dimension must be dense."""
+    """The changes that `invalidate` can make. rows: tensors whose last dimension must be dense."""
     general = tuple(f"{way} of {name}" for name in tensors for way in _WAYS)
     return general + tuple(f"strides of {name}" for name in rows)
 

@@ -40,11 +40,11 @@ class Measure:
         return self.error / self.bound if self.bound > 0 else math.inf
 
 
-def apart(found: Tensor, exact: Tensor) -> Tensor:
-    """|found - exact| in float64: 0 where both are the same NaN or infinity, inf where one is."""
-    found, exact = found.cpu().double(), exact.cpu().double()
-    same = (found == exact) | (found.isnan() & exact.isnan())
-    return (found - exact).abs().nan_to_num(nan=math.inf).masked_fill(same, 0.0)
+def apart(actual: Tensor, exact: Tensor) -> Tensor:
+    """|actual - exact| in float64: 0 where both are the same NaN or infinity, inf where one is."""
+    actual, exact = actual.cpu().double(), exact.cpu().double()
+    same = (actual == exact) | (actual.isnan() & exact.isnan())
+    return (actual - exact).abs().nan_to_num(nan=math.inf).masked_fill(same, 0.0)
 
 
 def largest(x: Tensor) -> float:
@@ -64,29 +64,29 @@ def one_rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def near(
-    what: str, found: Tensor, exact: Tensor, torchs: float, slack: float | Tensor = 0.0
+    what: str, actual: Tensor, exact: Tensor, torchs: float, slack: float | Tensor = 0.0
 ) -> Measure:
-    """Twice torch's error, one rounding in found's dtype and float32's accumulation are allowed.
+    """Allows twice torch's error, one rounding to the dtype of actual and float32's accumulation.
 
     Below the normal numbers of the dtype, a rounding is half of the smallest subnormal one. An
     infinity stands for the nearest number that rounds to it.
 
     exact: float64. slack: what is also allowed, one number or one per element.
     """
-    if found.shape != exact.shape:
-        raise AssertionError(f"{what} has shape {tuple(found.shape)} and not {tuple(exact.shape)}")
+    if actual.shape != exact.shape:
+        raise AssertionError(f"{what} has shape {tuple(actual.shape)} and not {tuple(exact.shape)}")
     exact = exact.cpu()
-    info = torch.finfo(found.dtype)
-    rounding = one_rounding(exact, found.dtype)
+    info = torch.finfo(actual.dtype)
+    rounding = one_rounding(exact, actual.dtype)
     bound = 2 * torchs + rounding + ACCUMULATION * largest(exact) + slack
-    found = found.cpu().double()
-    rounded = exact.abs().clamp_min(info.max * (1 + info.eps / 4)).copysign(found)
-    found = torch.where(found.isinf() & exact.isfinite(), rounded, found)
-    return worst(what, apart(found, exact), bound)
+    actual = actual.cpu().double()
+    rounded = exact.abs().clamp_min(info.max * (1 + info.eps / 4)).copysign(actual)
+    actual = torch.where(actual.isinf() & exact.isfinite(), rounded, actual)
+    return worst(what, apart(actual, exact), bound)
 
 
 def near_statistic(
-    what: str, found: Tensor, exact: Tensor, rounding: float, slack: float | Tensor = 0.0
+    what: str, actual: Tensor, exact: Tensor, rounding: float, slack: float | Tensor = 0.0
 ) -> Measure:
     """A float32 number. Its allowed error is relative to 1 plus its magnitude.
 
@@ -94,21 +94,21 @@ def near_statistic(
     """
     exact = exact.cpu().double()
     bound = rounding * (1 + exact.abs().nan_to_num(0, 0, 0)) + slack
-    return worst(what, apart(found, exact), bound)
+    return worst(what, apart(actual, exact), bound)
 
 
-def same_bits(what: str, found: Tensor, expected: Tensor) -> Measure:
+def same_bits(what: str, actual: Tensor, expected: Tensor) -> Measure:
     """The number of bytes that differ; none may."""
     # A clone: `contiguous` keeps any stride of a dimension of size 1, which `view` refuses.
-    found, expected = (
-        x.cpu().clone(memory_format=torch.contiguous_format).flatten() for x in (found, expected)
+    actual, expected = (
+        x.cpu().clone(memory_format=torch.contiguous_format).flatten() for x in (actual, expected)
     )
-    if found.dtype != expected.dtype or found.numel() != expected.numel():
+    if actual.dtype != expected.dtype or actual.numel() != expected.numel():
         raise AssertionError(
-            f"{what} is {found.numel()} x {found.dtype} and not "
+            f"{what} is {actual.numel()} x {actual.dtype} and not "
             f"{expected.numel()} x {expected.dtype}"
         )
-    differ = (found.view(torch.uint8) != expected.view(torch.uint8)).sum().item()
+    differ = (actual.view(torch.uint8) != expected.view(torch.uint8)).sum().item()
     return Measure(f"{what}, bytes that differ", differ, 0.0)
 
 

@@ -94,12 +94,12 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
     memory = Memory(device)
     outs, lses = _parts(case)
     judge = partial(_judge, case, outs, lses)
-    given = _as_given(case, lses)
+    called_lses = _with_infinities(case, lses)
     arguments: dict[str, Any] = {"infinity_is_empty": case.infinity_is_empty}
     if case.call == "merge_splits":
         arguments |= {
             "partial_out": memory.place("partial_out", outs),
-            "partial_lse": memory.place("partial_lse", given),
+            "partial_lse": memory.place("partial_lse", called_lses),
             "out_dtype": dtype_of(case.dtype),
         }
         if case.sink:
@@ -107,7 +107,7 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
         return Prepared(torch.ops.metal_attn.merge_splits, arguments, judge, memory)
     for part, name in enumerate("ab"):
         arguments[f"out_{name}"] = memory.place(f"out_{name}", outs[..., part, :], case.layout)
-        lse = given[..., part]
+        lse = called_lses[..., part]
         arguments[f"lse_{name}"] = memory.place(f"lse_{name}", lse.t() if case.packed else lse)
     if case.call == "merge_state":
         return Prepared(partial(_run, case), arguments, judge, memory)
@@ -117,17 +117,17 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
 
 
 def _mask(case: Merge) -> Tensor:
-    """Of tokens, which are those of all heads."""
+    """The mask of tokens, shared by all heads."""
     rows = (case.length,) if case.packed else (case.batch, case.length)
     return normal(*rows, seed=case.seed + 6) > 0
 
 
-def _as_given(case: Merge, lses: Tensor) -> Tensor:
+def _with_infinities(case: Merge, lses: Tensor) -> Tensor:
     """With +inf for -inf in every other split, if both mean the same."""
-    given = lses.clone()
+    changed = lses.clone()
     if case.infinity_is_empty:
-        given[..., ::2] = given[..., ::2].masked_fill(given[..., ::2] == -math.inf, math.inf)
-    return given
+        changed[..., ::2] = changed[..., ::2].masked_fill(changed[..., ::2] == -math.inf, math.inf)
+    return changed
 
 
 def _sink(case: Merge) -> Tensor:
@@ -162,16 +162,18 @@ def _judge(case: Merge, outs: Tensor, lses: Tensor, results: Any) -> list[Measur
     if case.sink:
         sink = _sink(case)[:, None, None]
     exact, exact_lse = union(outs.double(), lses.double(), None if sink is None else sink.double())
-    own, _ = union(outs.float(), lses, None if sink is None else sink.float())
-    own = own.to(dtype_of(case.dtype))
-    found, found_lse = results[:2]
+    rounded, _ = union(outs.float(), lses, None if sink is None else sink.float())
+    rounded = rounded.to(dtype_of(case.dtype))
+    actual, found_lse = results[:2]
     found_lse = found_lse.t() if case.packed else found_lse
     if case.masked:
         merged = _mask(case)[:, None] if case.packed else _mask(case)[:, None, :]
-        own, exact = (x.where(merged[..., None], outs[..., 0, :].to(x.dtype)) for x in (own, exact))
-        exact_lse = exact_lse.where(merged, _as_given(case, lses)[..., 0].double())
+        rounded, exact = (
+            x.where(merged[..., None], outs[..., 0, :].to(x.dtype)) for x in (rounded, exact)
+        )
+        exact_lse = exact_lse.where(merged, _with_infinities(case, lses)[..., 0].double())
     measures = [
-        near("out", found, exact, worst_of([(own, exact)])),
+        near("out", actual, exact, worst_of([(rounded, exact)])),
         near_statistic("lse", found_lse, exact_lse, 1e-6),
     ]
     if case.backward:
@@ -180,7 +182,7 @@ def _judge(case: Merge, outs: Tensor, lses: Tensor, results: Any) -> list[Measur
 
 
 def _judge_gradients(
-    case: Merge, outs: Tensor, lses: Tensor, found: tuple[Tensor, ...]
+    case: Merge, outs: Tensor, lses: Tensor, actual: tuple[Tensor, ...]
 ) -> list[Measure]:
     """With w_a = sigmoid(lse_a - lse_b): w_a dout, and w_a dlse + w_a w_b <dout, a - b>."""
     dout, dlse = _gradients_of(case)
@@ -199,7 +201,7 @@ def _judge_gradients(
             results += [weight[..., None] * wide, weight * dlse.to(dtype) + sign * moved]
         return results
 
-    exact, own = gradients(torch.float64), gradients(torch.float32)
+    exact, rounded = gradients(torch.float64), gradients(torch.float32)
     # The terms of dlse may cancel. A weight errs by the rounding of the difference of the lses.
     weights = torch._safe_softmax(lses.double(), -1)
     apart = outs.double().nan_to_num(0, 0, 0).abs().sum(-2) * dout.double().abs()
@@ -207,7 +209,7 @@ def _judge_gradients(
     relative = summing(case.head_dim) + STEPS * ROUNDING[torch.float32] * (1 + largest(lses))
     measures = []
     for name, x, right, rough in zip(
-        ("dout_a", "dlse_a", "dout_b", "dlse_b"), found, exact, own, strict=True
+        ("dout_a", "dlse_a", "dout_b", "dlse_b"), actual, exact, rounded, strict=True
     ):
         x = x.t() if case.packed and "lse" in name else x
         slack = relative * terms * weights[..., "ab".index(name[-1])] if "lse" in name else 0.0

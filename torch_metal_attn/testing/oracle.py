@@ -48,7 +48,7 @@ def torch_gradient_errors(
     hidden = ~visible.any(-1, keepdim=True)
     mask, dout = visible | hidden, dout.masked_fill(hidden, 0.0)
     scale = options.get("softmax_scale")
-    found = []
+    results = []
     for dtype in (q.dtype, torch.float64):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
         operands = (*rotated(leaves[0], leaves[1], options), leaves[2])
@@ -57,8 +57,8 @@ def torch_gradient_errors(
                 out, _ = attention(*operands, softmax_scale=scale, attn_mask=mask)
             else:
                 out = torch_attention(*operands, attn_mask=mask, scale=scale, enable_gqa=True)
-            found.append(torch.autograd.grad(out, leaves, dout.to(dtype)))
-    return [worst_of([pair]) for pair in zip(*found, strict=True)]
+            results.append(torch.autograd.grad(out, leaves, dout.to(dtype)))
+    return [worst_of([pair]) for pair in zip(*results, strict=True)]
 
 
 def rounding_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

@@ -128,8 +128,8 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
         else:
             arguments = {"x": memory.place("q", sides["q"], case.layout).transpose(1, 2)}
 
-        def function(**given: Any) -> Any:
-            out = getattr(rotary, case.call)(**given, interleaved=case.interleaved)
+        def function(**operands: Any) -> Any:
+            out = getattr(rotary, case.call)(**operands, interleaved=case.interleaved)
             return [x.transpose(1, 2) for x in (out.unbind(2)[:2] if together else [out])], []
 
         written = ("qkv",) if together else ()
@@ -148,29 +148,29 @@ def _run(case: Rotation, **arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
         torch.ops.metal_attn.rope_(**arguments)
         return [arguments[n] for n in names], []
     leaves = [arguments[n].detach().requires_grad_(case.backward) for n in names]
-    found = torch.ops.metal_attn.rope(**arguments | dict(zip(names, leaves, strict=True)))
-    found = list(found[: len(names)])
+    actual = torch.ops.metal_attn.rope(**arguments | dict(zip(names, leaves, strict=True)))
+    actual = list(actual[: len(names)])
     grads: tuple[Tensor, ...] = ()
     if case.backward:
-        grads = torch.autograd.grad(found, leaves, [x.detach() for x in leaves])
-    return [x.detach() for x in found], list(grads)
+        grads = torch.autograd.grad(actual, leaves, [x.detach() for x in leaves])
+    return [x.detach() for x in actual], list(grads)
 
 
 def _judge(
     case: Rotation, sides: dict[str, Tensor], cos: Tensor, sin: Tensor, chosen: Tensor, results: Any
 ) -> list[Measure]:
-    found, grads = results
+    actual, grads = results
     b = torch.arange(case.batch)[:, None]
     cos, sin = (x[b, chosen] if case.tables_by_sequence else x[chosen] for x in (cos, sin))
     sin = -sin if case.conjugate else sin
     measures = []
-    for suffix, tensors_found, sine in (("", found, sin), (" (gradient)", grads, -sin)):
+    for suffix, tensors_found, sine in (("", actual, sin), (" (gradient)", grads, -sin)):
         for (name, x), rotated in zip(sides.items(), tensors_found, strict=False):
-            exact, own = x.double(), x
+            exact, rounded = x.double(), x
             if case.columns:  # the reference rotates some
                 exact = rotate(exact, cos.double(), sine.double(), case.interleaved)
-                own = rotate(x, cos.to(x.dtype), sine.to(x.dtype), case.interleaved)
-            measures.append(near(name + suffix, rotated, exact, worst_of([(own, exact)])))
+                rounded = rotate(x, cos.to(x.dtype), sine.to(x.dtype), case.interleaved)
+            measures.append(near(name + suffix, rotated, exact, worst_of([(rounded, exact)])))
     return measures
 
 
@@ -189,7 +189,7 @@ def prepare_tables(case: Tables, device: torch.device) -> Prepared:
     pairs = torch.arange(0, case.head_dim, 2, dtype=torch.float64) / case.head_dim
     inv_freq, positions = (10000.0**-pairs).float(), torch.arange(case.length)
     exact = positions.double()[:, None] * 10000.0**-pairs
-    own = positions[:, None] * inv_freq
+    angles = positions[:, None] * inv_freq
 
     def judge(tables: Any) -> list[Measure]:
         return [
@@ -197,7 +197,7 @@ def prepare_tables(case: Tables, device: torch.device) -> Prepared:
                 function.__name__,
                 table,
                 function(exact),
-                worst_of([(function(own), function(exact))]),
+                worst_of([(function(angles), function(exact))]),
             )
             for table, function in zip(tables, (torch.cos, torch.sin), strict=True)
         ]

@@ -68,16 +68,16 @@ def merge_errors(
     # Each part's share of out is its weight times its output; the last column is the weight.
     shares = [attend(wide * part[:, None, :, None]) for part in parts]
     merged, weight = shares[0][..., :-1], torch.ones_like(shares[0][..., -1:])
-    for share in shares[1:]:  # also what a sink takes is of the first part
+    for share in shares[1:]:  # the first part has a sink's share too
         weight = weight - share[..., -1:]
     errors = torch.zeros_like(merged)
     for part, share in zip(parts[1:], shares[1:], strict=True):
-        out, own = share[..., :-1], share[..., -1:]
-        total = (merged + out).abs() / (weight + own)
+        out, part_weight = share[..., :-1], share[..., -1:]
+        total = (merged + out).abs() / (weight + part_weight)
         more = one_rounding(merged, dtype) + one_rounding(out, dtype)
-        for x, w in ((merged, weight), (out, own)):
+        for x, w in ((merged, weight), (out, part_weight)):
             of_weight = _U * ((lse[..., None] + w.log()).abs() + STEPS)
             more = more + (of_weight * (x.abs() + w * total)).nan_to_num(0, 0, 0)
         errors = torch.where(part.any(1)[:, None, None, None], errors + more, errors)
-        merged, weight = merged + out, weight + own
+        merged, weight = merged + out, weight + part_weight
     return errors

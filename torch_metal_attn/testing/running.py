@@ -53,7 +53,7 @@ class Outcome:
         return max(self.measures, key=lambda measure: measure.share, default=None)
 
     def shows(self, fault: "Outcome") -> bool:
-        """Whether it fails in the same way as the other, apart from numbers and other failures."""
+        """True if it fails like the other one, apart from numbers and other failures."""
         wrong = {self.what} | {measure.what for measure in self.measures if not measure.ok}
         return self.status == fault.status and fault.what in wrong
 

@@ -29,9 +29,9 @@ def shrink(case: Case, outcome: Outcome, run: Callable[[Case], Outcome]) -> tupl
             if time.monotonic() > ends:
                 return case, outcome
             tried.add(simpler)
-            found = run(simpler)
-            if found.shows(fault):
-                case, outcome, progress = simpler, found, True
+            actual = run(simpler)
+            if actual.shows(fault):
+                case, outcome, progress = simpler, actual, True
                 break
     return case, outcome
 

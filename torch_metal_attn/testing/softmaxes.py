@@ -24,7 +24,7 @@ _CALLS = ("softmax", "softmax_", "apply_causal_mask_")
 
 
 def _shape(r: random.Random, case: "Softmax") -> tuple[int, ...]:
-    """Of at most 30000 elements."""
+    """A shape of at most 30000 elements."""
     shape: tuple[int, ...] = (r.choice((1, 2, 5, 33, 1500)),)
     for _ in range(r.choice((0, 1, 1, 2, 3))):
         fits = [n for n in (0, 1, 2, 3, 7, 33, 65, 300) if n * math.prod(shape) <= 30000]
@@ -92,9 +92,9 @@ def _run(case: Softmax, x: Tensor, dim: int) -> Any:
     if not case.backward:
         return op(x, dim)
     leaf = x.detach().requires_grad_()
-    found = op(leaf, dim)
+    actual = op(leaf, dim)
     weights = _gradient_of(case).to(x.device)
-    return found.detach(), torch.autograd.grad(found, leaf, weights)[0]
+    return actual.detach(), torch.autograd.grad(actual, leaf, weights)[0]
 
 
 def _gradient_of(case: Softmax) -> Tensor:
@@ -105,14 +105,14 @@ def _judge(case: Softmax, x: Tensor, results: Any) -> list[Measure]:
     if case.call == "apply_causal_mask_":
         visible = torch.ones(x.shape[-2:], dtype=torch.bool).tril(case.q_offset)
         return [same_bits("scores", results, x.masked_fill(~visible, -math.inf))]
-    found, gradient = results if case.backward else (results, None)
-    exact, own = (torch._safe_softmax(y, case.dim) for y in (x.double(), x))
-    measures = [near("weights", found, exact, worst_of([(own, exact)]))]
+    actual, gradient = results if case.backward else (results, None)
+    exact, rounded = (torch._safe_softmax(y, case.dim) for y in (x.double(), x))
+    measures = [near("weights", actual, exact, worst_of([(rounded, exact)]))]
     if gradient is not None:
         weights = _gradient_of(case)
         exact_gradient, own_gradient = (
             y * (g - (g * y).sum(case.dim, keepdim=True))
-            for y, g in ((exact, weights.double()), (own, weights))
+            for y, g in ((exact, weights.double()), (rounded, weights))
         )
         error = worst_of([(own_gradient, exact_gradient)])
         # The weights that the forward returned are rounded.

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.visibility import depths, tree_rows
-from torch_metal_attn.kv_cache import PagedKVCache, StaticKVCache
 from torch_metal_attn.quantisation import FORMATS
-from torch_metal_attn.testing import attention_run, invalidation
+from torch_metal_attn.testing import attention_run, invalidation, recent_rows
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.attention_problem import (
     Problem,
@@ -38,12 +37,12 @@ from torch_metal_attn.testing.tensors import (
     DTYPES,
     Memory,
     dtype_of,
+    impossible_heads,
     numbers,
-    partial_groups,
     rotated_blocks,
     wrong_rotation,
 )
-from torch_metal_attn.with_kvcache import VERIFY_QUERIES, flash_attn_with_kvcache
+from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 _OPS, _FUNCTION = ("append_kv", "decode_step"), "flash_attn_with_kvcache"
 _ATTENDING = ("decode_step", _FUNCTION)
@@ -97,11 +96,11 @@ class Step(Case):
     Attributes: lengths: the rows that each sequence has before the call. length: the number of new
         rows. packed: the queries and new rows of each sequence, packed; then q_length and length
         are not used. capacity: rows of each sequence, a multiple of page if the cache is paged.
-        rotary_columns: 0 for no rotation. rotary_last: of the last columns. by_token: rotate each
-        query by its own row. backward: the new rows and the queries require grad, and `backward`
-        must raise. recent: of a cache of `kv_cache`, whose `decode_step` is called. values_in_keys:
-        v and v_cache are the first columns of k and k_cache, which no rotation may reach. The
-        others are those of `Attention`.
+        rotary_columns: 0 for no rotation. rotary_last: rotate the last columns. by_token: rotate
+        each query by its own row. backward: the new rows and the queries require grad, and
+        `backward` must raise. recent: call `decode_step` of a cache of `kv_cache` with so many
+        recent rows. values_in_keys: v and v_cache are the first columns of k and k_cache, which no
+        rotation may reach. The others are those of `Attention`.
     """
 
     call: str = call(*_OPS, _FUNCTION)
@@ -147,7 +146,7 @@ class Step(Case):
     )
     q_length: int = field(
         1,
-        lambda r, case: r.choice((*[case.length] * 3, 1, 17)),
+        lambda r, case: r.choice((case.length, case.length, case.length, 1, 17)),
         when=lambda case: not case.packed and (case.call != "append_kv" or case.rotary_columns),
     )
     tree: str = field("", _tree, share=0.4, calls=_ATTENDING)
@@ -215,12 +214,9 @@ class Step(Case):
             "queries before the first row of the tables": self.rotary_columns
             and self.by_token
             and any(queries > new for queries, new in self.pairs),
-            "values are columns of the keys": self.values_in_keys
-            and self.v_head_dim > self.head_dim,
-            **partial_groups(self),
+            **impossible_heads(self),
             "pages are whole": self.cache == "paged"
             and (self.page < 1 or self.capacity % max(self.page, 1)),
-            "there is a KV head for some heads": self.kv_heads < 1 or self.heads % self.kv_heads,
             "there are sequences": not self.lengths,
             "caches with recent rows have other options": self.recent
             and (
@@ -276,7 +272,7 @@ class Step(Case):
 
 
 def prepare(case: Step, device: torch.device) -> Prepared:
-    """The call that writes new rows, with caches whose rows are NaN where they belong to nobody."""
+    """The call that writes new rows, with caches whose unused rows are NaN."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
     batch, attention = len(case.lengths), case.attention
 
@@ -284,18 +280,15 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         seed += case.seed
         return numbers(*shape, kind=case.values, seed=seed, dtype=dtype, values=values)
 
-    most_queries, most_new = (max(counts) for counts in zip(*case.pairs, strict=True))
-    new = [
-        made(batch, case.kv_heads, most_new, case.head_dim, seed=1),
-        made(batch, case.kv_heads, most_new, case.v_head_dim, seed=2, values=True),
-    ]
-    cache_dtype = dtype_of(case.cache_dtype or case.dtype)
-    old = [
-        made(batch, case.kv_heads, case.capacity, case.head_dim, seed=3).to(cache_dtype),
-        made(batch, case.kv_heads, case.capacity, case.v_head_dim, seed=4, values=True).to(
-            cache_dtype
-        ),
-    ]
+    most_queries, most_new = map(max, zip(*case.pairs, strict=True))
+    new, old = (
+        [
+            made(batch, case.kv_heads, length, case.head_dim, seed=seed),
+            made(batch, case.kv_heads, length, case.v_head_dim, seed=seed + 1, values=True),
+        ]
+        for seed, length in ((1, most_new), (3, case.capacity))
+    )
+    old = [x.to(dtype_of(case.cache_dtype or case.dtype)) for x in old]
     if case.values_in_keys:
         new[1], old[1] = (x[..., : case.v_head_dim] for x in (new[0], old[0]))
     q = made(batch, case.heads, most_queries, case.head_dim, seed=7)
@@ -311,34 +304,35 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         packing = {"cu_seqlens_q": ends_q, "max_seqlen_q": most_queries}
 
     words = tuple(w.replace("021", "10") for w in case.layout) if case.packed else case.layout
-    rows = {n: _as_given(case, x, 1) for n, x in zip("kv", new, strict=True)}
-    placed = {n: memory.place(n, x, words) for n, x in rows.items()}
+    placed = {
+        n: memory.place(n, _packed_rows(case, x, 1), words) for n, x in zip("kv", new, strict=True)
+    }
     for name, x in caches.items():
         placed[name] = memory.place(name, x, case.cache_layout if x.dim() == 4 else ())
-    given: dict[str, Tensor] = {n: options[n] for n in _TENSORS if n in options}
-    given |= tables | {"cache_seqlens": ints(*case.lengths)}
+    more: dict[str, Tensor] = {n: options[n] for n in _TENSORS if n in options}
+    more |= tables | {"cache_seqlens": ints(*case.lengths)}
     if case.packed:
-        given["cu_seqlens_q"] = ends_q
+        more["cu_seqlens_q"] = ends_q
         if any(queries != new for queries, new in case.packed):
-            given["cu_seqlens_k_new"] = ends_k
-    placed |= {n: memory.place(n, x) for n, x in given.items()}
+            more["cu_seqlens_k_new"] = ends_k
+    placed |= {n: memory.place(n, x) for n, x in more.items()}
     if case.values_in_keys:
         placed["v"] = placed["k"][..., : case.v_head_dim]
         placed = within_keys(case, placed, "_cache")
     written = tuple(n for n, x in caches.items() if n[1:] in ("_cache", "_scale") and x.dim() == 4)
     if case.call != "append_kv" or case.rotary_columns:
-        placed["q"] = memory.place("q", _as_given(case, q, 0), words)
+        placed["q"] = memory.place("q", _packed_rows(case, q, 0), words)
         written += ("q",) if case.call == "append_kv" else ()
     function, arguments = _call(case, placed)
     if case.recent:
-        function, written = partial(_of_cache, case, device, old), ()
+        function, written = partial(recent_rows.step_of_cache, case, device, old), ()
     if case.backward:
         function = partial(_without_gradient, case, function)
 
     @torch.no_grad()
     def judge(results: Any) -> list[Measure]:
         rotated, k = _rotated(case, device, tables, q, new[0])
-        rotated = _as_given(case, rotated, 0)
+        rotated = _packed_rows(case, rotated, 0)
         dense = [x.clone() for x in old]
         for x, rows in zip(dense, (k, new[1]), strict=True):
             for b, (start, end) in enumerate(zip(case.lengths, case.lengths_after, strict=True)):
@@ -347,7 +341,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         measures = [same_bits(n, placed[n], after[n]) for n in written if n != "q"]
         if case.call == "append_kv":
             return measures + ([same_bits("q", placed["q"], rotated)] if "q" in placed else [])
-        # Where q is rotated, another tile may be taken.
+        # If q is rotated, another tile may be taken.
         strict = case.strict and not case.recent
         if strict and case.call == "decode_step" and not case.rotary_columns:
             parts = _in_sequence(case, device, rotated, after | options | packing)
@@ -355,7 +349,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
             return measures + [same_bits(*each) for each in both]
         exact, kept, where = stored(case, *dense)
         for x, rows in zip(exact, dense, strict=True):
-            for b, first in enumerate(_first_recent(case)):
+            for b, first in enumerate(recent_rows.first_recent(case)):
                 x[b, :, first:] = rows[b, :, first:]
         keys, values = (x.to(dtype) if case.cache_dtype else x for x in exact)
         packed = (ends_q, None, most_queries) if case.packed else ()
@@ -365,67 +359,8 @@ def prepare(case: Step, device: torch.device) -> Prepared:
     return Prepared(function, arguments, judge, memory, written)
 
 
-def _of_cache(
-    case: Step,
-    device: torch.device,
-    old: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    **given: Any,
-) -> tuple[Tensor, None]:
-    """`decode_step` of a cache with recent rows that was filled with `old`."""
-    size, longest = (case.kv_heads, case.head_dim, case.v_head_dim), max(case.lengths)
-    scale = torch.linspace(0.02, 0.03, case.kv_heads, device=device)
-    scales = {"k_scale": scale} if case.format == "fp8_e4m3" else {}
-    if (case.v_format or case.format) == "fp8_e4m3" and not case.values_in_keys:
-        scales["v_scale"] = scale
-    options: dict[str, Any] = {
-        "dtype": dtype_of(case.dtype),
-        "device": device,
-        "format": case.format,
-        "v_format": case.v_format or None,
-        "hadamard": case.hadamard,
-        "values_in_keys": case.values_in_keys,
-        "recent": case.recent,
-        **scales,
-    }
-    batch = len(case.lengths)
-    cache: Any
-    if case.cache == "paged":
-        cache = PagedKVCache(batch * case.capacity // case.page, case.page, *size, **options)
-        ids = [cache.allocate() for _ in case.lengths]
-        arguments: tuple[Any, ...] = (ids,)
-    else:
-        cache = StaticKVCache(batch, case.capacity, *size, **options)
-        ids, arguments = list(range(batch)), ()
-    cache.append(*arguments, *(x[:, :, :longest].to(device) for x in old))
-    for id, length in zip(ids, case.lengths, strict=True):
-        cache.truncate(id, length, keep_recent=False)
-    of_caches = ("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table")
-    packing = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q")
-    for name in (*of_caches, *packing, "hadamard", "rotary_from_leftpad", "window_size_left"):
-        given.pop(name, None)
-    if case.packed:
-        given["length"] = [new for _, new in case.packed]
-    if not case.rotary_columns:
-        given = {name: x for name, x in given.items() if not name.startswith("rota")}
-    given["softmax_scale"] = case.head_dim**-0.5
-    return cache.decode_step(*arguments, q, k, v, **given), None
-
-
-def _first_recent(case: Step) -> list[int]:
-    """The first row of each sequence that attention reads in full precision."""
-    if not case.recent:
-        return [case.capacity] * len(case.lengths)
-    room = case.recent + VERIFY_QUERIES
-    filled = max(max(case.lengths) - room, 0)
-    ends = zip(case.lengths, case.lengths_after, strict=True)
-    return [max(min(filled, n), end - room) for n, end in ends]
-
-
-def _as_given(case: Step, x: Tensor, side: int) -> Tensor:
-    """Queries (side 0) or new keys (side 1), (B, H, L, D); packed if they are in the case."""
+def _packed_rows(case: Step, x: Tensor, side: int) -> Tensor:
+    """Queries (side 0) or new keys (side 1), (B, H, L, D), packed if the case is."""
     if not case.packed:
         return x
     return torch.cat([x[b, :, : n[side]].transpose(0, 1) for b, n in enumerate(case.packed)])
@@ -475,24 +410,25 @@ def _rotated(
 
 
 def _in_sequence(
-    case: Step, device: torch.device, rotated: Tensor, given: dict[str, Any]
+    case: Step, device: torch.device, rotated: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """What `flash_decode` gives for the caches afterwards, as `rope` and `append_kv` leave them."""
-    there = on(device, {n.removesuffix("_cache"): x for n, x in given.items()})
-    there = within_keys(case, there)
-    op = torch.ops.metal_attn.flash_decode
-    results: tuple[Tensor, Tensor] = op(
-        rotated.to(device), **there, num_splits=case.num_splits, hadamard=case.hadamard
+    """The results of `flash_decode` after `rope` and `append_kv`."""
+    there = on(device, {n.removesuffix("_cache"): x for n, x in arguments.items()})
+    results: tuple[Tensor, Tensor] = torch.ops.metal_attn.flash_decode(
+        rotated.to(device),
+        **within_keys(case, there),
+        num_splits=case.num_splits,
+        hadamard=case.hadamard,
     )
     return results
 
 
-def _without_gradient(case: Step, function: Callable[..., Any], **given: Any) -> Any:
+def _without_gradient(case: Step, function: Callable[..., Any], **arguments: Any) -> Any:
     """The call with new rows that require grad, where `backward` must raise."""
     names = ("k", "v") if case.call == "append_kv" else ("q", "k", "v")
-    leaves = {n: given[n].detach().requires_grad_() for n in names}
-    results = function(**(given | leaves))
-    written = (given["k_cache"], given["v_cache"]) if results is None else results[:1]
+    leaves = {n: arguments[n].detach().requires_grad_() for n in names}
+    results = function(**(arguments | leaves))
+    written = (arguments["k_cache"], arguments["v_cache"]) if results is None else results[:1]
     for x in written:
         if x.is_floating_point():
             try:
@@ -511,19 +447,14 @@ def _call(case: Step, placed: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
     arguments: dict[str, Any] = placed | numbers
     if case.call == _FUNCTION:
         arguments = {n: x.transpose(1, 2) if x.dim() == 4 else x for n, x in placed.items()}
-        arguments |= numbers
+        arguments |= numbers | {"window_size": (case.window_size_left, -1)}
         if "leftpad_k" in arguments:
             arguments["cache_leftpad"] = arguments.pop("leftpad_k")
-        arguments |= {
-            "causal": case.causal,
-            "window_size": (case.window_size_left, -1),
-            "softcap": case.softcap,
-            "num_splits": case.num_splits,
-            "rotary_interleaved": case.rotary_interleaved,
-        }
+        for name in ("causal", "softcap", "num_splits", "rotary_interleaved"):
+            arguments[name] = getattr(case, name)
 
-        def run(**given: Any) -> tuple[Tensor, Tensor]:
-            out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+        def run(**more: Any) -> tuple[Tensor, Tensor]:
+            out, lse = flash_attn_with_kvcache(**more, return_softmax_lse=True)
             return out if case.packed else out.transpose(1, 2), lse
 
         return run, arguments

@@ -139,8 +139,8 @@ class Memory:
 
 
 def _repeated(layout: Layout, dims: int) -> list[int]:
-    found = [int(word.split()[1]) for word in layout if word.startswith("repeated")]
-    return [dim for dim in found if dim < dims]
+    results = [int(word.split()[1]) for word in layout if word.startswith("repeated")]
+    return [dim for dim in results if dim < dims]
 
 
 def _nonsense(dtype: torch.dtype) -> Any:
@@ -150,13 +150,13 @@ def _nonsense(dtype: torch.dtype) -> Any:
 
 
 def rotated_blocks(r: random.Random, case: Any) -> int:
-    """Of a case with hadamard: columns of blocks that divide both head dims; 0 without a format."""
+    """Columns of rotated blocks, which divide both head dims; 0 without a format."""
     fit = [n for n in HADAMARD if case.head_dim % n == 0 and case.v_head_dim % n == 0]
     return r.choice(fit) if fit and case.format else 0
 
 
 def wrong_rotation(case: Any) -> dict[str, Any]:
-    """Of a case with hadamard: what is refused."""
+    """Reasons to refuse a case with hadamard."""
     size = case.hadamard
     return {
         "a rotation of rows that are not quantised": size and not case.format,
@@ -166,7 +166,7 @@ def wrong_rotation(case: Any) -> dict[str, Any]:
 
 
 def partial_groups(case: Any) -> dict[str, Any]:
-    """Of a case with format and v_format: head dims that its groups of columns do not divide."""
+    """Conflicts of a case with format and v_format: head dims that no group of columns divides."""
     operands = (
         ("k", case.format, case.head_dim),
         ("v", case.v_format or case.format, case.v_head_dim),
@@ -176,4 +176,13 @@ def partial_groups(case: Any) -> dict[str, Any]:
         % shared_columns(format)
         for name, format, columns in operands
         if format
+    }
+
+
+def impossible_heads(case: Any) -> dict[str, Any]:
+    """Conflicts of heads and head dims in a case with a cache."""
+    return {
+        "values are columns of the keys": case.values_in_keys and case.v_head_dim > case.head_dim,
+        "there is a KV head for some heads": case.kv_heads < 1 or case.heads % case.kv_heads,
+        **partial_groups(case),
     }

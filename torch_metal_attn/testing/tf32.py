@@ -42,7 +42,7 @@ class _Tf32Products(TorchDispatchMode):
 
 
 def tf32_rounding(dtype: torch.dtype) -> float:
-    """What products may round of operands of `dtype`: their unit roundoff, or 0."""
+    """The unit roundoff that products may apply to operands of `dtype`, or 0."""
     return UNIT_ROUNDOFF if dtype == torch.float32 and tf32_allowed() else 0.0
 
 

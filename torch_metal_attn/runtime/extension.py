@@ -100,7 +100,7 @@ def load() -> ctypes.CDLL:
 
 
 def _require_same_params(library: ctypes.CDLL) -> None:
-    """Raise ImportError if the headers in a checkout's shaders/params are not those of the build."""
+    """Raise ImportError if the headers in shaders/params are not those of the build."""
     root = PATH.parent.parent
     params = root / "shaders" / "params"
     if not params.is_dir():

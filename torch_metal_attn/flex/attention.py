@@ -69,12 +69,12 @@ def flex_attention(
     if unknown:
         check_keywords("flex_attention", unknown)
     _check_results(return_lse, return_aux)
-    operands, rest = (query, key, value), (score_mod, block_mask, scale)
+    operands = query, key, value
     options = {"enable_gqa": enable_gqa, "kernel_options": kernel_options}
     if torch.compiler.is_dynamo_compiling():
-        out, lse = in_graph.attend(operands, *rest, **options)
+        out, lse = in_graph.attend(operands, score_mod, block_mask, scale, **options)
     else:
-        out, lse = _attend(*operands, *rest, **options)
+        out, lse = _attend(*operands, score_mod, block_mask, scale, **options)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 

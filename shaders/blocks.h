@@ -87,9 +87,7 @@ struct ListedBlocks {
   // The row at `place`, with which a tile begins; not below `rows` where it does not exist. With
   // INDICES the place itself, whose rows `row` finds one by one.
   METAL_FUNC int row_at(int place) thread {
-    if (INDICES) {
-      return place;
-    }
+    if (INDICES) { return place; }
     next_entry = place / BLOCK;
     const int first_row = next_block();
     return done ? rows : first_row + place % BLOCK;
@@ -97,13 +95,9 @@ struct ListedBlocks {
 
   // The row at a place behind one that row_at was asked for, in the same tile.
   METAL_FUNC int row(int place) const thread {
-    if (!INDICES) {
-      return place;
-    }
+    if (!INDICES) { return place; }
     const int entry = place < count * BLOCK ? partial.entry(uint(place) / BLOCK) : NO_ENTRY;
-    if (entry < NO_ENTRY || entry >= existing) {
-      return IMPOSSIBLE_ROW;
-    }
+    if (entry < NO_ENTRY || entry >= existing) { return IMPOSSIBLE_ROW; }
     const int row = entry * BLOCK + int(uint(place) % BLOCK);
     return row >= seen.begin && row < seen.end ? row : NO_ROW;
   }

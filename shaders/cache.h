@@ -69,9 +69,7 @@ struct CacheOperand {
 
   // Call it before looking up rows [first, first + rows). Uniform in the SIMD group.
   METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
-    if (PAGED) {
-      pages.move_to(first, rows, lane);
-    }
+    if (PAGED) { pages.move_to(first, rows, lane); }
   }
 
   template <typename Other>
@@ -89,9 +87,7 @@ struct CacheOperand {
     const int page_row = pages.row_in_page(row);
     Place place;
     place.row = data.row(page, page_row);
-    if (kv_row_scales(FORMAT)) {
-      place.scales = scales.row(page, page_row);
-    }
+    if (kv_row_scales(FORMAT)) { place.scales = scales.row(page, page_row); }
     place.position = row;
     place.exists = page >= 0;
     return place;
@@ -121,9 +117,7 @@ struct CacheOperand {
   }
 
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
-    if (!place.exists) {
-      return uint4(MISSING);
-    }
+    if (!place.exists) { return uint4(MISSING); }
     if (FORMAT != 0) {
       return dequantised_chunk<FORMAT, ELEMENT, COLUMNS>(data.tensor, place.row, column,
                                                          group_scale(place, column));

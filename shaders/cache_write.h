@@ -118,9 +118,7 @@ struct AppendRows {
     const thread Element* elements = reinterpret_cast<const thread Element*>(words);
     UNROLL
     for (short i = 0; i < Stored::ELEMENTS; i++) {
-      if (COLUMNS % CACHE_UNIT == 0 || column + i < COLUMNS) {
-        destination[i] = elements[i];
-      }
+      if (COLUMNS % CACHE_UNIT == 0 || column + i < COLUMNS) { destination[i] = elements[i]; }
     }
   }
 
@@ -146,20 +144,14 @@ struct AppendRows {
     if (FORMAT != 0) {
       float values[CACHE_UNIT];
       UNROLL
-      for (short i = 0; i < CACHE_UNIT; i++) {
-        values[i] = float(elements[i]);
-      }
-      if (HADAMARD) {
-        hadamard_unit(values, lane);
-      }
+      for (short i = 0; i < CACHE_UNIT; i++) { values[i] = float(elements[i]); }
+      if (HADAMARD) { hadamard_unit(values, lane); }
       thread uchar* data = reinterpret_cast<thread uchar*>(words);
       if (kv_grouped(FORMAT)) {
         uint codes;
         const half2 numbers = quantise_group<FORMAT>(values, codes);
         UNROLL
-        for (short i = 0; i < Stored::BYTES; i++) {
-          data[i] = uchar(codes >> (8 * i));
-        }
+        for (short i = 0; i < Stored::BYTES; i++) { data[i] = uchar(codes >> (8 * i)); }
         store_scale(numbers, batch, cache_row, column, exists);
       } else if (kv_span_scaled(FORMAT)) {
         const half block_scale = quantise_unit<FORMAT>(values, lane, data);
@@ -170,9 +162,7 @@ struct AppendRows {
     } else {
       thread Element* stored = reinterpret_cast<thread Element*>(words);
       UNROLL
-      for (short i = 0; i < CACHE_UNIT; i++) {
-        stored[i] = Element(elements[i]);
-      }
+      for (short i = 0; i < CACHE_UNIT; i++) { stored[i] = Element(elements[i]); }
     }
     if (exists) {
       store(cache + batch * cache_batch_stride + cache_row * cache_row_stride, column, words);
@@ -221,19 +211,13 @@ METAL_FUNC void append_rows(thread const AppendBuffers& buffers, thread const Ap
   AppendRows<V_FORMAT, HEAD_DIM_V, false> v;
   k.reset(buffers.k, params.k_strides, buffers.k_cache, params.k_cache_strides, batch, kv_head);
   v.reset(buffers.v, params.v_strides, buffers.v_cache, params.v_cache_strides, batch, kv_head);
-  if (K_SCALE) {
-    k.reset_scale(buffers.k_scale, params.k_scale_strides, batch, kv_head);
-  }
-  if (V_SCALE) {
-    v.reset_scale(buffers.v_scale, params.v_scale_strides, batch, kv_head);
-  }
+  if (K_SCALE) { k.reset_scale(buffers.k_scale, params.k_scale_strides, batch, kv_head); }
+  if (V_SCALE) { v.reset_scale(buffers.v_scale, params.v_scale_strides, batch, kv_head); }
   if (NEW_K_ROTARY) {
     k.rotary.reset(buffers.cos_table, params.cos_strides, buffers.sin_table, params.sin_strides, 0);
     k.table_rows = params.table_rows;
   }
   const int fitting = place.first < 0 ? 0 : min(end, params.capacity - place.first);
   k.append(place, begin, fitting, thread_index, threads, params);
-  if (!V_IN_K) {
-    v.append(place, begin, fitting, thread_index, threads, params);
-  }
+  if (!V_IN_K) { v.append(place, begin, fitting, thread_index, threads, params); }
 }

@@ -16,9 +16,7 @@
   const int64_t copy = position.y;
   const int64_t from = src[copy * params.src_stride];
   const int64_t to = dst[copy * params.dst_stride];
-  if (from < 0 || from >= params.pages || to < 0 || to >= params.pages) {
-    return;
-  }
+  if (from < 0 || from >= params.pages || to < 0 || to >= params.pages) { return; }
   const device WORD* from_page = cache + from * params.page_stride;
   device WORD* to_page = cache + to * params.page_stride;
   const uint first = position.x * (COPY_PAGES_THREADS * COPY_PAGES_WORDS) + thread_index;

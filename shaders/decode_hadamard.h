@@ -56,9 +56,7 @@ METAL_FUNC void join_spans(thread Fragment<float>* pairs, threadgroup Fragment<f
       rows[lane.span(s) * SIMD_LANES + lane.index] = pairs[s * SPAN_FRAGMENTS];
     }
   }
-  if (COLUMN_SIMDGROUPS > 1) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  if (COLUMN_SIMDGROUPS > 1) { threadgroup_barrier(mem_flags::mem_threadgroup); }
   UNROLL
   for (short s = 0; s < OWN_V_SPANS; s++) {
     const int span = lane.span(s);
@@ -72,9 +70,7 @@ METAL_FUNC void join_spans(thread Fragment<float>* pairs, threadgroup Fragment<f
     }
     pairs[s * SPAN_FRAGMENTS] = sum;
   }
-  if (COLUMN_SIMDGROUPS > 1) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  if (COLUMN_SIMDGROUPS > 1) { threadgroup_barrier(mem_flags::mem_threadgroup); }
 }
 
 // The SIMD group's columns of out times the Hadamard matrix. `memory` is for spans of other SIMD

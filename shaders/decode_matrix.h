@@ -23,18 +23,12 @@ struct MatrixOut {
                              thread const float* corrections) thread {
     UNROLL
     for (short s = 0; s < OWN_V_SPANS; s++) {
-      if (!span_exists(lane.span(s), V_SPANS)) {
-        continue;
-      }
+      if (!span_exists(lane.span(s), V_SPANS)) { continue; }
       block.load_values(s, kv);
       ScoreRow span_weights[ROW_FRAGMENTS];
       UNROLL
-      for (short i = 0; i < ROW_FRAGMENTS; i++) {
-        span_weights[i] = weights[i];
-      }
-      if (V_SPAN_SCALES) {
-        block.scale_span(span_weights, s, lane.index);
-      }
+      for (short i = 0; i < ROW_FRAGMENTS; i++) { span_weights[i] = weights[i]; }
+      if (V_SPAN_SCALES) { block.scale_span(span_weights, s, lane.index); }
       UNROLL
       for (short f = 0; f < SPAN_FRAGMENTS; f++) {
         UNROLL
@@ -65,30 +59,22 @@ struct MatrixOut {
   METAL_FUNC void write(thread const TileResult& result,
                         constant FlashDecodeParams& params) thread {
     sum_over_keys();
-    if (lane.key_simdgroup != 0) {
-      return;
-    }
+    if (lane.key_simdgroup != 0) { return; }
     if (HADAMARD) {
       UNROLL
-      for (short i = 0; KEY_SIMDGROUPS > 1 && i < ROW_FRAGMENTS; i++) {
-        add_sums(i);
-      }
+      for (short i = 0; KEY_SIMDGROUPS > 1 && i < ROW_FRAGMENTS; i++) { add_sums(i); }
       multiply_by_hadamard(tile, sums, lane);
     }
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      if (!result.has_row(i * FRAGMENT + lane.row)) {
-        continue;
-      }
+      if (!result.has_row(i * FRAGMENT + lane.row)) { continue; }
       OutRow out_row;
       result.split.place(out_row, result.rows[i].head, params);
       UNROLL
       for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
         const int span = lane.span(d / SPAN_FRAGMENTS);
         if (span_exists(span, V_SPANS)) {
-          if (KEY_SIMDGROUPS > 1 && !HADAMARD) {
-            tile.fragments[i][d] += sums[sum_place(i, d)];
-          }
+          if (KEY_SIMDGROUPS > 1 && !HADAMARD) { tile.fragments[i][d] += sums[sum_place(i, d)]; }
           out_row.store(result.rows[i].query,
                         span * SPAN_COLUMNS + lane.unit_column + d % SPAN_FRAGMENTS * LANE_COLUMNS,
                         tile.fragments[i][d]);
@@ -105,9 +91,7 @@ struct MatrixOut {
       if (lane.simdgroup == giver) {
         UNROLL
         for (short i = 0; i < ROW_FRAGMENTS; i++) {
-          if (giver < KEY_SIMDGROUPS - 1) {
-            add_sums(i);
-          }
+          if (giver < KEY_SIMDGROUPS - 1) { add_sums(i); }
           UNROLL
           for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
             sums[sum_place(i, d)] = tile.fragments[i][d];
@@ -120,9 +104,7 @@ struct MatrixOut {
 
   METAL_FUNC void add_sums(short i) thread {
     UNROLL
-    for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
-      tile.fragments[i][d] += sums[sum_place(i, d)];
-    }
+    for (short d = 0; d < OWN_V_FRAGMENTS; d++) { tile.fragments[i][d] += sums[sum_place(i, d)]; }
   }
 
   METAL_FUNC int sum_place(short i, short d) const thread {

@@ -33,13 +33,9 @@ struct BlockKeys {
       k_places[j] = kv.keys.find_in(max(pages[j], 0), readable);
       v_places[j] = kv.values.find_in(max(pages[j], 0), readable);
       exist[j] = pages[j] >= 0 && kv.is_valid(row);
-      if (INDICES) {
-        rows[j] = row;
-      }
+      if (INDICES) { rows[j] = row; }
     }
-    if (ROW_SIMDGROUPS > 1) {
-      share_units(kv);
-    }
+    if (ROW_SIMDGROUPS > 1) { share_units(kv); }
   }
 
   // The keys in the lane's columns of fragment j of a tile of scores.
@@ -122,9 +118,7 @@ struct BlockKeys {
     Unit<KvTileElement> units[CHAIN_SPANS];
     UNROLL
     for (short s = begin; s < end; s++) {
-      if (!span_exists(kv.lane.span(s), QK_SPANS)) {
-        continue;
-      }
+      if (!span_exists(kv.lane.span(s), QK_SPANS)) { continue; }
       if (ROW_SIMDGROUPS > 1) {
         units[s - begin].load(kv.key_unit(j, s));
       } else {
@@ -136,9 +130,7 @@ struct BlockKeys {
     UNROLL
     for (short s = begin; s < end; s++) {
       if (span_exists(kv.lane.span(s), QK_SPANS)) {
-        if (V_IN_K) {
-          v_units[j][s] = units[s - begin];
-        }
+        if (V_IN_K) { v_units[j][s] = units[s - begin]; }
         multiply_unit(chain, units[s - begin], q_tile, s);
       }
     }
@@ -148,9 +140,7 @@ struct BlockKeys {
       chain.scale(*kv.scale_of(kv.key_unit(j, begin)));
     }
     UNROLL
-    for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      products[i] += chain.fragments[0][i];
-    }
+    for (short i = 0; i < ROW_FRAGMENTS; i++) { products[i] += chain.fragments[0][i]; }
   }
 
   // chain += unit q^T, for the SIMD group's s-th span.
@@ -177,14 +167,10 @@ struct BlockKeys {
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       if (ROW_SIMDGROUPS > 1) {
         v_units[j][s].load(kv.value_unit(j, s));
-        if (V_SPAN_SCALES) {
-          v_scales[j] = *kv.scale_of(kv.value_unit(j, s));
-        }
+        if (V_SPAN_SCALES) { v_scales[j] = *kv.scale_of(kv.value_unit(j, s)); }
         continue;
       }
-      if (V_SPAN_SCALES) {
-        v_scales[j] = value_scale(j, s, kv);
-      }
+      if (V_SPAN_SCALES) { v_scales[j] = value_scale(j, s, kv); }
       if (V_SPAN_SCALES && !V_IN_K) {
         v_codes[j] = kv.values.codes(v_places[j], kv.column(s));
       } else if (!V_IN_K) {
@@ -203,14 +189,10 @@ struct BlockKeys {
   METAL_FUNC void scale_span(thread ScoreRow* span_weights, short s, ushort lane_index) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      if (!V_IN_K && ROW_SIMDGROUPS == 1) {
-        v_units[j][s].expand_codes<V_FORMAT>(v_codes[j]);
-      }
+      if (!V_IN_K && ROW_SIMDGROUPS == 1) { v_units[j][s].expand_codes<V_FORMAT>(v_codes[j]); }
       const Fragment<float> scales = of_columns(v_scales[j], lane_index);
       UNROLL
-      for (short i = 0; i < ROW_FRAGMENTS; i++) {
-        span_weights[i].fragments[0][j] *= scales;
-      }
+      for (short i = 0; i < ROW_FRAGMENTS; i++) { span_weights[i].fragments[0][j] *= scales; }
     }
   }
 };

@@ -9,9 +9,7 @@
 METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTile& products,
                                  threadgroup float* tiles, thread const DecodeLane& lane) {
   threadgroup float* tile = tiles + lane.simdgroup * SCORE_TILE;
-  if (COLUMN_SIMDGROUPS == 1) {
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  if (COLUMN_SIMDGROUPS == 1) { simdgroup_barrier(mem_flags::mem_threadgroup); }
   UNROLL
   for (short j = 0; j < KEY_FRAGMENTS; j++) {
     UNROLL
@@ -57,9 +55,7 @@ METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTi
 METAL_FUNC void exchange_query_fragments(thread QueryTile& q_tile,
                                          threadgroup Fragment<ELEMENT>* pairs,
                                          thread const DecodeLane& lane) {
-  if (KEY_SIMDGROUPS == 1) {
-    return;
-  }
+  if (KEY_SIMDGROUPS == 1) { return; }
   UNROLL
   for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
     UNROLL
@@ -157,9 +153,7 @@ struct DecodeRows {
   // Leaves the states of the rows for SIMD groups with other keys.
   METAL_FUNC void store_states(threadgroup float2* states, thread const float* row_sums,
                                thread const DecodeLane& lane) const thread {
-    if (KEY_SIMDGROUPS == 1) {
-      return;
-    }
+    if (KEY_SIMDGROUPS == 1) { return; }
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       if (lane.column == 0 && i * FRAGMENT + lane.row < ROWS) {
@@ -181,9 +175,7 @@ struct RowTotal {
                        const threadgroup float2* states, int tile_row) thread {
     softmax = state;
     sum = state_sum;
-    if (KEY_SIMDGROUPS == 1) {
-      return;
-    }
+    if (KEY_SIMDGROUPS == 1) { return; }
     const threadgroup float2* row_states = states + min(tile_row, ROWS - 1);
     UNROLL
     for (short n = 0; n < KEY_SIMDGROUPS; n++) {
@@ -199,9 +191,7 @@ struct RowTotal {
 
   // Splits leave the sink to their merging, which counts it once.
   METAL_FUNC void add_sink(thread const FlashInputs& inputs, int head) thread {
-    if (!SINK || SPLIT) {
-      return;
-    }
+    if (!SINK || SPLIT) { return; }
     const float keys_max = softmax.row_max;
     softmax.row_max = max(keys_max, inputs.sink_log2(head));
     sum = sum * fast::exp2(keys_max - softmax.row_max) + inputs.sink_weight(head, softmax.row_max);

@@ -88,9 +88,7 @@ struct DecodeTask {
   // thread calls it, in uniform control flow.
   METAL_FUNC void load_tree(thread const FlashInputs& inputs, threadgroup uint4* tokens,
                             int thread_index, constant FlashDecodeParams& params) thread {
-    if (!TREE) {
-      return;
-    }
+    if (!TREE) { return; }
     const int64_t first = batch * params.tree_batch_stride;
     TreeInput input;
     input.parents = inputs.parents + (TREE_PARENTS ? first + sequence.q_start : 0);
@@ -114,9 +112,7 @@ struct DecodeTask {
   // before.
   METAL_FUNC void append(thread const FlashInputs& inputs, int thread_index,
                          constant FlashDecodeParams& params) thread {
-    if (!APPEND) {
-      return;
-    }
+    if (!APPEND) { return; }
     old_length = inputs.seqused_k[batch];
     if (split == splits - 1) {
       write_new_rows(inputs, thread_index, params.problem, params.append);
@@ -150,9 +146,7 @@ struct DecodeTask {
     if (LEFTPAD_K) {
       place.first_rotary -= params.rotary_from_leftpad != 0 ? inputs.leftpad_k[batch] : 0;
     }
-    if (PAGED) {
-      place.block_table = inputs.block_table + batch * params.block_table_stride;
-    }
+    if (PAGED) { place.block_table = inputs.block_table + batch * params.block_table_stride; }
     place.cache_batch = CACHE_BATCH_IDX ? inputs.cache_batch_idx[batch] : batch;
     append_rows(buffers, place, batch, kv_head, 0, added.end - added.begin, thread_index, THREADS,
                 params);

@@ -38,9 +38,7 @@ struct VectorOut {
       UNROLL
       for (short u = 0; u < UNITS; u++) {
         UNROLL
-        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-          pairs[r][u][f] = Fragment<float>(0.0f, 0.0f);
-        }
+        for (short f = 0; f < SPAN_FRAGMENTS; f++) { pairs[r][u][f] = Fragment<float>(0.0f, 0.0f); }
       }
     }
   }
@@ -86,9 +84,7 @@ struct VectorOut {
         place[0] = scores[0].fragments[0][j].x;
         place[ROWS] = scores[0].fragments[0][j].y;
       }
-      if (lane.column == 0) {
-        weights[BLOCK_K * ROWS + lane.row] = corrections[0];
-      }
+      if (lane.column == 0) { weights[BLOCK_K * ROWS + lane.row] = corrections[0]; }
     }
     load(block, kv);
     simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -98,9 +94,7 @@ struct VectorOut {
   METAL_FUNC void add_block() thread {
     float corrections[ROWS];
     UNROLL
-    for (short r = 0; r < ROWS; r++) {
-      corrections[r] = weights[BLOCK_K * ROWS + r];
-    }
+    for (short r = 0; r < ROWS; r++) { corrections[r] = weights[BLOCK_K * ROWS + r]; }
     float key_weights[LOADS][ROWS];
     UNROLL
     for (short n = 0; n < LOADS; n++) {
@@ -114,9 +108,7 @@ struct VectorOut {
       float unit_weights[LOADS][ROWS];
       UNROLL
       for (short n = 0; n < LOADS; n++) {
-        if (V_SPAN_SCALES) {
-          units[n][u].template expand_codes<V_FORMAT>(codes[n][u]);
-        }
+        if (V_SPAN_SCALES) { units[n][u].template expand_codes<V_FORMAT>(codes[n][u]); }
         UNROLL
         for (short r = 0; r < ROWS; r++) {
           unit_weights[n][r] = V_SPAN_SCALES ? key_weights[n][r] * scales[n][u] : key_weights[n][r];
@@ -145,9 +137,7 @@ struct VectorOut {
 
   // A row that sees nothing has a negative share.
   METAL_FUNC void scale_row(short, float share, bool sees_nothing) thread {
-    if (lane.column == 0 && lane.row < ROWS) {
-      shares[lane.row] = sees_nothing ? -1.0f : share;
-    }
+    if (lane.column == 0 && lane.row < ROWS) { shares[lane.row] = sees_nothing ? -1.0f : share; }
   }
 
   // Each row's sums times its share, over lanes and SIMD groups with other keys.
@@ -177,12 +167,8 @@ struct VectorOut {
             sum[i] += sums[part * ROWS * PAIRS + place + i];
           }
         }
-        if (HADAMARD) {
-          hadamard_unit(reinterpret_cast<thread float*>(sum), lane.index);
-        }
-        if (!exists) {
-          continue;
-        }
+        if (HADAMARD) { hadamard_unit(reinterpret_cast<thread float*>(sum), lane.index); }
+        if (!exists) { continue; }
         TileRow row;
         row.reset(result.first_row + n / PAIRS, result.end, result.kv_head, params.problem);
         OutRow out_row;

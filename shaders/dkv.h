@@ -97,9 +97,7 @@ struct DkvKeys {
     Range range;
     range.begin = visible.queries_of(max(tile_key, sequence.first_key)).begin;
     range.end = any ? visible.queries_of(min(tile_key + BLOCK_K - 1, last())).end : 0;
-    if (BLOCK_LISTS) {
-      range.end = sequence.q_length;
-    }
+    if (BLOCK_LISTS) { range.end = sequence.q_length; }
     return range;
   }
 
@@ -108,9 +106,7 @@ struct DkvKeys {
   METAL_FUNC void hide_unseen(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                               thread RegisterTile<float, ROWS, COLUMNS>& slopes, int block,
                               int lane_key, int lane_query) const thread {
-    if (seen.all_in(block, BLOCK_Q)) {
-      return;
-    }
+    if (seen.all_in(block, BLOCK_Q)) { return; }
     visible.apply<true>(scores, lane_key, lane_query);
     if (FLEX_DERIVATIVES) {
       // It may be infinite at the score 0 of queries that do not exist.
@@ -124,9 +120,7 @@ struct DkvKeys {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       const int key = first_key + row + i * FRAGMENT;
-      if (key >= sequence.kv_rows) {
-        continue;
-      }
+      if (key >= sequence.kv_rows) { continue; }
       // Keys that do not exist have no gradient, whatever their memory holds.
       const bool exists = key >= sequence.first_key && key <= last();
       const Fragment<float> zero = Fragment<float>(0.0f, 0.0f);
@@ -159,9 +153,7 @@ METAL_FUNC void exponentiate(thread RegisterTile<float, ROWS, COLUMNS>& scores,
     if (NORMALISED) {
       const Fragment<float> factor = statistics.weight_factor(j);
       UNROLL
-      for (short i = 0; i < ROWS; i++) {
-        scores.fragments[i][j] *= factor;
-      }
+      for (short i = 0; i < ROWS; i++) { scores.fragments[i][j] *= factor; }
     }
   }
 }

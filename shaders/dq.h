@@ -51,9 +51,7 @@ struct DqQueries {
       return false;
     }
     last_query = sequence.q_length - 1;
-    if ((VARLEN || FLEX_ORDER) && place.first_query > last_query) {
-      return false;
-    }
+    if ((VARLEN || FLEX_ORDER) && place.first_query > last_query) { return false; }
     const int simdgroup_query = place.first_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
     first_query = simdgroup_query + fragment_row(lane);
     part = simdgroup % COLUMN_SIMDGROUPS;
@@ -85,9 +83,7 @@ struct DqQueries {
   METAL_FUNC void fill(int first, int step) const thread {
     const float value = sequence.impossible ? NAN : 0.0f;
     dq_rows.fill(value, first, sequence.q_length, step);
-    if (EXACT_DELTA && place.slice == 0) {
-      delta_rows.fill(value, first, sequence.q_length, step);
-    }
+    if (EXACT_DELTA && place.slice == 0) { delta_rows.fill(value, first, sequence.q_length, step); }
     if (NORMALISED && place.slice == 0) {
       normaliser_rows.fill(1.0f, first, sequence.q_length, step);
     }
@@ -99,17 +95,13 @@ struct DqQueries {
     range.begin = visible.keys_of(place.first_query).begin;
     range.end = visible.keys_of(min(place.first_query + BLOCK_Q - 1, last_query)).end;
     // Blocks begin at multiples of BLOCK_K, so that of an empty range could begin before its end.
-    if (!BLOCK_LISTS && range.begin >= range.end) {
-      range.end = 0;
-    }
+    if (!BLOCK_LISTS && range.begin >= range.end) { range.end = 0; }
     return range;
   }
 
   METAL_FUNC void hide_unseen(thread ScoreTile& scores, thread ScoreTile& slopes, int block,
                               int column) const thread {
-    if (seen.all_in(block, BLOCK_K)) {
-      return;
-    }
+    if (seen.all_in(block, BLOCK_K)) { return; }
     visible.apply<false>(scores, first_query, block + column);
     if (FLEX_DERIVATIVES) {
       // It may be infinite at the score 0 of keys that do not exist.
@@ -149,13 +141,9 @@ struct DqRows {
       for (short j = 0; j < KEY_FRAGMENTS; j++) {
         const Fragment<float> weight = fast::exp2(scores.fragments[i][j] - lse_log2s[i]);
         gradients.fragments[i][j] = weight * (gradients.fragments[i][j] - deltas[i]);
-        if (NORMALISED) {
-          block_weights += weight;
-        }
+        if (NORMALISED) { block_weights += weight; }
       }
-      if (EXACT_DELTA) {
-        sums[i].add<KEY_FRAGMENTS>(gradients.fragments[i], block_weights);
-      }
+      if (EXACT_DELTA) { sums[i].add<KEY_FRAGMENTS>(gradients.fragments[i], block_weights); }
     }
   }
 
@@ -187,9 +175,7 @@ struct DqRows {
                         float softmax_scale) const thread {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      if (!queries.exists(i)) {
-        continue;
-      }
+      if (!queries.exists(i)) { continue; }
       const float scale = NORMALISED ? softmax_scale * weight_factors[i] : softmax_scale;
       UNROLL
       for (short d = 0; d < OWN_DQ_COLUMNS / FRAGMENT; d++) {
@@ -202,14 +188,10 @@ struct DqRows {
 
 // True if any SIMD group of the threadgroup votes for it. votes: one of each SIMD group.
 METAL_FUNC bool any_simdgroup(bool vote, threadgroup float* votes, ushort simdgroup, ushort lane) {
-  if (lane == 0) {
-    votes[simdgroup] = vote ? 1.0f : 0.0f;
-  }
+  if (lane == 0) { votes[simdgroup] = vote ? 1.0f : 0.0f; }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float any = 0.0f;
   UNROLL
-  for (short i = 0; i < SIMDGROUPS; i++) {
-    any = max(any, votes[i]);
-  }
+  for (short i = 0; i < SIMDGROUPS; i++) { any = max(any, votes[i]); }
   return any > 0.0f;
 }

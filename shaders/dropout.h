@@ -36,9 +36,7 @@ struct Dropout {
 
   // rng_state: a seed and an offset, of 64 bits each, mixed into Philox's key.
   METAL_FUNC void reset(const device int64_t* rng_state, constant FlashParams& params) thread {
-    if (!DROPOUT) {
-      return;
-    }
+    if (!DROPOUT) { return; }
     const ulong seed = ulong(rng_state[0]);
     const ulong offset = ulong(rng_state[1]);
     key = philox(uint4(uint(offset), uint(offset >> 32), 0, 0), uint2(uint(seed), uint(seed >> 32)))
@@ -67,9 +65,7 @@ struct Dropout {
   METAL_FUNC uint kept(int row, int column) const thread {
     static_assert(!DROPOUT || ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
     uint bits = 0;
-    if (!DROPOUT) {
-      return bits;
-    }
+    if (!DROPOUT) { return bits; }
     // Two fragments at a time; if their number is odd, the last one is not used.
     UNROLL
     for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
@@ -92,9 +88,7 @@ struct Dropout {
         const uint4 words =
             draw(row + pair / COLUMNS * FRAGMENT, column + column_offset(pair % COLUMNS));
         UNROLL
-        for (short i = 0; i < 4; i++) {
-          bits |= bit(words[i], 2 * pair + i);
-        }
+        for (short i = 0; i < 4; i++) { bits |= bit(words[i], 2 * pair + i); }
       } else {
         // Two lanes have two each of four neighbouring keys: in two fragments two draws.
         const ushort lane = column % 4 / 2;

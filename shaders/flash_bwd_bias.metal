@@ -53,17 +53,11 @@ struct ScoreTiles {
   }
 
   METAL_FUNC void advance() thread {
-    if (++kv_tile < kv_tiles.end) {
-      return;
-    }
+    if (++kv_tile < kv_tiles.end) { return; }
     kv_tile = kv_tiles.begin;
-    if (++q_tile < q_tiles.end) {
-      return;
-    }
+    if (++q_tile < q_tiles.end) { return; }
     q_tile = q_tiles.begin;
-    if (++head < heads.end) {
-      return;
-    }
+    if (++head < heads.end) { return; }
     head = heads.begin;
     batch++;
   }
@@ -83,9 +77,7 @@ METAL_FUNC void add_rows(thread const ScoreTile& tile, threadgroup float* sums, 
   for (short j = 0; j < KEY_FRAGMENTS; j++) {
     Fragment<float> of_rows = tile.fragments[0][j];
     UNROLL
-    for (short i = 1; i < ROW_FRAGMENTS; i++) {
-      of_rows += tile.fragments[i][j];
-    }
+    for (short i = 1; i < ROW_FRAGMENTS; i++) { of_rows += tile.fragments[i][j]; }
     of_rows = fragment_column_sum(of_rows);
     // The lanes of row 0 have the sums over all rows.
     if (row == 0) {
@@ -109,16 +101,12 @@ struct DbiasTile {
     float total = 0.0f;
     if (KEYS_SHARED) {
       if (thread_index == 0) {
-        for (int i = 0; i < COLUMN_SUMS; i++) {
-          total += column_sums[i];
-        }
+        for (int i = 0; i < COLUMN_SUMS; i++) { total += column_sums[i]; }
         first[0] = DBIAS_ELEMENT(total);
       }
     } else if (thread_index < BLOCK_K && first_key + thread_index < params.problem.kv_length) {
       UNROLL
-      for (short i = 0; i < SIMDGROUPS; i++) {
-        total += column_sums[i * BLOCK_K + thread_index];
-      }
+      for (short i = 0; i < SIMDGROUPS; i++) { total += column_sums[i * BLOCK_K + thread_index]; }
       first[(first_key + thread_index) * params.dbias_strides.key] = DBIAS_ELEMENT(total);
     }
   }
@@ -130,9 +118,7 @@ struct DbiasTile {
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       Fragment<float> of_columns = tile.fragments[i][0];
       UNROLL
-      for (short j = 1; j < KEY_FRAGMENTS; j++) {
-        of_columns += tile.fragments[i][j];
-      }
+      for (short j = 1; j < KEY_FRAGMENTS; j++) { of_columns += tile.fragments[i][j]; }
       const float total = fragment_row_sum(of_columns.x + of_columns.y);
       const int query = first_query + i * FRAGMENT;
       if (column == 0 && query < params.problem.q_length) {
@@ -146,9 +132,7 @@ struct DbiasTile {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       const int query = first_query + i * FRAGMENT;
-      if (query >= params.problem.q_length) {
-        continue;
-      }
+      if (query >= params.problem.q_length) { continue; }
       device DBIAS_ELEMENT* row = first + query * params.dbias_strides.query;
       UNROLL
       for (short j = 0; j < KEY_FRAGMENTS; j++) {
@@ -159,9 +143,7 @@ struct DbiasTile {
           *reinterpret_cast<device Fragment<DBIAS_ELEMENT>*>(row + key) =
               Fragment<DBIAS_ELEMENT>(DBIAS_ELEMENT(value.x), DBIAS_ELEMENT(value.y));
         }
-        if (!DBIAS_PAIRS && exists) {
-          row[key] = DBIAS_ELEMENT(value.x);
-        }
+        if (!DBIAS_PAIRS && exists) { row[key] = DBIAS_ELEMENT(value.x); }
         if (!DBIAS_PAIRS && key + 1 < params.problem.kv_length) {
           row[key + 1] = DBIAS_ELEMENT(value.y);
         }
@@ -229,9 +211,7 @@ struct DbiasTile {
     const int last_query = sequence.q_length - 1;
     const int tile_query = at.q_tile * BLOCK_Q;
     const int block = at.kv_tile * BLOCK_K;
-    if (VARLEN && tile_query > last_query) {
-      continue;
-    }
+    if (VARLEN && tile_query > last_query) { continue; }
     Visibility visible;
     visible.reset(sequence, problem);
     if (block >= visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end ||
@@ -270,9 +250,7 @@ struct DbiasTile {
     }
 
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
-    if (any_seen) {
-      multiply_transposed<ELEMENT, QK_COLUMNS>(scores, queries.q_tile, k_lane);
-    }
+    if (any_seen) { multiply_transposed<ELEMENT, QK_COLUMNS>(scores, queries.q_tile, k_lane); }
     if (TILES_SHARED) {
       // Every SIMD group has read the keys.
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -280,15 +258,11 @@ struct DbiasTile {
           v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    if (!any_seen) {
-      continue;
-    }
+    if (!any_seen) { continue; }
     ScoreRules<ROW_FRAGMENTS, false> rules;
     rules.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
     rules.value(scores, block, true, inputs, problem);
-    if (!seen.all_in(block, BLOCK_K)) {
-      visible.apply<false>(scores, lane_query, block + column);
-    }
+    if (!seen.all_in(block, BLOCK_K)) { visible.apply<false>(scores, lane_query, block + column); }
 
     ScoreTile gradients;  // d loss / d weight, then d loss / d score: [ROW_FRAGMENTS * 8, BLOCK_K]
     multiply_transposed<ELEMENT, V_COLUMNS>(gradients, queries.dout_tile, v_lane);

@@ -29,9 +29,7 @@ struct OrderedSums {
   // Called by all lanes. exists: of values that are not there nothing is added.
   METAL_FUNC void add(bool exists, int new_place, float value, ushort lane) thread {
     const bool leaves = exists && place != INT_MAX && place != new_place;
-    if (simd_max(leaves ? 1.0f : 0.0f) > 0.0f) {
-      flush(lane);
-    }
+    if (simd_max(leaves ? 1.0f : 0.0f) > 0.0f) { flush(lane); }
     if (exists) {
       place = new_place;
       sum += value;
@@ -39,17 +37,13 @@ struct OrderedSums {
   }
 
   METAL_FUNC void flush(ushort lane) thread {
-    if (PLACES_DIFFER && place != INT_MAX) {
-      copy[place] += sum;
-    }
+    if (PLACES_DIFFER && place != INT_MAX) { copy[place] += sum; }
     // Else one element after the other. One lane writes them all, which orders its writes.
     for (int lowest = PLACES_DIFFER ? INT_MAX : simd_min(place); lowest != INT_MAX;
          lowest = simd_min(place)) {
       const bool is_lowest = place == lowest;
       const float total = simd_sum(is_lowest ? sum : 0.0f);
-      if (lane == 0) {
-        copy[lowest] += total;
-      }
+      if (lane == 0) { copy[lowest] += total; }
       place = is_lowest ? INT_MAX : place;
     }
     place = INT_MAX;
@@ -128,9 +122,7 @@ struct OrderedSums {
             v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      if (simdgroup_query > last_query) {
-        continue;
-      }
+      if (simdgroup_query > last_query) { continue; }
       ScoreTile scores = products;
       ScoreTile slopes;
       flex.value_and_slope(scores, slopes, block, blocks.masked, inputs, problem);

@@ -22,9 +22,7 @@ constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
   const int batch = threadgroup_position.z;
   const int head = threadgroup_position.y;
   const int row = threadgroup_position.x * SIMDGROUPS + simdgroup;
-  if (row >= params.problem.q_total) {
-    return;
-  }
+  if (row >= params.problem.q_total) { return; }
   const device ELEMENT* out_row = out + batch * params.out_strides.batch +
                                   head * params.out_strides.head + row * params.out_strides.row;
   const device ELEMENT* dout_row = dout + batch * params.dout_strides.batch +

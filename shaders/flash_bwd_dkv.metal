@@ -53,9 +53,7 @@ struct BlockStatistics {
 
   METAL_FUNC void stage(thread const QueryStatistics& statistics, int block, int q_length,
                         ushort thread_index) const thread {
-    if (thread_index >= BLOCK_Q) {
-      return;
-    }
+    if (thread_index >= BLOCK_Q) { return; }
     const int query = block + thread_index;
     const bool exists = query < q_length;
     lse_log2s[thread_index] = exists ? statistics.lse_log2(query) : INFINITY;
@@ -148,9 +146,7 @@ struct SplitColumns {
                             bool seen) const thread {
     // The parts are there.
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (!seen) {
-      return;
-    }
+    if (!seen) { return; }
     RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS> all;  // [rows, BLOCK_Q]
     gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, weight_parts, simdgroup, lane);
     accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, all, dout_rows);
@@ -293,9 +289,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
         multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_lane);
         dropout.apply(gradients, kept);
         differentiate(gradients, weights, block_statistics);
-        if (SCORE_DERIVATIVES) {
-          gradients.multiply(slopes);
-        }
+        if (SCORE_DERIVATIVES) { gradients.multiply(slopes); }
         columns.add_dk(dk_tile, gradients);
       }
       columns.end_block(dk_tile, dv_tile, seen);

@@ -36,9 +36,7 @@ struct BlockStatistics {
     const int query = min(block + int(lane), q_length - 1);
     own_lse_log2 = statistics.lse_log2(query);
     own_delta = statistics.delta_of(query);
-    if (NORMALISED) {
-      own_weight_factor = statistics.weight_factor(query);
-    }
+    if (NORMALISED) { own_weight_factor = statistics.weight_factor(query); }
   }
 
   METAL_FUNC Fragment<float> lse_log2(short j) const thread {
@@ -133,9 +131,7 @@ struct BlockStatistics {
         // Holds the SIMD groups together, as in flash_fwd_tensor.metal. It orders no memory.
         threadgroup_barrier(mem_flags::mem_none);
       }
-      if (!seen) {
-        continue;
-      }
+      if (!seen) { continue; }
       const int lane_query = block + column;
       BlockTile slopes;
       if (COLUMNS_SPLIT) {
@@ -154,9 +150,7 @@ struct BlockStatistics {
       const uint kept = dropout.kept<true, TENSOR_ROWS, SPAN_FRAGMENTS>(lane_key, lane_query);
       dropout.apply(gradients, kept);
       differentiate(gradients, weights, block_statistics);
-      if (SCORE_DERIVATIVES) {
-        gradients.multiply(slopes);
-      }
+      if (SCORE_DERIVATIVES) { gradients.multiply(slopes); }
       dropout.apply(weights, kept);
       round_to_cut(weights);
       accumulate<ELEMENT, HEAD_DIM_V, OWN_DV_COLUMNS, SLICES * DV_SLICE>(

@@ -108,18 +108,14 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
       ScoreTile scores;
       ScoreTile gradients;  // d loss / d weight, then d loss / d score
       if (TILES_SHARED) {
-        if (seen) {
-          multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_lane);
-        }
+        if (seen) { multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_lane); }
         if (pass == 0) {
           // Every SIMD group has read the keys.
           threadgroup_barrier(mem_flags::mem_threadgroup);
           stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
               v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          if (seen) {
-            multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_lane);
-          }
+          if (seen) { multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_lane); }
           // And the values: dq needs the keys again.
           threadgroup_barrier(mem_flags::mem_threadgroup);
           stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
@@ -139,9 +135,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
         // The parts are there.
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      if (!seen || (pass > 0 && !second_pass)) {
-        continue;
-      }
+      if (!seen || (pass > 0 && !second_pass)) { continue; }
       ScoreTile slopes;
       if (COLUMNS_SPLIT) {
         add_other_part(scores, score_parts, simdgroup, lane);
@@ -162,22 +156,14 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
         gradients.fill(0.0f);
       }
       rows.differentiate(gradients, scores);
-      if (SCORE_DERIVATIVES) {
-        gradients.multiply(slopes);
-      }
+      if (SCORE_DERIVATIVES) { gradients.multiply(slopes); }
       accumulate<ELEMENT, DQ_SLICE, OWN_DQ_COLUMNS>(dq_tile, gradients, k_rows_lane);
     }
-    if (!EXACT_DELTA || pass > 0) {
-      break;
-    }
+    if (!EXACT_DELTA || pass > 0) { break; }
     second_pass = rows.check_delta(queries, SINK ? float(inputs.learnable_sink[head]) : 0.0f,
                                    queries.place.slice == 0 && queries.part == 0 && column == 0);
-    if (!any_simdgroup(second_pass, votes, simdgroup, lane)) {
-      break;
-    }
+    if (!any_simdgroup(second_pass, votes, simdgroup, lane)) { break; }
   }
-  if (blocks.impossible) {
-    dq_tile.fill(NAN);
-  }
+  if (blocks.impossible) { dq_tile.fill(NAN); }
   rows.write(dq_tile, queries, column + first_dq, problem.softmax_scale);
 }

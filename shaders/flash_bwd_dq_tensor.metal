@@ -91,9 +91,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
         // Holds the SIMD groups together, as in flash_fwd_tensor.metal. It orders no memory.
         threadgroup_barrier(mem_flags::mem_none);
       }
-      if (!seen || (pass > 0 && !second_pass)) {
-        continue;
-      }
+      if (!seen || (pass > 0 && !second_pass)) { continue; }
       ScoreTile slopes;
       if (COLUMNS_SPLIT) {
         add_other_part(scores, score_parts, simdgroup, lane);
@@ -114,21 +112,15 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
         gradients.fill(0.0f);
       }
       rows.differentiate(gradients, scores);
-      if (SCORE_DERIVATIVES) {
-        gradients.multiply(slopes);
-      }
+      if (SCORE_DERIVATIVES) { gradients.multiply(slopes); }
       round_to_cut(gradients);
       accumulate<ELEMENT, HEAD_DIM_QK, OWN_DQ_COLUMNS, DQ_SLICES * DQ_SLICE>(
           dq_tile, gradients, keys, key_places, queries.place.slice * DQ_SLICE + first_dq, column);
     }
-    if (!EXACT_DELTA || pass > 0) {
-      break;
-    }
+    if (!EXACT_DELTA || pass > 0) { break; }
     second_pass = rows.check_delta(queries, SINK ? float(inputs.learnable_sink[head]) : 0.0f,
                                    queries.place.slice == 0 && queries.part == 0 && column == 0);
-    if (!any_simdgroup(second_pass, votes, simdgroup, lane)) {
-      break;
-    }
+    if (!any_simdgroup(second_pass, votes, simdgroup, lane)) { break; }
   }
   // As in MLX and PyTorch, before the results of tensor operations are read.
   threadgroup_barrier(mem_flags::mem_none);

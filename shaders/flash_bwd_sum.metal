@@ -16,9 +16,7 @@ constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
   const int batch = threadgroup_position.z;
   const int head = threadgroup_position.y;
   const int row = threadgroup_position.x * SIMDGROUPS + simdgroup;
-  if (row >= params.rows) {
-    return;
-  }
+  if (row >= params.rows) { return; }
   const device float* first = parts + batch * params.part_strides.batch +
                               head * params.part_strides.head + row * params.part_strides.row;
   device ELEMENT* sum_row = sums + batch * params.sum_strides.batch +

@@ -49,9 +49,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
     for (int step = kv.places.begin + lane.key_simdgroup * BLOCK_K; step < kv.places.end;
          step += STEP_K) {
       const int kv_block = kv.blocks.row_at(step);
-      if (BLOCK_LISTS && kv_block >= kv.sequence.kv_length) {
-        continue;
-      }
+      if (BLOCK_LISTS && kv_block >= kv.sequence.kv_length) { continue; }
       BlockKeys block;
       block.begin(kv, kv_block);
       ProductTile products;  // [BLOCK_K, ROWS]
@@ -75,9 +73,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       row_sums[i] = kv.blocks.impossible ? NAN : rows.softmax[i].row_sum();
-      if (TREE && task.tree.depth_of(result.rows[i].query) < 0) {
-        row_sums[i] = NAN;
-      }
+      if (TREE && task.tree.depth_of(result.rows[i].query) < 0) { row_sums[i] = NAN; }
     }
     rows.store_states(memory.states, row_sums, lane);
     UNROLL
@@ -98,9 +94,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
       }
     }
     o.write(result, params);
-    if (!ROW_LOOP) {
-      break;
-    }
+    if (!ROW_LOOP) { break; }
   }
 }
 

@@ -40,9 +40,7 @@ METAL_FUNC int64_t flex_index(int64_t index, int size, thread bool& impossible) 
 template <typename T>
 METAL_FUNC T flex_floor_divide(T a, T b, thread bool& impossible) {
   impossible = impossible || b == 0;
-  if (b == 0 || b == -1) {
-    return T(0) - a;
-  }
+  if (b == 0 || b == -1) { return T(0) - a; }
   const T quotient = a / b;
   return quotient * b != a && (a < 0) != (b < 0) ? quotient - 1 : quotient;
 }
@@ -79,9 +77,7 @@ METAL_FUNC float flex_remainder(float a, float b, thread bool&) {
 
 template <>
 METAL_FUNC float flex_floor_divide(float a, float b, thread bool& impossible) {
-  if (b == 0.0f) {
-    return a / b;
-  }
+  if (b == 0.0f) { return a / b; }
   const float rest = fmod(a, b);
   const float quotient = (a - rest) / b;
   const float floored = rest != 0.0f && (rest < 0.0f) != (b < 0.0f) ? quotient - 1.0f : quotient;
@@ -116,29 +112,21 @@ METAL_FUNC float flex_min(float a, float b) { return isnan(a) || isnan(b) ? NAN 
 // 2 artanh(x / (2 + x)) near 0 (Abramowitz and Stegun, 4.1.27 and 4.6.22), where 1 + x loses
 // digits.
 METAL_FUNC float flex_log1p(float x) {
-  if (x < -0.5f || x > 1.0f) {
-    return precise::log(1.0f + x);
-  }
+  if (x < -0.5f || x > 1.0f) { return precise::log(1.0f + x); }
   const float y = x / (2.0f + x);
   const float t = y * y;
   float sum = 2.0f / 15.0f;
   UNROLL
-  for (short n = 13; n > 0; n -= 2) {
-    sum = fma(sum, t, 2.0f / n);
-  }
+  for (short n = 13; n > 0; n -= 2) { sum = fma(sum, t, 2.0f / n); }
   return y * sum;
 }
 
 // The sum of x^n / n! near 0.
 METAL_FUNC float flex_expm1(float x) {
-  if (fabs(x) > 1.0f) {
-    return precise::exp(x) - 1.0f;
-  }
+  if (fabs(x) > 1.0f) { return precise::exp(x) - 1.0f; }
   float sum = 1.0f;
   UNROLL
-  for (short n = 12; n > 1; n--) {
-    sum = fma(x * sum, 1.0f / n, 1.0f);
-  }
+  for (short n = 12; n > 1; n--) { sum = fma(x * sum, 1.0f / n, 1.0f); }
   return x * sum;
 }
 

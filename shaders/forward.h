@@ -155,14 +155,10 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
   for (int kv_block = blocks.first(); !blocks.done; kv_block = blocks.next(kv_block + BLOCK_K)) {
     kv.begin_block(kv_block);
     const bool seen = seen_keys.any_in(kv_block, BLOCK_K);
-    if (!seen && !COLUMNS_SPLIT) {
-      continue;
-    }
+    if (!seen && !COLUMNS_SPLIT) { continue; }
     typename Products::Scores scores;  // [ROWS * 8, BLOCK_K]
     kv.multiply_keys(scores, q_tile, seen);
-    if (!seen) {
-      continue;
-    }
+    if (!seen) { continue; }
     rules.value(scores, kv_block, blocks.masked, inputs, problem);
     if (seen_keys.hides_in(kv_block, BLOCK_K)) {
       tile.visible.template apply<false>(scores, lane_query, kv_block + column);
@@ -192,14 +188,10 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
   for (short i = 0; i < ROWS; i++) {
     float keys_sum = softmax.rows[i].row_sum();
     float values_sum = softmax.weights[i].row_sum(keys_sum);
-    if (blocks.impossible) {
-      keys_sum = values_sum = NAN;
-    }
+    if (blocks.impossible) { keys_sum = values_sum = NAN; }
     const float sink_weight = softmax.sink_weight(i, inputs, head);
     const int query = lane_query + i * FRAGMENT;
-    if (query > tile.last_query) {
-      continue;
-    }
+    if (query > tile.last_query) { continue; }
     // A row that sees no key is 0, even if masked values are NaN and 0 * NaN was added.
     const bool sees_nothing = keys_sum == 0.0f;
     const float keep_scale = TENSOR_TILES && DROPOUT ? dropout.keep_scale : 1.0f;

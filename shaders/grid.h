@@ -8,14 +8,10 @@
 METAL_FUNC int ordered_row(const device int* order, int rows, int place) {
   const device int* places = order + rows;
   const int tile = order[place];
-  if (tile >= 0 && tile < rows && places[tile] == place) {
-    return tile;
-  }
+  if (tile >= 0 && tile < rows && places[tile] == place) { return tile; }
   // As many rows as places are left over. The chain of rows and their places ends at one of them.
   int row = place;
-  while (places[row] >= 0 && places[row] < rows && order[places[row]] == row) {
-    row = places[row];
-  }
+  while (places[row] >= 0 && places[row] < rows && order[places[row]] == row) { row = places[row]; }
   return row;
 }
 

@@ -49,13 +49,9 @@ METAL_FUNC void hadamard_lanes(thread float* values, ushort lane, ushort bit) {
 METAL_FUNC void hadamard_unit(thread float* values, ushort lane) {
   hadamard_values<8>(values);
   UNROLL
-  for (ushort bit = 1; bit < HADAMARD / 8; bit *= 2) {
-    hadamard_lanes<8>(values, lane, bit);
-  }
+  for (ushort bit = 1; bit < HADAMARD / 8; bit *= 2) { hadamard_lanes<8>(values, lane, bit); }
   UNROLL
-  for (short i = 0; i < 8; i++) {
-    values[i] *= HADAMARD_SCALE;
-  }
+  for (short i = 0; i < 8; i++) { values[i] *= HADAMARD_SCALE; }
 }
 
 // The sign of span `from` in span `to`, of a block's.

@@ -52,9 +52,7 @@ METAL_FUNC float fragment_column_sum(float x) {
   stage_pairs<ELEMENT, BLOCK_K, COLUMNS, THREADS, false>(k_tile, keys, first_key, 0,
                                                          params.kv_length, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (query > last_query) {
-    return;
-  }
+  if (query > last_query) { return; }
   const threadgroup Fragment<ELEMENT>* k_lane =
       lane_of_pairs<ELEMENT, COLUMNS>(k_tile, row, column);
   Rows heads;
@@ -63,9 +61,7 @@ METAL_FUNC float fragment_column_sum(float x) {
 
   Fragment<float> sums[KEY_FRAGMENTS];  // of the lane's rows
   UNROLL
-  for (short j = 0; j < KEY_FRAGMENTS; j++) {
-    sums[j] = Fragment<float>(0.0f, 0.0f);
-  }
+  for (short j = 0; j < KEY_FRAGMENTS; j++) { sums[j] = Fragment<float>(0.0f, 0.0f); }
   for (int first_head = 0; first_head < params.heads; first_head += FRAGMENT) {
     const int head = first_head + row;
     HeadTile tile;
@@ -93,9 +89,7 @@ METAL_FUNC float fragment_column_sum(float x) {
     for (short e = 0; e < LANE_COLUMNS; e++) {
       const float sum = fragment_column_sum(sums[j][e]);
       const int key = first_key + column + j * FRAGMENT + e;
-      if (row == 0 && key < params.kv_length) {
-        out_row[key] = key <= last_seen ? sum : -INFINITY;
-      }
+      if (row == 0 && key < params.kv_length) { out_row[key] = key <= last_seen ? sum : -INFINITY; }
     }
   }
 }

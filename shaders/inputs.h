@@ -91,12 +91,8 @@ struct FlashInputs {
     result.reset(params);
     if (PACKED_Q) {
       result.unpack_queries(cu_seqlens_q, batch, params);
-      if (VARLEN) {
-        result.unpack_keys(cu_seqlens_k, batch, params);
-      }
-      if (batch == params.batch) {
-        return result;
-      }
+      if (VARLEN) { result.unpack_keys(cu_seqlens_k, batch, params); }
+      if (batch == params.batch) { return result; }
     }
     if (CACHE_BATCH_IDX) {
       const int index = cache_batch_idx[batch];
@@ -111,9 +107,7 @@ struct FlashInputs {
     } else if (SEQUSED_K) {
       result.end_keys(seqused_k[batch]);
     }
-    if (LEFTPAD_K) {
-      result.begin_keys(leftpad_k[batch], keys);
-    }
+    if (LEFTPAD_K) { result.begin_keys(leftpad_k[batch], keys); }
     return result;
   }
 

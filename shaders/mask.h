@@ -32,9 +32,7 @@ struct Visibility {
       window_left = params.window_left;
       window_right = params.window_right;
     }
-    if (CHUNKED) {
-      chunk = params.chunk;
-    }
+    if (CHUNKED) { chunk = params.chunk; }
   }
 
   // The first position of the chunk of `position`, which is not before the first key.
@@ -47,12 +45,8 @@ struct Visibility {
     int64_t begin = existing.begin;
     int64_t end = existing.end;
     const int64_t position = query + q_offset;
-    if (BAND && window_left != NO_WINDOW) {
-      begin = max(begin, position - window_left);
-    }
-    if (BAND && window_right != NO_WINDOW) {
-      end = min(end, position + window_right + 1);
-    }
+    if (BAND && window_left != NO_WINDOW) { begin = max(begin, position - window_left); }
+    if (BAND && window_right != NO_WINDOW) { end = min(end, position + window_right + 1); }
     if (CHUNKED) {
       // Before the first key there is no chunk.
       const bool none = position < existing.begin;
@@ -66,12 +60,8 @@ struct Visibility {
   METAL_FUNC Range queries_of(int key) const thread {
     int64_t begin = 0;
     int64_t end = key >= existing.begin && key < existing.end ? q_length : 0;
-    if (BAND && window_left != NO_WINDOW) {
-      end = min(end, key - q_offset + window_left + 1);
-    }
-    if (BAND && window_right != NO_WINDOW) {
-      begin = max(begin, key - q_offset - window_right);
-    }
+    if (BAND && window_left != NO_WINDOW) { end = min(end, key - q_offset + window_left + 1); }
+    if (BAND && window_right != NO_WINDOW) { begin = max(begin, key - q_offset - window_right); }
     if (CHUNKED) {
       const int64_t chunk_start = chunk_begin(max(key, existing.begin));
       begin = max(begin, chunk_start - q_offset);

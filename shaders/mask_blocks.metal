@@ -80,9 +80,7 @@ METAL_FUNC int side(int first, int block, int length, int64_t stride) {
         state.add(*reinterpret_cast<const device WORD*>(first));
       }
       state.merge_lanes();
-      if (lane == 0) {
-        states[i] = state.shows ? (state.hides ? 2 : 1) : 0;
-      }
+      if (lane == 0) { states[i] = state.shows ? (state.hides ? 2 : 1) : 0; }
     }
     // All blocks' states are there.
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -90,15 +88,11 @@ METAL_FUNC int side(int first, int block, int length, int64_t stride) {
       const uint state = lane < last ? states[lane] : 0;
       const uint listed = state != 0 ? 1 : 0;
       const int place = count + int(simd_prefix_exclusive_sum(listed));
-      if (listed != 0) {
-        list_entries[place] = mask_block_entry(first_block + lane, state == 2);
-      }
+      if (listed != 0) { list_entries[place] = mask_block_entry(first_block + lane, state == 2); }
       count += int(simd_sum(listed));
     }
     // They have been read.
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  if (simdgroup == 0 && lane == 0) {
-    counts[list] = count;
-  }
+  if (simdgroup == 0 && lane == 0) { counts[list] = count; }
 }

@@ -93,9 +93,7 @@ METAL_FUNC float lse_of(float lse) {
   MergeRow row;
   float lses[2];
   WHEN(IN_PLACE, const device ELEMENT* out_a = out; const device float* lse_a = lse;)
-  if (!IN_PLACE && !exists) {
-    return;
-  }
+  if (!IN_PLACE && !exists) { return; }
   row.reset(params.shape, IN_PLACE ? min(position.y, params.shape.rows - 1) : position.y);
   lses[0] = lse_of(lse_a[row.offset(params.lse_a_strides)]);
   if (IN_PLACE) {
@@ -104,20 +102,14 @@ METAL_FUNC float lse_of(float lse) {
   }
   bool written = exists;
   WHEN(SOME_ROWS, written = written && mask[row.offset(params.mask_strides)] != 0;)
-  if (!written) {
-    return;
-  }
+  if (!written) { return; }
   lses[1] = lse_of(lse_b[row.offset(params.lse_b_strides)]);
   const bool has_a = lses[0] != -INFINITY;
   const bool has_b = lses[1] != -INFINITY;
   Chunk a = Chunk(0);
   Chunk b = Chunk(0);
-  if (has_a) {
-    a = load_columns(out_a + row.offset(params.out_a_strides) + column);
-  }
-  if (has_b) {
-    b = load_columns(out_b + row.offset(params.out_b_strides) + column);
-  }
+  if (has_a) { a = load_columns(out_a + row.offset(params.out_a_strides) + column); }
+  if (has_b) { b = load_columns(out_b + row.offset(params.out_b_strides) + column); }
 
   SoftmaxNormaliser normaliser;
   normaliser.reset();
@@ -138,9 +130,7 @@ METAL_FUNC float lse_of(float lse) {
     merged_lse = normaliser.logsumexp();
   }
   *reinterpret_cast<device Chunk*>(out + row.offset(params.out_strides) + column) = merged;
-  if (column == 0) {
-    lse[row.offset(params.lse_strides)] = merged_lse;
-  }
+  if (column == 0) { lse[row.offset(params.lse_strides)] = merged_lse; }
 }
 
 constant constexpr int SPLIT_LANES = SIMD_LANES / MERGE_SPLITS_COLUMN_LANES;
@@ -166,9 +156,7 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
              ushort simdgroup [[simdgroup_index_in_threadgroup]],
              ushort lane [[thread_index_in_simdgroup]]) {
   const uint index = threadgroup_position.y * MERGE_SPLITS_SIMDGROUPS + simdgroup;
-  if (index >= params.shape.rows) {
-    return;
-  }
+  if (index >= params.shape.rows) { return; }
   MergeRow row;
   row.reset(params.shape, index);
   const int slice_lane = lane % MERGE_SPLITS_COLUMN_LANES;
@@ -201,9 +189,7 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
       }
     }
     UNROLL
-    for (short i = 0; i < SPLIT_STEPS; i++) {
-      sum += weights[i] * loaded[i];
-    }
+    for (short i = 0; i < SPLIT_STEPS; i++) { sum += weights[i] * loaded[i]; }
   }
   normaliser.merge_lanes();
   WHEN(SINK, const float logit = float(sink[row.head]);
@@ -212,8 +198,6 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
   sum = sum_splits(sum) * normaliser.finalize();
   if (in_row && lane < MERGE_SPLITS_COLUMN_LANES) {
     store_columns(out + row.offset(params.out_strides) + column, sum);
-    if (column == 0) {
-      lse[row.offset(params.lse_strides)] = normaliser.logsumexp();
-    }
+    if (column == 0) { lse[row.offset(params.lse_strides)] = normaliser.logsumexp(); }
   }
 }

@@ -50,9 +50,7 @@ struct Operand {
   // 0 behind the row's end.
   METAL_FUNC T element(int row, int column) const thread {
     const bool exists = COLUMNS % FRAGMENT == 0 || column < COLUMNS;
-    if (ROTATED) {
-      return exists ? rotary.rotated(tensor, offset(row), row, column) : T(0);
-    }
+    if (ROTATED) { return exists ? rotary.rotated(tensor, offset(row), row, column) : T(0); }
     return exists ? tensor[offset(row) + column] : T(0);
   }
 
@@ -117,9 +115,7 @@ struct OperandTile {
       positions[i] = existing_row(row, i, last_row);
       if (HELD) {
         UNROLL
-        for (short d = 0; d < FRAGMENTS; d++) {
-          held.fragments[i][HELD ? d : 0] = read(i, d);
-        }
+        for (short d = 0; d < FRAGMENTS; d++) { held.fragments[i][HELD ? d : 0] = read(i, d); }
       }
     }
   }

@@ -28,12 +28,8 @@ struct Output {
         *reinterpret_cast<device Fragment<T>*>(destination) = Fragment<T>(T(values.x), T(values.y));
       }
     } else {
-      if (column < columns) {
-        destination[0] = T(values.x);
-      }
-      if (column + 1 < columns) {
-        destination[1] = T(values.y);
-      }
+      if (column < columns) { destination[0] = T(values.x); }
+      if (column + 1 < columns) { destination[1] = T(values.y); }
     }
   }
 

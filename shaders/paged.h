@@ -35,14 +35,10 @@ struct PageTable {
   // Loads the page numbers for rows [first, first + rows), 32 pages at most. Uniform in the SIMD
   // group.
   METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
-    if (INDICES) {
-      return;
-    }
+    if (INDICES) { return; }
     const int first_place = uint(first) / PAGE_ROWS;
     const int last_place = uint(first + rows - 1) / PAGE_ROWS;
-    if (first_place >= window && last_place < window + SIMD_LANES) {
-      return;
-    }
+    if (first_place >= window && last_place < window + SIMD_LANES) { return; }
     window = first_place;
     const int place = window + lane;
     held = existing(place < count ? numbers[place] : NO_PAGE);
@@ -50,9 +46,7 @@ struct PageTable {
 
   // Every lane of the SIMD group calls it.
   METAL_FUNC int page_of(int row) const thread {
-    if (!PAGED) {
-      return 0;
-    }
+    if (!PAGED) { return 0; }
     if (INDICES) {
       // Rows lie apart: each lane looks up its own.
       return existing(numbers[uint(row) / PAGE_ROWS]);

@@ -84,9 +84,7 @@ METAL_FUNC void write_product(device float* values, bool wide_left, bool wide_ri
 // One SIMD group.
 [[kernel, max_total_threads_per_threadgroup(SIMD_LANES)]] void probe_tensor(
     device float* values [[buffer(PROBE_VALUES)]], ushort lane [[thread_index_in_simdgroup]]) {
-  if (lane == 0) {
-    values[PROBE_TENSOR_LANGUAGE] = TENSOR_TILES ? 1.0f : 0.0f;
-  }
+  if (lane == 0) { values[PROBE_TENSOR_LANGUAGE] = TENSOR_TILES ? 1.0f : 0.0f; }
 #if TENSOR_TILES
   device float* products = values + PROBE_TENSOR_PRODUCTS;
   constexpr int SIZE = TENSOR_SIMDGROUP_ROWS * SPAN_COLUMNS;

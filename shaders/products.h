@@ -15,9 +15,7 @@ METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, COLUMN_FRAGMENTS
   for (short d = first; d < last; d++) {
     Fragment<typename Left::Element> left_fragment[ROWS];
     UNROLL
-    for (short i = 0; i < ROWS; i++) {
-      left_fragment[i] = left.fragment_at(i, d);
-    }
+    for (short i = 0; i < ROWS; i++) { left_fragment[i] = left.fragment_at(i, d); }
     UNROLL
     for (short j = 0; j < COLUMN_FRAGMENTS; j++) {
       const Fragment<T> right_fragment = transposed_fragment<T, COLUMNS>(right_lane, d, j);
@@ -87,8 +85,6 @@ METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& su
                            Rows rows_lane) {
   float corrections[ROWS];
   UNROLL
-  for (short i = 0; i < ROWS; i++) {
-    corrections[i] = 1.0f;
-  }
+  for (short i = 0; i < ROWS; i++) { corrections[i] = 1.0f; }
   accumulate<T, COLUMNS, PART>(sum, corrections, weights, rows_lane);
 }

@@ -57,9 +57,7 @@ METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uc
   const float step = usable ? float(scale) : 1.0f;
   float quotients[CACHE_UNIT];
   UNROLL
-  for (short i = 0; i < CACHE_UNIT; i++) {
-    quotients[i] = usable ? rint(values[i] / step) : 0.0f;
-  }
+  for (short i = 0; i < CACHE_UNIT; i++) { quotients[i] = usable ? rint(values[i] / step) : 0.0f; }
   UNROLL
   for (short i = 0; i < StoredUnit<FORMAT>::BYTES; i++) {
     if (FORMAT == KV_Q8_0) {
@@ -108,15 +106,11 @@ METAL_FUNC half2 quantise_group(thread const float* values, thread uint& codes) 
 
 // Rounds to nearest even and clamps to 448. Every NaN becomes 0x7f.
 METAL_FUNC uchar fp8_e4m3(float value) {
-  if (isnan(value)) {
-    return 0x7f;
-  }
+  if (isnan(value)) { return 0x7f; }
   const float magnitude = min(fabs(value), 448.0f);
   const uint sign = (as_type<uint>(value) >> 24) & 0x80u;
   // Below 2^-6 the code counts steps of 2^-9.
-  if (magnitude < 0.015625f) {
-    return uchar(sign | uint(rint(magnitude * 512.0f)));
-  }
+  if (magnitude < 0.015625f) { return uchar(sign | uint(rint(magnitude * 512.0f))); }
   // Else the exponent is rebased and 20 bits are rounded off, with a carry into the exponent.
   const uint bits = as_type<uint>(magnitude);
   return uchar(sign | (((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120u << 3)));
@@ -124,7 +118,5 @@ METAL_FUNC uchar fp8_e4m3(float value) {
 
 METAL_FUNC void quantise_unit(thread const float* values, float scale, thread uchar* data) {
   UNROLL
-  for (short i = 0; i < CACHE_UNIT; i++) {
-    data[i] = fp8_e4m3(values[i] / scale);
-  }
+  for (short i = 0; i < CACHE_UNIT; i++) { data[i] = fp8_e4m3(values[i] / scale); }
 }

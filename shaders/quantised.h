@@ -53,15 +53,9 @@ METAL_FUNC uint2 load_codes(const device CacheElement<FORMAT>* tensor, Offset ro
   constexpr int BYTES = COUNT * kv_bits(FORMAT) / 8;
   const device uchar* first =
       reinterpret_cast<const device uchar*>(tensor) + (row + column * kv_bits(FORMAT) / 8);
-  if (WIDE_LOADS && BYTES == 8) {
-    return *reinterpret_cast<const device uint2*>(first);
-  }
-  if (WIDE_LOADS && BYTES == 4) {
-    return uint2(*reinterpret_cast<const device uint*>(first), 0);
-  }
-  if (WIDE_LOADS) {
-    return uint2(*reinterpret_cast<const device ushort*>(first), 0);
-  }
+  if (WIDE_LOADS && BYTES == 8) { return *reinterpret_cast<const device uint2*>(first); }
+  if (WIDE_LOADS && BYTES == 4) { return uint2(*reinterpret_cast<const device uint*>(first), 0); }
+  if (WIDE_LOADS) { return uint2(*reinterpret_cast<const device ushort*>(first), 0); }
   uint2 codes = uint2(0);
   UNROLL
   for (short i = 0; i < BYTES; i++) {
@@ -88,15 +82,9 @@ template <int FORMAT>
 METAL_FUNC float number(uint2 codes, short i) {
   constexpr int BITS = kv_bits(FORMAT);
   const uint code = codes[i * BITS / 32] >> (i * BITS % 32);
-  if (kv_grouped(FORMAT)) {
-    return float(code & ((1u << BITS) - 1));
-  }
-  if (FORMAT == KV_Q8_0) {
-    return float(as_type<char>(uchar(code & 0xff)));
-  }
-  if (FORMAT == KV_Q4_0) {
-    return float(int(code & 15) - 8);
-  }
+  if (kv_grouped(FORMAT)) { return float(code & ((1u << BITS) - 1)); }
+  if (FORMAT == KV_Q8_0) { return float(as_type<char>(uchar(code & 0xff))); }
+  if (FORMAT == KV_Q4_0) { return float(int(code & 15) - 8); }
   return e4m3(code);
 }
 
@@ -104,9 +92,7 @@ METAL_FUNC float number(uint2 codes, short i) {
 template <int FORMAT, typename T, int COUNT>
 METAL_FUNC void expand(thread T* values, uint2 codes, thread const T*) {
   UNROLL
-  for (short i = 0; i < COUNT; i++) {
-    values[i] = T(number<FORMAT>(codes, i));
-  }
+  for (short i = 0; i < COUNT; i++) { values[i] = T(number<FORMAT>(codes, i)); }
 }
 
 // To half two at a time, without conversions: 0x6400 with n in its lowest bits is 1024 + n.

@@ -38,8 +38,6 @@ METAL_FUNC bool rotary_is_x(int column, int pairs, bool interleaved) {
 }
 
 METAL_FUNC int rotary_partner(int column, int pairs, bool interleaved) {
-  if (interleaved) {
-    return column ^ 1;
-  }
+  if (interleaved) { return column ^ 1; }
   return column < pairs ? column + pairs : column - pairs;
 }

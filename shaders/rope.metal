@@ -46,9 +46,7 @@ METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, in
   const uint groups = params.head_groups;
   const int64_t batch = position.z / groups;
   const int first_head = int(position.z % groups) * HEADS;
-  if (unit >= params.units || token >= params.length || batch >= params.batch) {
-    return;
-  }
+  if (unit >= params.units || token >= params.length || batch >= params.batch) { return; }
 
   const device ELEMENT* q_token = q + batch * params.q_strides.batch + token * params.q_strides.row;
   const device ELEMENT* k_token = k + batch * params.k_strides.batch + token * params.k_strides.row;

@@ -16,9 +16,7 @@
   const uint batches = params.batch;
   const int64_t section = position.z / batches;
   const int64_t batch = position.z % batches;
-  if (column >= params.columns || token >= params.length || section >= params.sections) {
-    return;
-  }
+  if (column >= params.columns || token >= params.length || section >= params.sections) { return; }
   const float token_position =
       float(positions[section * params.section_stride + batch * params.batch_stride +
                       token * params.token_stride]);

@@ -30,9 +30,7 @@ METAL_FUNC void load_entries(const device ROTARY_ELEMENT* table, thread float* e
   for (short i = 0; i < COUNT; i += WIDTH) {
     const Entries read = *reinterpret_cast<const device Entries*>(table + i);
     UNROLL
-    for (short j = 0; j < WIDTH; j++) {
-      entries[i + j] = float(read[j]);
-    }
+    for (short j = 0; j < WIDTH; j++) { entries[i + j] = float(read[j]); }
   }
 }
 
@@ -76,9 +74,7 @@ struct RotaryTables {
   // One column of row `position`, which lies at `row`, rotated and rounded to its own type.
   template <typename T>
   METAL_FUNC T rotated(const device T* tensor, Offset row, int position, int column) const thread {
-    if (!is_rotated(column)) {
-      return tensor[row + column];
-    }
+    if (!is_rotated(column)) { return tensor[row + column]; }
     const int offset = column - ROTARY_FIRST;
     const int pair = rotary_pair(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED);
     const int partner = ROTARY_FIRST + rotary_partner(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED);
@@ -132,9 +128,7 @@ struct RotaryTables {
       return chunk;
     }
     chunk = load_chunk<COLUMNS>(tensor, row, column);
-    if (!is_rotated(column)) {
-      return chunk;
-    }
+    if (!is_rotated(column)) { return chunk; }
     const int offset = column - ROTARY_FIRST;
     const int pair = rotary_pair(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED);
     const device ROTARY_ELEMENT* first_cosine = cosines + (cosines_of(position) + pair);

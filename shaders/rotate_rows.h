@@ -22,9 +22,7 @@ METAL_FUNC void load_vector(const device T* first, thread float* values) {
   }
   const vec<T, WIDTH> loaded = *reinterpret_cast<const device vec<T, WIDTH>*>(first);
   UNROLL
-  for (short i = 0; i < VECTOR; i++) {
-    values[i] = float(loaded[i]);
-  }
+  for (short i = 0; i < VECTOR; i++) { values[i] = float(loaded[i]); }
 }
 
 template <typename T>
@@ -35,9 +33,7 @@ METAL_FUNC void store_vector(device T* first, thread const float* values) {
   }
   vec<T, WIDTH> stored;
   UNROLL
-  for (short i = 0; i < VECTOR; i++) {
-    stored[i] = T(values[i]);
-  }
+  for (short i = 0; i < VECTOR; i++) { stored[i] = T(values[i]); }
   *reinterpret_cast<device vec<T, WIDTH>*>(first) = stored;
 }
 

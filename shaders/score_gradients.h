@@ -49,9 +49,7 @@ struct OwnQueries {
       const int query = existing_row(lane_query, i, last_query);
       lse_log2s[i] = statistics.lse_log2(query);
       deltas[i] = statistics.delta_of(query);
-      if (NORMALISED) {
-        weight_factors[i] = statistics.weight_factor(query);
-      }
+      if (NORMALISED) { weight_factors[i] = statistics.weight_factor(query); }
     }
   }
 
@@ -59,9 +57,7 @@ struct OwnQueries {
   METAL_FUNC Fragment<float> differentiate(short i, Fragment<float> score,
                                            Fragment<float> weight_gradient) const thread {
     Fragment<float> weight = fast::exp2(score - lse_log2s[i]);
-    if (NORMALISED) {
-      weight *= weight_factors[i];
-    }
+    if (NORMALISED) { weight *= weight_factors[i]; }
     return weight * (weight_gradient - deltas[i]);
   }
 };

@@ -77,9 +77,7 @@ struct MaskRows {
 
   // Columns `column` and `column + 1` of a row; those past the last repeat it.
   METAL_FUNC Fragment<T> pair(short row, int column) const thread {
-    if (PAIRS) {
-      return load_pair(tensor + (rows[row] + min(column, last_column - 1)));
-    }
+    if (PAIRS) { return load_pair(tensor + (rows[row] + min(column, last_column - 1))); }
     return Fragment<T>(tensor[rows[row] + Offset(min(column, last_column)) * column_stride],
                        tensor[rows[row] + Offset(min(column + 1, last_column)) * column_stride]);
   }
@@ -160,9 +158,7 @@ struct ScoreRules {
         thread Fragment<float>& score = scores.fragments[i][j];
         Fragment<float> slope = Fragment<float>(1.0f, 1.0f);
         apply_rules(score, slope, params);
-        if (WITH_SLOPES) {
-          slopes.fragments[i][j] = slope;
-        }
+        if (WITH_SLOPES) { slopes.fragments[i][j] = slope; }
         if (ALIBI) {
           // slope * |distance| of Press et al., "Train Short, Test Long" (2021).
           const float first = block_distance + float(i * FRAGMENT - column_offset(j));

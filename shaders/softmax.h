@@ -90,15 +90,11 @@ struct SoftmaxNormaliser {
   METAL_FUNC void update(thread const float* values) thread {
     float new_max = row_max;
     UNROLL
-    for (short i = 0; i < VALUES; i++) {
-      new_max = max(new_max, values[i]);
-    }
+    for (short i = 0; i < VALUES; i++) { new_max = max(new_max, values[i]); }
     raise(new_max);
     float sum = 0.0f;
     UNROLL
-    for (short i = 0; i < VALUES; i++) {
-      sum += weight(values[i]);
-    }
+    for (short i = 0; i < VALUES; i++) { sum += weight(values[i]); }
     row_sum += sum;
   }
 

@@ -72,9 +72,7 @@ METAL_FUNC void store_items(device ELEMENT* row, int64_t stride, uint begin, uin
   UNROLL
   for (short i = 0; i < ITEMS; i++) {
     const uint position = item_position(block, row_thread, i);
-    if (position >= begin && position < length) {
-      row[position * stride] = ELEMENT(items[i]);
-    }
+    if (position >= begin && position < length) { row[position * stride] = ELEMENT(items[i]); }
   }
 }
 
@@ -108,9 +106,7 @@ METAL_FUNC void merge_simdgroups(thread SoftmaxNormaliser& normaliser, threadgro
 #endif
 
   const uint row = row_of(threadgroup_position, threadgroups, thread_index);
-  if (row >= params.rows) {
-    return;
-  }
+  if (row >= params.rows) { return; }
   const ushort row_thread = thread_index % ROW_THREADS;
   const uint length = params.length;
   const device ELEMENT* x_row = x + row_offset(params.x_rows, row);
@@ -132,9 +128,7 @@ METAL_FUNC void merge_simdgroups(thread SoftmaxNormaliser& normaliser, threadgro
   for (uint block = 0; block < length; block += ROW_BLOCK) {
     load_items(x_row, params.x_stride, length, block, row_thread, items);
     UNROLL
-    for (short i = 0; i < ITEMS; i++) {
-      items[i] = normaliser.weight(items[i]) * factor;
-    }
+    for (short i = 0; i < ITEMS; i++) { items[i] = normaliser.weight(items[i]) * factor; }
     store_items(out_row, params.out_stride, 0, length, block, row_thread, items);
   }
 }
@@ -147,23 +141,17 @@ METAL_FUNC void merge_simdgroups(thread SoftmaxNormaliser& normaliser, threadgro
     uint3 threadgroups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]]) {
   const uint row = row_of(threadgroup_position, threadgroups, thread_index);
-  if (row >= params.rows) {
-    return;
-  }
+  if (row >= params.rows) { return; }
   const int64_t query = row % params.q_length;
   const int64_t first_masked = query + params.q_offset + 1;
-  if (first_masked >= params.kv_length) {
-    return;
-  }
+  if (first_masked >= params.kv_length) { return; }
   const uint begin = first_masked < 0 ? 0 : uint(first_masked);
   const ushort row_thread = thread_index % ROW_THREADS;
   device ELEMENT* score_row = scores + row_offset(params.score_rows, row);
 
   float items[ITEMS];
   UNROLL
-  for (short i = 0; i < ITEMS; i++) {
-    items[i] = -INFINITY;
-  }
+  for (short i = 0; i < ITEMS; i++) { items[i] = -INFINITY; }
   for (uint block = begin / ITEMS * ITEMS; block < params.kv_length; block += ROW_BLOCK) {
     store_items(score_row, params.key_stride, begin, params.kv_length, block, row_thread, items);
   }

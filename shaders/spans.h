@@ -35,24 +35,18 @@ struct Unit {
 
   METAL_FUNC void fill(T value) thread {
     UNROLL
-    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
-      fragments[j] = Fragment<T>(value, value);
-    }
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) { fragments[j] = Fragment<T>(value, value); }
   }
 
   // The pairs of 32 lanes lie side by side.
   METAL_FUNC void store(threadgroup Fragment<T>* pairs) const thread {
     UNROLL
-    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
-      pairs[j * SIMD_LANES] = fragments[j];
-    }
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) { pairs[j * SIMD_LANES] = fragments[j]; }
   }
 
   METAL_FUNC void load(const threadgroup Fragment<T>* pairs) thread {
     UNROLL
-    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
-      fragments[j] = pairs[j * SIMD_LANES];
-    }
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) { fragments[j] = pairs[j * SIMD_LANES]; }
   }
 
   template <int FORMAT>

@@ -95,9 +95,7 @@ struct StagedKv {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_pairs<KvTileElement, BLOCK_K, QK_COLUMNS, THREADS, false>(
         k_tile, keys, first_key, sequence.first_key, sequence.kv_length, thread_index);
-    if (!COLUMNS_SPLIT) {
-      stage_values();
-    }
+    if (!COLUMNS_SPLIT) { stage_values(); }
     // The tiles are whole.
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -116,16 +114,12 @@ struct StagedKv {
                                                                                   k_lane);
     }
     if (COLUMNS_SPLIT) {
-      if (seen) {
-        store_part(scores, score_parts, simdgroup, lane);
-      }
+      if (seen) { store_part(scores, score_parts, simdgroup, lane); }
       // Every SIMD group has read the tile of K and written its part of the scores.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_values();
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (seen) {
-        add_other_part(scores, score_parts, simdgroup, lane);
-      }
+      if (seen) { add_other_part(scores, score_parts, simdgroup, lane); }
     }
   }
 

@@ -98,9 +98,7 @@ struct QueryRows {
     UNROLL
     for (short i = 0; i < TENSOR_ROWS; i++) {
       Unit<T> unit;
-      if (!HELD) {
-        unit = read(i, span);
-      }
+      if (!HELD) { unit = read(i, span); }
       UNROLL
       for (short j = 0; j < SPAN_FRAGMENTS; j++) {
         result.fragments[i][j] =

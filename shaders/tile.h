@@ -116,9 +116,7 @@ struct RegisterTile {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       UNROLL
-      for (short j = 0; j < COLUMNS; j++) {
-        fragments[i][j] = Fragment<T>(value, value);
-      }
+      for (short j = 0; j < COLUMNS; j++) { fragments[i][j] = Fragment<T>(value, value); }
     }
   }
 
@@ -126,9 +124,7 @@ struct RegisterTile {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       UNROLL
-      for (short j = 0; j < COLUMNS; j++) {
-        fragments[i][j] *= other.fragments[i][j];
-      }
+      for (short j = 0; j < COLUMNS; j++) { fragments[i][j] *= other.fragments[i][j]; }
     }
   }
 
@@ -136,9 +132,7 @@ struct RegisterTile {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       UNROLL
-      for (short j = 0; j < COLUMNS; j++) {
-        fragments[i][j] *= factor;
-      }
+      for (short j = 0; j < COLUMNS; j++) { fragments[i][j] *= factor; }
     }
   }
 
@@ -146,9 +140,7 @@ struct RegisterTile {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       UNROLL
-      for (short j = 0; j < COLUMNS; j++) {
-        fragments[i][j] += other.fragments[i][j];
-      }
+      for (short j = 0; j < COLUMNS; j++) { fragments[i][j] += other.fragments[i][j]; }
     }
   }
 };
@@ -179,9 +171,7 @@ METAL_FUNC uint load_word(const device T* tensor, Offset row, int column) {
 // Rows that do not start on a 16-byte boundary are read element by element.
 template <int COLUMNS, typename T>
 METAL_FUNC uint4 load_chunk(const device T* tensor, Offset row, int column) {
-  if (WIDE_LOADS) {
-    return *reinterpret_cast<const device uint4*>(tensor + (row + column));
-  }
+  if (WIDE_LOADS) { return *reinterpret_cast<const device uint4*>(tensor + (row + column)); }
   uint4 chunk;
   UNROLL
   for (short i = 0; i < 4; i++) {

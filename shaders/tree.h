@@ -88,9 +88,7 @@ struct TreeInput {
     for (int i = 0; TREE_MASK && i < count; i++) {
       const bool shown = rows[token * row_stride + i] != 0;
       possible = possible && (i == token ? shown : i < token || !shown);
-      if (shown) {
-        seen.add(i);
-      }
+      if (shown) { seen.add(i); }
     }
     for (int next = token; TREE_PARENTS && possible && next >= 0;) {
       seen.add(next);

@@ -94,9 +94,7 @@ struct DirectKv {
                                 bool seen) const thread {
     constexpr short SPANS = HEAD_DIM_QK / KEY_SPAN;
     constexpr short CHAIN = CHAIN_COLUMNS / KEY_SPAN;
-    if (!seen) {
-      return;
-    }
+    if (!seen) { return; }
     scores.fill(0.0f);
     UNROLL
     for (short j = 0; j < KEYS; j++) {
@@ -123,9 +121,7 @@ struct DirectKv {
           }
         }
         UNROLL
-        for (short i = 0; i < ROWS; i++) {
-          scores.fragments[i][j] += chain.fragments[i][0];
-        }
+        for (short i = 0; i < ROWS; i++) { scores.fragments[i][j] += chain.fragments[i][0]; }
       }
     }
   }

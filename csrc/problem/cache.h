@@ -55,9 +55,7 @@ struct KvFormats {
 // an element, which is 8 codes or a third of them.
 constexpr int kv_load_bytes(Element element, KvFormat kv_format) {
   const int format = static_cast<int>(kv_format);
-  if (kv_grouped(format)) {
-    return kv_bits(format) == 3 ? 1 : kv_bits(format);
-  }
+  if (kv_grouped(format)) { return kv_bits(format) == 3 ? 1 : kv_bits(format); }
   return kv_format == KvFormat::kPlain ? 16 : 16 / element_bytes(element) * kv_bits(format) / 8;
 }
 

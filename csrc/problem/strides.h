@@ -8,17 +8,13 @@ namespace metal_attn {
 
 // The tensor is dense (B, H, L, D) or packed (T, H, D).
 inline RowStrides row_strides(const Tensor& tensor) {
-  if (tensor.dim() == 3) {
-    return {0, tensor.stride(1), tensor.stride(0)};
-  }
+  if (tensor.dim() == 3) { return {0, tensor.stride(1), tensor.stride(0)}; }
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
 // One number for each row: dense (B, H, L) or packed (H, T).
 inline RowStrides statistics_strides(const Tensor& tensor) {
-  if (tensor.dim() == 2) {
-    return {0, tensor.stride(0), tensor.stride(1)};
-  }
+  if (tensor.dim() == 2) { return {0, tensor.stride(0), tensor.stride(1)}; }
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 

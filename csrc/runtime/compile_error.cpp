@@ -29,9 +29,7 @@ std::string write_text(const char* family, const std::string& text) {
   begin += std::string("/metal_attn_") + family + "_";
   std::string unfinished = begin + "XXXXXX.metal";
   const int file = mkstemps(unfinished.data(), 6);
-  if (file < 0) {
-    return "";
-  }
+  if (file < 0) { return ""; }
   const bool whole = write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size());
   if (close(file) != 0 || !whole) {
     unlink(unfinished.c_str());
@@ -46,9 +44,7 @@ std::string write_text(const char* family, const std::string& text) {
 
 std::string without_prefix(std::string_view text) {
   constexpr std::string_view kPrefix = "metal_attn: ";
-  if (text.starts_with(kPrefix)) {
-    text.remove_prefix(kPrefix.size());
-  }
+  if (text.starts_with(kPrefix)) { text.remove_prefix(kPrefix.size()); }
   return std::string(text);
 }
 
@@ -75,9 +71,7 @@ void say_if_slow(const char* kernel, int64_t milliseconds) {
   constexpr int64_t kSlow = 2000;
   constexpr int kMostLines = 5;
   static std::atomic<int> lines{0};
-  if (milliseconds <= kSlow) {
-    return;
-  }
+  if (milliseconds <= kSlow) { return; }
   const int line = lines.fetch_add(1) + 1;
   if (line <= kMostLines) {
     std::fprintf(stderr,

@@ -41,9 +41,7 @@ class FixedVector {
   }
   template <typename Iterator>
   void append(Iterator first, Iterator last) {
-    for (; first != last; ++first) {
-      push_back(*first);
-    }
+    for (; first != last; ++first) { push_back(*first); }
   }
 
   std::size_t size() const { return size_; }

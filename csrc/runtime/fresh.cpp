@@ -31,9 +31,7 @@ void metal_attn_track_fresh(int32_t begins) {
   if (begins != 0) {
     t_ops.push_back(t_fresh.size());
   } else if (!t_ops.empty()) {
-    while (t_fresh.size() > t_ops.back()) {
-      t_fresh.pop_back();
-    }
+    while (t_fresh.size() > t_ops.back()) { t_fresh.pop_back(); }
     t_ops.pop_back();
   }
 }
@@ -41,9 +39,7 @@ void metal_attn_track_fresh(int32_t begins) {
 namespace metal_attn {
 
 void remember_fresh(const Tensor& tensor) {
-  if (t_ops.empty()) {
-    return;
-  }
+  if (t_ops.empty()) { return; }
   int64_t bytes = 0;
   TORCH_CALL(aoti_torch_get_storage_size(tensor.get(), &bytes));
   if (bytes > 0) {
@@ -58,18 +54,12 @@ void remember_fresh(const Tensor& tensor) {
 }
 
 uint8_t* initialised_bytes(const void* storage) {
-  if (storage == nullptr) {
-    return nullptr;
-  }
+  if (storage == nullptr) { return nullptr; }
   for (Fresh& fresh : t_fresh) {
-    if (fresh.storage != storage) {
-      continue;
-    }
+    if (fresh.storage != storage) { continue; }
     if (fresh.initialised == nullptr) {
       fresh.initialised.reset(static_cast<uint8_t*>(std::calloc(fresh.bytes, 1)));
-      if (fresh.initialised == nullptr) {
-        throw std::bad_alloc();
-      }
+      if (fresh.initialised == nullptr) { throw std::bad_alloc(); }
     }
     return fresh.initialised.get();
   }

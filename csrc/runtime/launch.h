@@ -47,9 +47,7 @@ using Defines = FixedVector<Define, kMaxDefines>;
 
 // A feature that is off is not defined, which the preprocessor takes for 0.
 inline void define_if(bool on, Defines& defines, const char* name, int64_t value = 1) {
-  if (on) {
-    defines.push_back({name, value});
-  }
+  if (on) { defines.push_back({name, value}); }
 }
 
 // A family's text under the defines of a specialisation, in the order in which they are written.
@@ -109,9 +107,7 @@ using Buffers = FixedVector<BufferArgument, kMaxBuffers>;
 
 // Adds an optional tensor, which must outlive the launch, as a read-only buffer.
 inline void read_if(const OptionalTensor& tensor, Buffers& buffers, uint32_t slot) {
-  if (tensor) {
-    buffers.push_back({slot, *tensor, false});
-  }
+  if (tensor) { buffers.push_back({slot, *tensor, false}); }
 }
 
 // The bytes of a family's params structure.

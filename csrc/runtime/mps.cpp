@@ -127,9 +127,7 @@ class EncodedParams {
 
   void encode(Kernel kernel, unsigned slot) const {
     const BytesShims& shims = bytes_shims();
-    if (bytes_.empty()) {
-      return;
-    }
+    if (bytes_.empty()) { return; }
     if (shims.set_bytes != nullptr) {
       ok(shims.set_bytes(kernel, slot, bytes_.data(), bytes_.size()), "setting the params");
     } else if (shims.set_bytes_member != nullptr) {
@@ -202,15 +200,11 @@ void run_command_block(Kernel kernel, const char* name, const Body& body) {
            Block& b = *static_cast<Block*>(data);
            try {
              b.body();
-           } catch (...) {
-             b.error = std::current_exception();
-           }
+           } catch (...) { b.error = std::current_exception(); }
          },
          &block),
      "running '", name, "'");
-  if (block.error != nullptr) {
-    std::rethrow_exception(block.error);
-  }
+  if (block.error != nullptr) { std::rethrow_exception(block.error); }
 }
 
 // Estimated seconds of our launches since the last commit, in each stream's open command buffer.
@@ -222,9 +216,7 @@ class OpenCommandBuffers {
   // is one of several pieces, which stand alone.
   void make_room(double seconds, bool alone, Kernel kernel, const char* name) {
     double& open = of_current_stream();
-    if (alone || (open > 0 && open + seconds > kCommandBufferSeconds)) {
-      commit(kernel, name);
-    }
+    if (alone || (open > 0 && open + seconds > kCommandBufferSeconds)) { commit(kernel, name); }
     open += seconds;
   }
 
@@ -254,9 +246,7 @@ class OpenCommandBuffers {
     const auto current = commit_shims().current_stream;
     void* const stream = current != nullptr ? current() : nullptr;
     for (auto& [known, open] : streams_) {
-      if (known == stream) {
-        return open;
-      }
+      if (known == stream) { return open; }
     }
     return streams_.emplace_back(stream, 0.0).second;
   }
@@ -324,9 +314,7 @@ class MpsBackend final : public Backend {
       const int64_t begun = milliseconds();
       bool is_new = false;
       kernel = compiled(library, launch, is_new);
-      if (is_new) {
-        say_if_slow(launch.kernel, milliseconds() - begun);
-      }
+      if (is_new) { say_if_slow(launch.kernel, milliseconds() - begun); }
       lock.lock();
     }
     open_.make_room(seconds, alone, kernel, launch.kernel);
@@ -337,9 +325,7 @@ class MpsBackend final : public Backend {
   // Allocates nothing. Null if it has not been compiled.
   static Kernel find_kernel(const Library& library, const char* name) {
     for (const auto& [compiled_name, kernel] : library.kernels) {
-      if (same_text(compiled_name, name)) {
-        return kernel;
-      }
+      if (same_text(compiled_name, name)) { return kernel; }
     }
     return nullptr;
   }

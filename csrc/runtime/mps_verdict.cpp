@@ -34,9 +34,7 @@ std::atomic<Verdict> g_verdict{Verdict::kUnknown};
 // The child of a fork has the parent's Metal objects, which are dead in it. An unusable mps stays
 // unusable for the parent's reason.
 void forked() {
-  if (g_verdict != Verdict::kUnusable) {
-    g_verdict = Verdict::kForked;
-  }
+  if (g_verdict != Verdict::kUnusable) { g_verdict = Verdict::kForked; }
 }
 
 // Registers the handler of forks at the first use of Metal.
@@ -76,9 +74,7 @@ void decide() {
 
 // "" if there is none.
 const char* problem() {
-  if (g_verdict == Verdict::kUnknown) {
-    decide();
-  }
+  if (g_verdict == Verdict::kUnknown) { decide(); }
   switch (g_verdict.load()) {
     case Verdict::kForked:
       return "this process was forked after its parent had used the GPU, and Metal does not work "
@@ -116,9 +112,7 @@ ProbeSettings probe_settings() {
 
 Backend& mps_backend() {
   if (g_verdict != Verdict::kUsable) {
-    if (const char* why = problem(); *why != '\0') {
-      refuse(why);
-    }
+    if (const char* why = problem(); *why != '\0') { refuse(why); }
   }
   return backend();
 }

@@ -6,9 +6,7 @@ namespace metal_attn {
 
 void* find_beside(const void* function, const char* name) {
   Dl_info info{};
-  if (dladdr(function, &info) == 0) {
-    return nullptr;
-  }
+  if (dladdr(function, &info) == 0) { return nullptr; }
   void* library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   void* symbol = library == nullptr ? nullptr : dlsym(library, name);
   // dlsym also looks in what the library depends on.

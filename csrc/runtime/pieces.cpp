@@ -29,15 +29,9 @@ double seconds_of(const Work& work, int64_t threadgroups) {
 
 // Threadgroups that one command buffer may run.
 int64_t most_threadgroups(const Launch& launch, int64_t all) {
-  if (launch.work.threadgroup == 0) {
-    return all;
-  }
-  if (const int64_t limit = g_limit; limit > 0) {
-    return limit;
-  }
-  if (seconds_of(launch.work, all) <= kCommandBufferSeconds) {
-    return all;
-  }
+  if (launch.work.threadgroup == 0) { return all; }
+  if (const int64_t limit = g_limit; limit > 0) { return limit; }
+  if (seconds_of(launch.work, all) <= kCommandBufferSeconds) { return all; }
   // Each core runs one after the other. One threadgroup cannot be divided.
   const double each = launch.work.threadgroup / kProductsPerSecond;
   return std::max<int64_t>(static_cast<int64_t>(kCommandBufferSeconds / each), 1) * gpu().cores;

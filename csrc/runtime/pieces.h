@@ -40,9 +40,7 @@ class Pieces {
     }
     for (int64_t z = 0; z < counts_[2]; ++z) {
       for (int64_t y = 0; y < counts_[1]; ++y) {
-        for (int64_t x = 0; x < counts_[0]; ++x) {
-          run(piece({x, y, z}));
-        }
+        for (int64_t x = 0; x < counts_[0]; ++x) { run(piece({x, y, z})); }
       }
     }
   }

@@ -42,9 +42,7 @@ Values right_values() {
     }
   }
   int squares = 0;
-  for (int lane = 0; lane < PROBE_LANES; ++lane) {
-    squares += lane * lane;
-  }
+  for (int lane = 0; lane < PROBE_LANES; ++lane) { squares += lane * lane; }
   for (int lane = 0; lane < PROBE_LANES; ++lane) {
     values[static_cast<std::size_t>(PROBE_PRODUCTS + lane)] +=
         static_cast<float>(squares + (lane ^ 1));
@@ -91,8 +89,7 @@ void wait_for_what_is_queued(int32_t device_type) {
     Values one(1);
     Tensor host = on_host(one);
     torch::stable::copy_(host, allocate(device_type, 1));
-  } catch (...) {
-  }
+  } catch (...) {}
 }
 
 void launch(Backend& mps, const Program& program, const Tensor& values) {
@@ -107,20 +104,12 @@ void launch(Backend& mps, const Program& program, const Tensor& values) {
 
 std::string comparison(const Values& got) {
   const Values right = right_values();
-  if (got == right) {
-    return "";
-  }
+  if (got == right) { return ""; }
   bool zeros = true;
-  for (const float value : got) {
-    zeros = zeros && value == 0.0f;
-  }
-  if (zeros) {
-    return "a small kernel on it gave zeros";
-  }
+  for (const float value : got) { zeros = zeros && value == 0.0f; }
+  if (zeros) { return "a small kernel on it gave zeros"; }
   std::size_t i = 0;
-  while (got[i] == right[i]) {
-    ++i;
-  }
+  while (got[i] == right[i]) { ++i; }
   std::ostringstream text;
   text << "a small kernel on it gave " << got[i] << " where " << right[i] << " is right";
   return text.str();
@@ -209,9 +198,7 @@ std::string probe_values(Backend& mps, const ProbeSettings& settings, const Prog
 
 std::string probe(Backend& mps, const ProbeSettings& settings) {
   const std::string problem = name_problem();
-  if (!problem.empty()) {
-    return problem;
-  }
+  if (!problem.empty()) { return problem; }
   return first_line(probe_values(mps, settings, {"probe", {}}, Values(kSize, kBefore), comparison));
 }
 

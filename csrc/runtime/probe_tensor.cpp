@@ -75,9 +75,7 @@ struct Product {
 };
 
 std::vector<Product> products(bool float32) {
-  if (float32) {
-    return {{false, true}, {true, false}};
-  }
+  if (float32) { return {{false, true}, {true, false}}; }
   return {{false, false}, {false, false}, {true, false}, {true, false}};
 }
 
@@ -103,14 +101,10 @@ std::string product_problem(const Values& got, bool float32) {
 }
 
 std::string comparison(const Values& got, bool float32) {
-  if (at(got, PROBE_TENSOR_LANGUAGE) == 0.0f) {
-    return kNoTensorLanguage;
-  }
+  if (at(got, PROBE_TENSOR_LANGUAGE) == 0.0f) { return kNoTensorLanguage; }
   for (const auto& problem : {capacity_problem, layout_problem}) {
     const std::string why = problem(got);
-    if (!why.empty()) {
-      return why;
-    }
+    if (!why.empty()) { return why; }
   }
   return product_problem(got, float32);
 }

@@ -70,9 +70,7 @@ class SimulatorBackend final : public Backend {
   void run_piece(const Launch& launch) {
     const metal_attn_simulate simulate = simulate_callback();
     FixedVector<SimulatorBuffer, kMaxBuffers + 1> buffers;
-    for (const BufferArgument& argument : launch.buffers) {
-      buffers.push_back(describe(argument));
-    }
+    for (const BufferArgument& argument : launch.buffers) { buffers.push_back(describe(argument)); }
     if (!launch.params.empty()) {
       void* params = const_cast<std::byte*>(launch.params.data());
       buffers.push_back({launch.params_slot, SPACE_CONSTANT, 0, params, launch.params.size(), 0,

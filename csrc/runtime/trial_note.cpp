@@ -43,16 +43,12 @@ bool is_at(const struct stat& file, const std::string& path) {
 }  // namespace
 
 BegunTrial begin_trial(const std::string& path, std::chrono::milliseconds limit, bool again) {
-  if (path.empty()) {
-    return {};
-  }
+  if (path.empty()) { return {}; }
   std::error_code error;
   std::filesystem::create_directories(std::filesystem::path(path).parent_path(), error);
   for (std::chrono::milliseconds waited{0};; waited += kPause) {
     const int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (file < 0) {
-      return {};
-    }
+    if (file < 0) { return {}; }
     const int problem = flock(file, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
     struct stat status{};
     fstat(file, &status);
@@ -66,9 +62,7 @@ BegunTrial begin_trial(const std::string& path, std::chrono::milliseconds limit,
         return {nullptr, "an earlier process began to try them and did not get to the end"};
       }
       const std::string text = std::to_string(getpid()) + "\n";
-      if (ftruncate(file, 0) == 0 && write(file, text.data(), text.size()) > 0) {
-        fsync(file);
-      }
+      if (ftruncate(file, 0) == 0 && write(file, text.data(), text.size()) > 0) { fsync(file); }
       return {std::make_shared<const Note>(path, file), ""};
     }
     close(file);

@@ -28,24 +28,18 @@ void Worker::pass_fence(uint32_t flags, bool local) try {
   if (!orders) orders = std::make_unique<Order[]>(kMaxThreads);
   orders[fiber.index].pass_fence(fence);
   run->messages.expect();
-} catch (const std::bad_alloc&) {
-  give_up(kNoMemory);
-}
+} catch (const std::bad_alloc&) { give_up(kNoMemory); }
 
 void Worker::publish(const void* address, bool update) try {
   run->messages.publish(address, orders ? orders[current().index].published : nullptr, update);
-} catch (const std::bad_alloc&) {
-  give_up(kNoMemory);
-}
+} catch (const std::bad_alloc&) { give_up(kNoMemory); }
 
 void Worker::observe(const void* address) try {
   const Knowledge message = run->messages.at(address);
   if (!message) return;
   if (!orders) orders = std::make_unique<Order[]>(kMaxThreads);
   orders[current().index].see(message);
-} catch (const std::bad_alloc&) {
-  give_up(kNoMemory);
-}
+} catch (const std::bad_alloc&) { give_up(kNoMemory); }
 
 void Worker::share_order(uint32_t flags) try {
   Fence together{};
@@ -55,15 +49,11 @@ void Worker::share_order(uint32_t flags) try {
       together.since[memory] = together.epoch[memory] = clocks[memory].epoch();
   bool orders_device = flags & kMemFlags[kDeviceMemory];
   pass_barrier(orders.get(), threads, orders_device, orders_device ? &together : nullptr);
-} catch (const std::bad_alloc&) {
-  give_up(kNoMemory);
-}
+} catch (const std::bad_alloc&) { give_up(kNoMemory); }
 
 void Worker::share_order(Group& group, uint32_t flags) try {
   uint32_t lanes = static_cast<uint32_t>(__builtin_popcount(group.full));
   pass_barrier(&orders[group.lanes->index], lanes, flags & kMemFlags[kDeviceMemory], nullptr);
-} catch (const std::bad_alloc&) {
-  give_up(kNoMemory);
-}
+} catch (const std::bad_alloc&) { give_up(kNoMemory); }
 
 }  // namespace metal_attn::simulator

@@ -104,8 +104,7 @@ void grow(Run& run, Regions& regions, std::vector<std::thread>& threads) {
       threads.emplace_back([&run, worker] { work(run, *worker); });
       ++run.working;
       return;
-    } catch (const std::system_error&) {
-    }
+    } catch (const std::system_error&) {}
   run.may_grow = false;
 }
 

@@ -91,9 +91,7 @@ void FlashBwdSpecialisation::cut() {
 
 bool FlashBwdSpecialisation::can_run() const {
   const int parts = column_simdgroups;
-  if (simdgroups % parts != 0) {
-    return false;
-  }
+  if (simdgroups % parts != 0) { return false; }
   if (tensor_tiles) {
     return block == kTensorSpan && row_fragments == 2 && parts <= 2 && !rows_in_threadgroup;
   }
@@ -101,9 +99,7 @@ bool FlashBwdSpecialisation::can_run() const {
       v_slice() % (8 * parts) != 0) {
     return false;
   }
-  if (exchanges_weights()) {
-    return row_fragments % row_parts() == 0;
-  }
+  if (exchanges_weights()) { return row_fragments % row_parts() == 0; }
   return row_fragments <= 2 && parts <= 2 && fragments(head_dim_qk) % parts == 0 &&
          fragments(head_dim_v) % parts == 0;
 }

@@ -34,9 +34,7 @@ constexpr int kFewestKeyLanes = 4;
 
 int power_of_2(int64_t least) {
   int power = 1;
-  while (power < least) {
-    power *= 2;
-  }
+  while (power < least) { power *= 2; }
   return power;
 }
 
@@ -69,13 +67,9 @@ int FlashDecodeSpecialisation::key_simdgroups() const {
 // As few as read the keys as rarely as the most would.
 int FlashDecodeSpecialisation::row_simdgroups() const {
   const int columns = column_simdgroups();
-  if (columns == 1 || v_in_k) {
-    return 1;
-  }
+  if (columns == 1 || v_in_k) { return 1; }
   int most = std::max(kMostThreads / (32 * columns), 1);
-  while (most > 1 && threadgroup_bytes(most) > THREADGROUP_MEMORY_BYTES) {
-    --most;
-  }
+  while (most > 1 && threadgroup_bytes(most) > THREADGROUP_MEMORY_BYTES) { --most; }
   const int64_t tiles = std::max<int64_t>((all_rows + tile_rows() - 1) / tile_rows(), 1);
   const int64_t tile_passes = (tiles + most - 1) / most;
   return static_cast<int>((tiles + tile_passes - 1) / tile_passes);
@@ -85,9 +79,7 @@ void FlashDecodeSpecialisation::cut() {
   spans = (most_spans(*this) + column_simdgroups() - 1) / column_simdgroups();
   row_fragments = static_cast<int>(std::clamp<int64_t>((all_rows + 7) / 8, 1, row_fragments));
   vector_rows = vector_rows > 0 ? power_of_2(all_rows) : 0;
-  while (features.kv_block() % tile_keys() != 0) {
-    key_fragments /= 2;
-  }
+  while (features.kv_block() % tile_keys() != 0) { key_fragments /= 2; }
 }
 
 bool FlashDecodeSpecialisation::can_run() const {

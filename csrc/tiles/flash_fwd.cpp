@@ -37,9 +37,7 @@ bool FlashFwdSpecialisation::can_run() const {
       simdgroups % column_simdgroups != 0) {
     return false;
   }
-  if (tensor_tiles) {
-    return block_k == kTensorSpan && column_simdgroups == 1 && kv_staged;
-  }
+  if (tensor_tiles) { return block_k == kTensorSpan && column_simdgroups == 1 && kv_staged; }
   if (kv_staged) {
     return fragments(head_dim_qk) % column_simdgroups == 0 && v_slice / 8 % column_simdgroups == 0;
   }
@@ -50,9 +48,7 @@ bool FlashFwdSpecialisation::can_run() const {
 }
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
-  if (tensor_tiles || !kv_staged) {
-    return 0;
-  }
+  if (tensor_tiles || !kv_staged) { return 0; }
   const int k_columns = padded(8 * fragments(head_dim_qk));
   const int v_columns = padded(v_slice);
   const bool shared = column_simdgroups > 1;  // V is staged where K was

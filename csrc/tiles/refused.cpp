@@ -41,9 +41,7 @@ bool is_refused(const std::string& key, const std::string& name) {
 bool refuse_tile(const std::string& key, const std::string& name, const std::string& why) {
   static auto* const mutex = new std::mutex;
   const std::lock_guard lock(*mutex);
-  if (is_refused(key, name)) {
-    return false;
-  }
+  if (is_refused(key, name)) { return false; }
   const RefusedTiles* all = refused_tiles();
   auto more =
       all == nullptr ? std::make_unique<RefusedTiles>() : std::make_unique<RefusedTiles>(*all);
@@ -55,16 +53,12 @@ bool refuse_tile(const std::string& key, const std::string& name, const std::str
 std::string no_tile_left(const std::string& key, std::string_view problem) {
   const std::vector<RefusedTile>& tiles = refused_tiles()->find(key)->second;
   const std::string& why = tiles.front().why;
-  if (tiles.size() == 1) {
-    return why;
-  }
+  if (tiles.size() == 1) { return why; }
   const std::string first = first_line_of(why);
   std::ostringstream text;
   text << first << "; all " << tiles.size() << " tiles of " << problem << " are refused"
        << why.substr(first.size());
-  for (std::size_t i = 1; i < tiles.size(); ++i) {
-    text << '\n' << first_line_of(tiles[i].why);
-  }
+  for (std::size_t i = 1; i < tiles.size(); ++i) { text << '\n' << first_line_of(tiles[i].why); }
   return text.str();
 }
 

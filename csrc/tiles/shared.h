@@ -19,9 +19,7 @@ inline int slice_columns(int columns, int slices, int unit) {
 // The largest p <= most such that p * rows divides the block; 0 if there is none. Without a
 // BlockMask the block is 0, which any rows divide.
 inline int parts_within(int block, int rows, int most) {
-  while (most > 0 && block % (rows * most) != 0) {
-    --most;
-  }
+  while (most > 0 && block % (rows * most) != 0) { --most; }
   return most;
 }
 

@@ -190,9 +190,7 @@ std::optional<Specialisation> default_tile(const Specialisation& problem, const 
       if (auto candidate = with_tile(problem, row.tile)) {
         candidate->defaults = &row.conditions;
         candidate->refused = is_refused(*candidate);
-        if (!candidate->refused) {
-          return candidate;
-        }
+        if (!candidate->refused) { return candidate; }
         first = first ? first : candidate;
       }
     }
@@ -205,15 +203,11 @@ std::optional<Specialisation> default_tile(const Specialisation& problem, const 
 template <class Specialisation>
 Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys) {
   const TileTable* table = tile_table();
-  if (table == nullptr) {
-    return chosen;
-  }
+  if (table == nullptr) { return chosen; }
   const TileKey key = key_of(chosen, queries, keys);
   auto entry = table->find(std::string_view(chosen.kernel()));
   entry = entry != table->end() ? entry : table->find(key.text());
-  if (entry == table->end()) {
-    return chosen;
-  }
+  if (entry == table->end()) { return chosen; }
   Specialisation s = chosen;
   s.row = &entry->second;
   if (!s.row->give(s.tile()) || !runs(s)) {
@@ -221,9 +215,7 @@ Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys
     return chosen;
   }
   s.refused = false;
-  if (!s.row->tries() && is_refused(s)) {
-    return chosen;
-  }
+  if (!s.row->tries() && is_refused(s)) { return chosen; }
   s.defaults = s.tile() == chosen.tile() ? chosen.defaults : nullptr;
   return s;
 }
@@ -237,14 +229,10 @@ std::vector<std::string> tile_candidates(const Specialisation& chosen, const Gpu
   std::vector<std::string> texts{tile_text(chosen)};
   const TileConditions conditions = chosen.conditions(gpu.family);
   for (const auto& row : chosen.table()) {
-    if (texts.size() == kMostCandidates || !row.conditions.suits(conditions)) {
-      continue;
-    }
+    if (texts.size() == kMostCandidates || !row.conditions.suits(conditions)) { continue; }
     if (const auto other = with_tile(chosen, row.tile)) {
       const std::string text = tile_text(*other);
-      if (std::find(texts.begin(), texts.end(), text) == texts.end()) {
-        texts.push_back(text);
-      }
+      if (std::find(texts.begin(), texts.end(), text) == texts.end()) { texts.push_back(text); }
     }
   }
   return texts;

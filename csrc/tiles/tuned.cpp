@@ -24,9 +24,7 @@ const void* metal_attn_make_tiles(const char* rows) {
   auto table = std::make_unique<metal_attn::TileTable>();
   for (std::string_view rest = rows; !rest.empty();) {
     std::string_view line = take_until(rest, '\n');
-    if (std::count(line.begin(), line.end(), '\t') != 2) {
-      return nullptr;
-    }
+    if (std::count(line.begin(), line.end(), '\t') != 2) { return nullptr; }
     const std::string key(take_until(line, '\t'));
     const std::string tile(take_until(line, '\t'));
     table->try_emplace(key, key, tile, std::string(line));
@@ -91,9 +89,7 @@ TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_
 
 bool read_knob(std::string_view& text, std::string_view name, int& value) {
   std::string_view word = take_until(text, ' ');
-  if (take_until(word, '=') != name) {
-    return false;
-  }
+  if (take_until(word, '=') != name) { return false; }
   const char* end = word.data() + word.size();
   const auto [rest, error] = std::from_chars(word.data(), end, value);
   return error == std::errc() && rest == end;

@@ -56,9 +56,7 @@ class TileRow {
   bool give(Tile& tile) const {
     std::string_view rest = tile_;
     for (const auto& knob : Tile::knobs()) {
-      if (!read_knob(rest, knob.name, tile.*knob.value)) {
-        return false;
-      }
+      if (!read_knob(rest, knob.name, tile.*knob.value)) { return false; }
     }
     return rest.empty();
   }

@@ -250,7 +250,7 @@ def gradient_of_the_table():
 
 MUTANTS = {
     indices_out_of_range: """
-        indices are clamped [wrong or race]: return {~outside || =>~} found
+        indices are clamped [wrong or race]: return {~outside || =>~} element
     """,
     gradient_of_the_table: """
         another's copy [wrong or race]: {~split * SIMDGROUPS + =>~} simdgroup

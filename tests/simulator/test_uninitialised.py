@@ -72,8 +72,8 @@ def test_what_an_op_allocates_is_uninitialised(monkeypatch):
     plant(
         monkeypatch,
         "flash_decode",
-        "row < share.end) {\n        results.store_lse",
-        "row + 1 < share.end) {\n        results.store_lse",
+        "result.has_row(tile_row)) {\n        result.split.store_lse",
+        "result.has_row(tile_row + 1)) {\n        result.split.store_lse",
     )
     expect_caught(problems.splits, fault="uninitialised", kernel="merge_splits")
 

@@ -128,15 +128,11 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
 // Per-sequence lengths: at most the keys that the sequence has.
 void check_lengths(ArgumentName name, const OptionalTensor& lengths, const FlashFwdArguments& a,
                    const FlashFwdCall& call) {
-  if (!lengths) {
-    return;
-  }
+  if (!lengths) { return; }
   check_index(name, *lengths, "q", a.q);
   check_shape(name, *lengths, {{call.batch}});
   const int32_t* values = values_on_cpu(*lengths);
-  if (values == nullptr) {
-    return;
-  }
+  if (values == nullptr) { return; }
   const int32_t* ends = a.packs_keys() ? values_on_cpu(*a.packing->cu_seqlens_k) : nullptr;
   for (int64_t b = 0; b < call.batch; ++b) {
     const int32_t keys = ends != nullptr ? ends[b + 1] - ends[b] : call.kv_length;
@@ -236,9 +232,7 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
   const RotaryTable* first = nullptr;
   bool aligned = true;
   for (const RotaryTable& table : tables) {
-    if (!table.tensor) {
-      continue;
-    }
+    if (!table.tensor) { continue; }
     const Tensor& tensor = *table.tensor;
     check_same_device(table.name, tensor, "q", a.q);
     check_element(table.name, tensor);
@@ -251,9 +245,7 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
           head_dim);
     check_rows(table.name, tensor);
     aligned = aligned && rows_aligned_16(tensor);
-    if (first == nullptr) {
-      first = &table;
-    }
+    if (first == nullptr) { first = &table; }
     const Tensor& other = *first->tensor;
     check(
         dtype_of(tensor) == dtype_of(other) && tensor.size(rank - 1) == other.size(other.dim() - 1),
@@ -298,9 +290,7 @@ bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
                 const FlashFwdCall& call) {
   const bool left = o.window_size_left >= 0;
   const bool right = o.causal || o.window_size_right >= 0;
-  if (features.packs_queries() || o.seqused_k) {
-    return left || right;
-  }
+  if (features.packs_queries() || o.seqused_k) { return left || right; }
   const int64_t offset = o.q_offset.value_or(int64_t{call.kv_length} - call.q_length);
   const int64_t window_right = o.causal ? 0 : o.window_size_right;
   // The first query's last key, the last query's first one: the sizes may be near 2^63.
@@ -326,9 +316,7 @@ int64_t window_left(const FlashFwdOptions& o) {
 }
 
 int64_t window_right(const FlashFwdOptions& o) {
-  if (o.causal) {
-    return 0;
-  }
+  if (o.causal) { return 0; }
   return o.window_size_right < 0 ? NO_WINDOW : std::min(o.window_size_right, int64_t{1} << 33);
 }
 
@@ -384,9 +372,7 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   }
   problem.head_dim_qk = check_head_dim("q", a.q.size(a.q.dim() - 1), kMaxHeadDimQk);
   problem.head_dim_v = check_head_dim("v", kv_columns(a.v, formats.v), kMaxHeadDimV);
-  if (!is_checked(a.cache, call.batch)) {
-    check_scales(a.cache, formats, a.k, a.v, call.batch);
-  }
+  if (!is_checked(a.cache, call.batch)) { check_scales(a.cache, formats, a.k, a.v, call.batch); }
   features.cache = cache_features(a.cache, formats, problem.element, a.k);
   problem.aligned = rows_aligned(a.k, kv_load_bytes(problem.element, formats.k)) &&
                     rows_aligned(a.v, kv_load_bytes(problem.element, formats.v));
@@ -404,9 +390,7 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   check_numbers(o, call.scale);
   check_lengths("seqused_k", o.seqused_k, a, call);
   check_lengths("leftpad_k", o.leftpad_k, a, call);
-  if (a.cache.indexed()) {
-    check_cache_values(a.cache, a.k, seen_keys(a, call));
-  }
+  if (a.cache.indexed()) { check_cache_values(a.cache, a.k, seen_keys(a, call)); }
   features.seqused_k = o.seqused_k.has_value();
   features.leftpad_k = o.leftpad_k.has_value();
   features.chunk = o.attention_chunk > 0;
@@ -415,9 +399,7 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   check_score_options(a, call, features);
   check_rotary(a, call, problem.head_dim_qk, features);
   check_dropout(a, features);
-  if (a.flex) {
-    features.flex = check_flex(*a.flex, a.q, call);
-  }
+  if (a.flex) { features.flex = check_flex(*a.flex, a.q, call); }
 
   features.band = hides_keys(o, features, call);
   call.problem = problem;

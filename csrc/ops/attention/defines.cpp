@@ -36,9 +36,7 @@ void define_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
   const CacheFeatures& cache = f.cache;
   define_if(cache.page_size > 0, defines, "PAGE_SIZE", cache.page_size);
   define_if(cache.batch_idx, defines, "CACHE_BATCH_IDX", 1);
-  if (cache.element) {
-    define("KV_ELEMENT", element_name(*cache.element));
-  }
+  if (cache.element) { define("KV_ELEMENT", element_name(*cache.element)); }
   if (cache.formats.quantised()) {
     const auto [k, v] = cache.formats;
     define("KV_FORMAT", static_cast<int>(k));
@@ -57,9 +55,7 @@ void define_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
                                                          {"FLEX_SHARE", flex.share},
                                                          {"FLEX_PLACE", flex.place}};
     for (const auto& [name, text] : texts) {
-      if (text != nullptr) {
-        define(name, text);
-      }
+      if (text != nullptr) { define(name, text); }
     }
     if (flex.q_block > 0) {
       define("FLEX_Q_BLOCK", flex.q_block);

@@ -27,9 +27,7 @@ MaskStrides mask_strides(const OptionalTensor& mask) {
 namespace {
 
 TableStrides table_strides(const OptionalTensor& table) {
-  if (!table) {
-    return {};
-  }
+  if (!table) { return {}; }
   const bool shared = table->dim() == 2 || table->size(0) == 1;
   return {shared ? 0 : table->stride(0), table->stride(table->dim() - 2)};
 }
@@ -51,9 +49,7 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
   if (o.alibi_slopes && o.alibi_slopes->dim() == 2) {
     params.alibi_batch_stride = o.alibi_slopes->stride(0);
   }
-  if (a.flex) {
-    params.flex = flex_params(*a.flex, FlexWalk::kOverKeys);
-  }
+  if (a.flex) { params.flex = flex_params(*a.flex, FlexWalk::kOverKeys); }
   params.q_offset = o.q_offset.value_or(0);
   params.bottom_right = !o.q_offset;
   params.window_left = window_left(o);
@@ -88,9 +84,7 @@ Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
     buffers.push_back({slot, tensor.numel() > 0 ? tensor : present, false});
   };
   const auto read_given = [&](uint32_t slot, const OptionalTensor& tensor) {
-    if (tensor) {
-      read(slot, *tensor);
-    }
+    if (tensor) { read(slot, *tensor); }
   };
   const FlashFwdOptions& o = a.options;
   read(FLASH_Q, a.q);

@@ -87,12 +87,8 @@ FlashBwdCall check_and_choose(const FlashBwdArguments& a, bool tensor_tiles) {
   check_like_out("dout", a.dout, f);
   check_statistics("softmax_lse", a.softmax_lse, f);
   check_contiguous("softmax_lse", a.softmax_lse);
-  if (f.flex) {
-    check_flex_gradients(*f.flex);
-  }
-  if (a.dlse) {
-    check_statistics("dlse", *a.dlse, f);
-  }
+  if (f.flex) { check_flex_gradients(*f.flex); }
+  if (a.dlse) { check_statistics("dlse", *a.dlse, f); }
 
   FlashFwdFeatures& features = call.forward.problem.features;
   features.mask_blocks = skips_mask_blocks(call.forward);
@@ -143,9 +139,7 @@ FlashBwdParams params_of(const FlashBwdCall& call, const FlashBwdArguments& a, c
   params.dout_strides = row_strides(a.dout);
   params.dq_strides = row_strides(dq);
   params.lse_strides = statistics_strides(delta);
-  if (a.dlse) {
-    params.dlse_strides = statistics_strides(*a.dlse);
-  }
+  if (a.dlse) { params.dlse_strides = statistics_strides(*a.dlse); }
   return params;
 }
 
@@ -200,9 +194,7 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
   Launch launch(s.kernel(), flash_bwd_defines(s));
   launch.buffers = flash_inputs(call.forward, a.forward);
   append_block_lists(launch.buffers, a.forward, walk);
-  if (a.forward.flex) {
-    params.problem.flex = flex_params(*a.forward.flex, walk);
-  }
+  if (a.forward.flex) { params.problem.flex = flex_params(*a.forward.flex, walk); }
   walk_along(lists, launch.buffers, params.problem);
   // Without queries these have no memory and are not read.
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
@@ -219,9 +211,7 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
 JsonObject note_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, const Tensor& q) {
   const std::string problem = tensor_tiles_problem(q, Pass::kBackward);
   const char* why_not = no_tensor_gradients(call.problem);
-  if (why_not == nullptr && problem.empty() && !s.tensor_tiles) {
-    why_not = kTensorTilesRefused;
-  }
+  if (why_not == nullptr && problem.empty() && !s.tensor_tiles) { why_not = kTensorTilesRefused; }
   std::string reason;
   for (const std::string& more :
        {missing_tensor_tiles(why_not, problem), describe_tf32(s.element, s.tensor_tiles),

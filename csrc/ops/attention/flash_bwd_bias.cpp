@@ -85,9 +85,7 @@ FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
   constexpr double kMaxTiles = 4e18;
   check(shared < kMaxTiles, "`q` has ", shared,
         " tiles of scores that share one element; they must be fewer than 2^62");
-  if (f.q.numel() == 0 || f.k.numel() == 0) {
-    call.shared_tiles = 0;
-  }
+  if (f.q.numel() == 0 || f.k.numel() == 0) { call.shared_tiles = 0; }
   const double owned_tiles = double(owned[0]) * owned[1] * owned[2] * owned[3];
   call.splits = score_gradient_splits(static_cast<int64_t>(std::min(owned_tiles, double{1 << 30})),
                                       call.shared_tiles);
@@ -134,13 +132,9 @@ FlashBwdBiasParams params_of(const FlashBwdBiasCall& call, const FlashBwdBiasArg
 Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   const FlashBwdBiasCall call = check_and_choose(a, slopes);
   const Tensor& like = call.like;
-  if (!call.launches()) {
-    return new_zeros(like, sizes_of(like), like.scalar_type());
-  }
+  if (!call.launches()) { return new_zeros(like, sizes_of(like), like.scalar_type()); }
   Dims sizes;
-  if (!call.direct()) {
-    sizes.push_back(call.splits);
-  }
+  if (!call.direct()) { sizes.push_back(call.splits); }
   sizes.append(like.sizes().begin(), like.sizes().end());
   Tensor result = new_empty(like, sizes, call.direct() ? like.scalar_type() : ScalarType::Float);
   Launch launch("flash_bwd_bias", defines_of(call));
@@ -154,9 +148,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   note(backend,
        [&] { return score_gradient_note(call.specialisation).add("splits", call.splits); });
   run_chosen(backend, launch, call.specialisation, call.forward.q_length, call.forward.kv_length);
-  if (call.direct()) {
-    return result;
-  }
+  if (call.direct()) { return result; }
   const std::array<int64_t, 1> parts{0};
   return torch::stable::to(torch::stable::sum(result, IntHeaderOnlyArrayRef(parts)),
                            like.scalar_type());
@@ -167,9 +159,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
 // No more parts than keep the GPU busy. Each part writes a float32 copy of the tensor, so all
 // copies have less than twice kBusyThreadgroups tiles, however large the tensor is.
 int64_t score_gradient_splits(int64_t owned, int64_t shared) {
-  if (owned == 0 || shared == 0) {
-    return 1;
-  }
+  if (owned == 0 || shared == 0) { return 1; }
   // Threadgroups of four SIMD groups that keep the largest GPU, of 80 cores, busy.
   constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / 4;
   return std::min(shared, (kBusyThreadgroups + owned - 1) / owned);

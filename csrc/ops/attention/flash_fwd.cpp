@@ -126,9 +126,7 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
-  if (!uses_tensor_tiles(a.q, backend, Pass::kForward)) {
-    return flash_fwd(a, backend, false);
-  }
+  if (!uses_tensor_tiles(a.q, backend, Pass::kForward)) { return flash_fwd(a, backend, false); }
   try {
     return flash_fwd(a, backend, true);
   } catch (const CompileError& error) {

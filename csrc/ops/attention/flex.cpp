@@ -26,9 +26,7 @@ const char* interned(const std::string& text) {
 
 std::vector<int64_t> ranks_of(const FlexOptions& flex) {
   std::vector<int64_t> ranks;
-  for (const Tensor& tensor : flex.captures) {
-    ranks.push_back(tensor.dim());
-  }
+  for (const Tensor& tensor : flex.captures) { ranks.push_back(tensor.dim()); }
   return ranks;
 }
 
@@ -109,9 +107,7 @@ void check_list_shape(ArgumentName name, const Tensor& tensor, int64_t rank, int
 
 // Counts and entries that are on the CPU are in range.
 void check_list_values(const List& list, int64_t others) {
-  if (!list.counts->is_cpu() || list.counts->numel() == 0) {
-    return;
-  }
+  if (!list.counts->is_cpu() || list.counts->numel() == 0) { return; }
   const Tensor& counts = *list.counts;
   const Tensor& indices = *list.indices;
   const auto* count = static_cast<const int32_t*>(counts.const_data_ptr());
@@ -169,9 +165,7 @@ const OptionalTensor& order_of(const FlexOptions& flex, FlexWalk walk) {
 void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
                  const FlashFwdCall& call) {
   const OptionalTensor& order = order_of(flex, walk);
-  if (!order) {
-    return;
-  }
+  if (!order) { return; }
   const bool over_keys = walk == FlexWalk::kOverKeys;
   ArgumentName name = over_keys ? "kv_order" : "q_order";
   check(lists_of(flex, walk)[0].counts.has_value(), name, " is given and ",
@@ -319,9 +313,7 @@ FlexParams flex_params(const FlexOptions& flex, FlexWalk walk) {
 }
 
 void append_block_lists(Buffers& buffers, const FlashFwdArguments& a, FlexWalk walk) {
-  if (!a.flex) {
-    return;
-  }
+  if (!a.flex) { return; }
   const std::array<List, 2> lists = lists_of(*a.flex, walk);
   const std::array<uint32_t, 4> slots{FLEX_BLOCK_COUNTS, FLEX_BLOCK_INDICES, FLEX_FULL_BLOCK_COUNTS,
                                       FLEX_FULL_BLOCK_INDICES};
@@ -337,9 +329,7 @@ void append_block_lists(Buffers& buffers, const FlashFwdArguments& a, FlexWalk w
 }
 
 void append_block_order(Launch& launch, const FlashFwdArguments& a, FlexWalk walk) {
-  if (!a.flex || !starts_in_order(*a.flex, walk)) {
-    return;
-  }
+  if (!a.flex || !starts_in_order(*a.flex, walk)) { return; }
   const auto [x, y, z] = launch.threadgroups;
   check(double(x) * y * z <= double(std::numeric_limits<uint32_t>::max()),
         walk == FlexWalk::kOverKeys ? "`kv_order`" : "`q_order`", " is given for a grid of ", x,

@@ -59,9 +59,7 @@ Type to_owned(Type value) {
 
 inline std::vector<std::string> to_owned(const std::optional<TextHandles>& handles) {
   std::vector<std::string> texts;
-  for (StringHandle handle : handles.value_or(TextHandles{})) {
-    texts.push_back(to_owned(handle));
-  }
+  for (StringHandle handle : handles.value_or(TextHandles{})) { texts.push_back(to_owned(handle)); }
   return texts;
 }
 

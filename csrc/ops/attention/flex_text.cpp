@@ -107,9 +107,7 @@ class Reader {
     int open = 0;
     bool after_value = false;
     while (open > 0 || !skip(end)) {
-      if (skip(" ")) {
-        continue;
-      }
+      if (skip(" ")) { continue; }
       const bool opens = skip("(");
       const bool closes = open > 0 && !opens && skip(")");
       open += opens ? 1 : closes ? -1 : 0;

@@ -89,9 +89,7 @@ const char* no_mask_blocks(const FlashFwdCall& call) {
       f.cache.batch_idx) {
     return "as causality, windows, chunks, lengths or pages hide keys too";
   }
-  if (call.kv_length < kManyRows || scores(call) < kManyScores) {
-    return "as the call is short";
-  }
+  if (call.kv_length < kManyRows || scores(call) < kManyScores) { return "as the call is short"; }
   const int queries = std::min(call.q_length, kTileQueries);
   const double loads =
       queries * mask_elements(call) / scores(call) / (reads_words(call) ? kWord : 1);
@@ -109,9 +107,7 @@ bool skips_mask_blocks(const FlashFwdCall& call) {
 std::optional<MaskBlocks> list_mask_blocks(const FlashFwdCall& call,
                                            const FlashFwdFeatures& features, const MaskTile& tile,
                                            Backend& backend) {
-  if (!features.mask_blocks) {
-    return std::nullopt;
-  }
+  if (!features.mask_blocks) { return std::nullopt; }
   const ListShape shape = shape_of(call, tile);
   MaskBlocks lists{
       new_empty(*call.mask, Dims{shape.batch, shape.heads, shape.lists}, ScalarType::Int),
@@ -129,18 +125,14 @@ std::optional<MaskBlocks> list_mask_blocks(const FlashFwdCall& call,
 }
 
 void walk_along(const std::optional<MaskBlocks>& lists, Buffers& buffers, FlashParams& problem) {
-  if (!lists) {
-    return;
-  }
+  if (!lists) { return; }
   buffers.push_back({FLEX_BLOCK_COUNTS, lists->counts, false});
   buffers.push_back({FLEX_BLOCK_INDICES, lists->entries, false});
   problem.flex.partial = block_list_params(lists->counts, lists->entries);
 }
 
 std::string describe_mask_blocks(const FlashFwdCall& call, const MaskTile& tile) {
-  if (!call.mask) {
-    return "";
-  }
+  if (!call.mask) { return ""; }
   if (const char* reason = no_mask_blocks(call)) {
     return std::string("blocks that attn_mask hides are computed, ") + reason;
   }

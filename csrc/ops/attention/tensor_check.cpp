@@ -92,9 +92,7 @@ std::string difference(const std::string& what, const Tensor& tensor_tiles,
   const auto actual = values_of(tensor_tiles);
   const auto expected = values_of(matrix_tiles);
   float largest = 1.0f;
-  for (const float value : expected) {
-    largest = std::max(largest, std::fabs(value));
-  }
+  for (const float value : expected) { largest = std::max(largest, std::fabs(value)); }
   for (std::size_t i = 0; i < expected.size(); ++i) {
     if (!(std::fabs(actual[i] - expected[i]) <= roundings * largest)) {
       std::ostringstream text;
@@ -140,9 +138,7 @@ std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool
         different = different.empty() ? compare(name, *actual, *expected, 8) : different;
       }
     }
-    if (!different.empty()) {
-      return different;
-    }
+    if (!different.empty()) { return different; }
   }
   return "";
 }

@@ -44,12 +44,8 @@ bool wanted() {
 bool wanted(bool float32) { return (!float32 || tf32_allowed()) && wanted(); }
 
 std::string why_unwanted() {
-  if (setting() == Setting::kOff) {
-    return std::string(kSetting) + " is off";
-  }
-  if (wanted()) {
-    return "tensor operations cut float32 to 11 bits, and " + tf32_reason();
-  }
+  if (setting() == Setting::kOff) { return std::string(kSetting) + " is off"; }
+  if (wanted()) { return "tensor operations cut float32 to 11 bits, and " + tf32_reason(); }
   const std::string name = gpu_name();
   return "no Apple GPU with matrix units (M5 or later) was found" +
          (name.empty() ? "" : ": this is an " + name);
@@ -125,9 +121,7 @@ std::string compare_once(Backend& mps, TileComparison comparison,
                          std::shared_ptr<const void> note) {
   const std::string record = record_of(comparison);
   std::error_code error;
-  if (!record.empty() && std::filesystem::exists(record, error)) {
-    return "";
-  }
+  if (!record.empty() && std::filesystem::exists(record, error)) { return ""; }
   say_compared(comparison);
   ProbeSettings settings = probe_settings();  // tests change them between two trials
   settings.limit *= kCompareLimits;
@@ -175,12 +169,8 @@ std::string try_tensor_tiles(Backend& mps, TileComparison comparison) {
   settings.held = begun.note;
   std::string problem =
       comparison.pass == Pass::kForward ? probe_tensor(mps, settings, comparison.float32) : "";
-  if (problem.empty()) {
-    problem = compare_once(mps, comparison, begun.note);
-  }
-  if (!problem.empty() && problem != kNoTensorLanguage) {
-    warn(name(comparison), problem);
-  }
+  if (problem.empty()) { problem = compare_once(mps, comparison, begun.note); }
+  if (!problem.empty() && problem != kNoTensorLanguage) { warn(name(comparison), problem); }
   return first_line(problem);
 }
 
@@ -193,18 +183,14 @@ std::string try_tensor_tiles(Backend&, TileComparison) { return "there is no mps
 std::string problem_of(Backend& backend, TileComparison comparison) {
   Verdict& tried = verdict(comparison);
   const std::lock_guard lock(tried.mutex);
-  if (!tried.problem) {
-    tried.problem = try_tensor_tiles(backend, comparison);
-  }
+  if (!tried.problem) { tried.problem = try_tensor_tiles(backend, comparison); }
   return *tried.problem;
 }
 
 std::string problem_on(bool on_mps, TileComparison comparison) {
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
   if (on_mps) {
-    if (*metal_attn_mps_problem() != '\0') {
-      return "mps cannot be used";
-    }
+    if (*metal_attn_mps_problem() != '\0') { return "mps cannot be used"; }
     return wanted(comparison.float32) ? problem_of(mps_backend(), comparison) : why_unwanted();
   }
 #endif
@@ -215,9 +201,7 @@ std::string problem_on(bool on_mps, TileComparison comparison) {
 }  // namespace
 
 bool uses_tensor_tiles(const Tensor& q, Backend& backend, Pass pass) {
-  if (backend.records()) {
-    return q.defined() && tensor_tiles_problem(q, pass).empty();
-  }
+  if (backend.records()) { return q.defined() && tensor_tiles_problem(q, pass).empty(); }
   const bool float32 = is_float32(q);
   // The checks refuse an undefined tensor.
   return q.defined() && wanted(float32) &&
@@ -232,9 +216,7 @@ std::string tensor_tiles_problem(const Tensor& q, Pass pass) {
 
 std::string missing_tensor_tiles(const char* why_not, const std::string& problem) {
   const bool expected = gpu().family >= kTensorFamily || setting() == Setting::kOn;
-  if (!expected || (why_not == nullptr && problem.empty())) {
-    return "";
-  }
+  if (!expected || (why_not == nullptr && problem.empty())) { return ""; }
   return "no tensor tiles, as " + (why_not == nullptr ? problem : why_not);
 }
 
@@ -263,9 +245,7 @@ void say_tensor_tiles_refused(const std::string& what, const std::string& why) {
   static auto* const mutex = new std::mutex;
   static auto* const said = new std::set<std::string>;
   const std::lock_guard lock(*mutex);
-  if (said->insert(why).second) {
-    warn(what, why);
-  }
+  if (said->insert(why).second) { warn(what, why); }
 }
 
 }  // namespace metal_attn
@@ -276,8 +256,6 @@ const char* metal_attn_tensor_tiles_problem(int32_t on_mps, int32_t backward, in
   try {
     problem = metal_attn::problem_on(
         on_mps != 0, {backward != 0 ? Pass::kBackward : Pass::kForward, float32 != 0});
-  } catch (const std::exception& error) {
-    problem = metal_attn::first_line(error.what());
-  }
+  } catch (const std::exception& error) { problem = metal_attn::first_line(error.what()); }
   return problem.c_str();
 }

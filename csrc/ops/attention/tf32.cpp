@@ -31,9 +31,7 @@ bool tf32_allowed() {
 }
 
 std::string tf32_reason() {
-  if (!tf32_allowed()) {
-    return "TF32 is not allowed";
-  }
+  if (!tf32_allowed()) { return "TF32 is not allowed"; }
   return g_allowed == METAL_ATTN_TF32_BY_SETTING ? std::string(kSetting) + " is on"
                                                  : "allow_tf32 allows TF32";
 }
@@ -51,17 +49,13 @@ int32_t metal_attn_allow_tf32(int32_t allowed) { return metal_attn::g_allowed.ex
 int32_t metal_attn_tf32_allowed() {
   try {
     return metal_attn::tf32_allowed() ? 1 : 0;
-  } catch (const std::invalid_argument&) {
-    return -1;
-  }
+  } catch (const std::invalid_argument&) { return -1; }
 }
 
 const char* metal_attn_tf32_reason() {
   static thread_local std::string reason;
   try {
     reason = metal_attn::tf32_reason();
-  } catch (const std::exception& error) {
-    reason = metal_attn::first_line(error.what());
-  }
+  } catch (const std::exception& error) { reason = metal_attn::first_line(error.what()); }
   return reason.c_str();
 }

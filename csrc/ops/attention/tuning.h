@@ -19,9 +19,7 @@ namespace metal_attn {
 // "tile chosen by the table row for 16-bit dtypes, head dims up to 64: at most 102 of M1's 128
 // registers a thread"
 inline std::string row_text(const TileConditions* row) {
-  if (row == nullptr) {
-    return "a tile of a tuned table";
-  }
+  if (row == nullptr) { return "a tile of a tuned table"; }
   const int registers = row->whole_registers();
   std::string text = "tile chosen by the table row for " + std::to_string(row->bits) +
                      "-bit dtypes, head dims up to " + std::to_string(row->columns);
@@ -39,9 +37,7 @@ std::string choice_text(const Specialisation& s) {
   std::string text = s.row == nullptr ? "default" : s.row->source;
   if (const RefusedTiles* refused = refused_tiles()) {
     if (const auto entry = refused->find(refusals_key(s)); entry != refused->end()) {
-      for (const RefusedTile& tile : entry->second) {
-        text += "; refused: " + tile.name;
-      }
+      for (const RefusedTile& tile : entry->second) { text += "; refused: " + tile.name; }
     }
   }
   return text;
@@ -73,9 +69,7 @@ template <class Specialisation>
   const std::string refusals = refusals_key(s);
   const bool is_new = refuse_tile(refusals, refused_name(s), why);
   const std::optional<Specialisation> next = default_tile(s, gpu());
-  if (!next || next->refused) {
-    throw CompileError(no_tile_left(refusals, key.problem()));
-  }
+  if (!next || next->refused) { throw CompileError(no_tile_left(refusals, key.problem())); }
   std::string warning;
   if (is_new) {
     const bool tuned = s.row != nullptr;
@@ -98,9 +92,7 @@ void run_chosen(Backend& backend, const Launch& launch, const Specialisation& s,
   try {
     backend.run(launch);
   } catch (const CompileError& error) {
-    if (s.row != nullptr && s.row->tries()) {
-      throw;
-    }
+    if (s.row != nullptr && s.row->tries()) { throw; }
     drop_tile(s, key_of(s, queries, keys), error.why);
   }
 }
@@ -118,9 +110,7 @@ auto with_tiles_that_run(const Run& run) {
       return result;
     } catch (const TileRefused& tile) {
       warnings += tile.warning;
-      if (refused == kMostTiles) {
-        throw CompileError(tile.why);
-      }
+      if (refused == kMostTiles) { throw CompileError(tile.why); }
     }
   }
 }

@@ -43,9 +43,7 @@ Extent check_grid(const FlashFwdCall& call, const GridRows& rows, const GridTile
 int64_t keys_seen(const FlashFwdArguments& a, const FlashFwdCall& call, int64_t queries) {
   const FlashFwdOptions& o = a.options;
   int64_t keys = call.kv_length;
-  if (a.flex && a.flex->kv_num_blocks) {
-    keys = std::min(keys, listed_keys(*a.flex));
-  }
+  if (a.flex && a.flex->kv_num_blocks) { keys = std::min(keys, listed_keys(*a.flex)); }
   if (o.q_offset && window_right(o) != NO_WINDOW) {
     keys = std::clamp<int64_t>(*o.q_offset + call.q_length + window_right(o), 0, keys);
   }

@@ -155,9 +155,7 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
 // One write serves both caches, so both must be given the same rows.
 void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
   p.v_in_k = v_in_k(a.cache, p.formats, a.k_cache, a.v_cache);
-  if (!p.v_in_k || !p.writes()) {
-    return;
-  }
+  if (!p.v_in_k || !p.writes()) { return; }
   check(begins(a.k, a.v), "`v_cache` is the first ", p.head_dim_v,
         " columns of `k_cache`, and `v` is not those of `k`; pass a `v_cache` of its own, or for "
         "values that are columns of the keys k[..., :",
@@ -169,9 +167,7 @@ void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
 
 void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
   std::vector<Named> written{{"k_cache", &a.k_cache}};
-  if (!p.v_in_k) {
-    written.push_back({"v_cache", &a.v_cache});
-  }
+  if (!p.v_in_k) { written.push_back({"v_cache", &a.v_cache}); }
   std::vector<Named> tables = present({{"cache_seqlens", &a.cache_seqlens},
                                        {"block_table", &a.cache.block_table},
                                        {"cache_batch_idx", &a.cache.cache_batch_idx},
@@ -188,9 +184,7 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
       (has_row_scales(format) ? written : tables).push_back({name, &**scale});
     }
   }
-  if (a.q) {
-    written.push_back({"q", &*a.q});
-  }
+  if (a.q) { written.push_back({"q", &*a.q}); }
   check_written(written, {{"k", &a.k}, {"v", &a.v}}, tables);
 }
 
@@ -257,9 +251,7 @@ AppendKvProblem check_append_kv(const AppendKvArguments& a) {
   check_rotary(a, p);
   check_v_in_k(a, p);
   check_memory(a, p);
-  if (a.k.is_cpu()) {
-    check_values(a, p);
-  }
+  if (a.k.is_cpu()) { check_values(a, p); }
   return p;
 }
 
@@ -321,9 +313,7 @@ constexpr int64_t kPasses = 4;
 int choose_vector(const AppendKvArguments& a, const AppendKvProblem& p) {
   int64_t vector = std::min({kMaxVector, aligned_vector(*a.q), aligned_vector(*a.rotary_cos),
                              aligned_vector(*a.rotary_sin)});
-  while (p.pairs % vector != 0 || p.first_rotated % vector != 0) {
-    vector /= 2;
-  }
+  while (p.pairs % vector != 0 || p.first_rotated % vector != 0) { vector /= 2; }
   return static_cast<int>(vector);
 }
 
@@ -364,9 +354,7 @@ Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
     define_if(value != 0, defines, name, value);
   };
   define("PAGE_SIZE", p.page_size);
-  if (p.cache_element) {
-    defines.push_back({"KV_ELEMENT", element_name(*p.cache_element)});
-  }
+  if (p.cache_element) { defines.push_back({"KV_ELEMENT", element_name(*p.cache_element)}); }
   define("CACHE_BATCH_IDX", a.cache.cache_batch_idx.has_value());
   define("CACHE_SEQLENS", a.cache_seqlens.has_value());
   define("LEFTPAD_K", a.leftpad_k && a.rotary_from_leftpad);
@@ -426,9 +414,7 @@ Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
     launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : *a.q, writable});
   };
   const auto add_given = [&](uint32_t slot, const OptionalTensor& tensor, bool writable) {
-    if (tensor) {
-      add(slot, *tensor, writable);
-    }
+    if (tensor) { add(slot, *tensor, writable); }
   };
   add(APPEND_K, a.k, false);
   add(APPEND_V, a.v, false);
@@ -439,12 +425,8 @@ Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
   add_given(APPEND_SEQLENS, a.cache_seqlens, false);
   add_given(APPEND_BLOCK_TABLE, a.cache.block_table, false);
   add_given(APPEND_CACHE_BATCH_IDX, a.cache.cache_batch_idx, false);
-  if (a.rotary_from_leftpad) {
-    add_given(APPEND_LEFTPAD_K, a.leftpad_k, false);
-  }
-  if (p.rotates_q()) {
-    add(APPEND_Q, *a.q, true);
-  }
+  if (a.rotary_from_leftpad) { add_given(APPEND_LEFTPAD_K, a.leftpad_k, false); }
+  if (p.rotates_q()) { add(APPEND_Q, *a.q, true); }
   if (p.pairs > 0) {
     add(APPEND_COS, *a.rotary_cos, false);
     add(APPEND_SIN, *a.rotary_sin, false);

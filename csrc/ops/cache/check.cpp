@@ -71,36 +71,26 @@ KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const T
   const char* allowed = "";
   switch (dtype_of(data)) {
     case ScalarType::Char:
-      if (kind == ScalarType::Half) {
-        return KvFormat::kQ8_0;
-      }
+      if (kind == ScalarType::Half) { return KvFormat::kQ8_0; }
       allowed = "float16 (q8_0)";
       break;
     case ScalarType::Byte:
       if (kind == ScalarType::Half) {
         return has_3_bits(operand) ? grouped(3, operand) : KvFormat::kQ4_0;
       }
-      if (kind == ScalarType::Float) {
-        return KvFormat::kFp8E4m3;
-      }
+      if (kind == ScalarType::Float) { return KvFormat::kFp8E4m3; }
       allowed = "float16 (q4_0, q3_g32 or q3_g64) or float32 (fp8_e4m3)";
       break;
     case ScalarType::Short:
-      if (kind == ScalarType::Half) {
-        return grouped(2, operand);
-      }
+      if (kind == ScalarType::Half) { return grouped(2, operand); }
       allowed = "float16 (q2_g32 or q2_g64)";
       break;
     case ScalarType::Int:
-      if (kind == ScalarType::Half) {
-        return grouped(4, operand);
-      }
+      if (kind == ScalarType::Half) { return grouped(4, operand); }
       allowed = "float16 (q4_g32 or q4_g64)";
       break;
     case ScalarType::Float8_e4m3fn:
-      if (!kind || kind == ScalarType::Float) {
-        return KvFormat::kFp8E4m3;
-      }
+      if (!kind || kind == ScalarType::Float) { return KvFormat::kFp8E4m3; }
       allowed = "float32 (fp8_e4m3) or None";
       break;
     default:
@@ -138,35 +128,27 @@ KvFormats check_kv_formats(const CacheOptions& o, const Tensor& q, const Tensor&
   check((formats.k == KvFormat::kPlain) == (formats.v == KvFormat::kPlain), of_v.name, " is ",
         format_name(formats.v), " and ", of_k.name, " ", format_name(formats.k),
         "; both or neither must be quantised");
-  if (!formats.quantised()) {
-    check_same_dtype(of_v.name, v, of_k.name, k);
-  }
+  if (!formats.quantised()) { check_same_dtype(of_v.name, v, of_k.name, k); }
   return formats;
 }
 
 int64_t kv_last_size(int64_t columns, KvFormat kv_format) {
   const int format = static_cast<int>(kv_format);
-  if (kv_grouped(format)) {
-    return kv_bits(format) == 3 ? columns * 3 / 8 : columns / 8;
-  }
+  if (kv_grouped(format)) { return kv_bits(format) == 3 ? columns * 3 / 8 : columns / 8; }
   return kv_format == KvFormat::kPlain ? columns : columns * kv_bits(format) / 8;
 }
 
 int64_t kv_columns(const Tensor& tensor, KvFormat kv_format) {
   const int64_t size = tensor.size(tensor.dim() - 1);
   const int format = static_cast<int>(kv_format);
-  if (kv_grouped(format)) {
-    return kv_bits(format) == 3 ? size * 8 / 3 : size * 8;
-  }
+  if (kv_grouped(format)) { return kv_bits(format) == 3 ? size * 8 / 3 : size * 8; }
   return kv_format == KvFormat::kPlain ? size : size * 8 / kv_bits(format);
 }
 
 void check_scales(const CacheOptions& o, KvFormats formats, const Tensor& k, const Tensor& v,
                   int32_t batch) {
   for (const auto& [name, data, scale_name, scale, format] : quantised_operands(o, k, v, formats)) {
-    if (!scale) {
-      continue;
-    }
+    if (!scale) { continue; }
     if (format == KvFormat::kFp8E4m3) {
       check_shape(scale_name, *scale, {{data.size(1)}, {batch, data.size(1)}});
       check_storage(scale_name, *scale);
@@ -185,9 +167,7 @@ void check_scales(const CacheOptions& o, KvFormats formats, const Tensor& k, con
 
 int check_hadamard(int64_t hadamard, const CacheNames& names, KvFormats formats, int64_t columns,
                    int64_t v_columns) {
-  if (hadamard == 0) {
-    return 0;
-  }
+  if (hadamard == 0) { return 0; }
   check(hadamard == 32 || hadamard == 64 || hadamard == 128, "`hadamard` is ", hadamard,
         "; it must be 0 (off), 32, 64 or 128");
   check(formats.quantised(), "`hadamard` is ", hadamard, " and ", ArgumentName(names.k),
@@ -250,9 +230,7 @@ std::vector<CachedRows> cached_rows(const CacheOptions& o, int64_t page_size,
   std::vector<CachedRows> rows;
   for (int64_t b = 0; b < static_cast<int64_t>(keys.size()); ++b) {
     const auto [begin, end] = keys[static_cast<std::size_t>(b)];
-    if (begin >= end) {
-      continue;
-    }
+    if (begin >= end) { continue; }
     if (!o.block_table) {
       rows.push_back({batches != nullptr ? batches[b] : b, begin, end, b});
       continue;
@@ -270,9 +248,7 @@ std::vector<CachedRows> cached_rows(const CacheOptions& o, int64_t page_size,
 const char* place_text(const CacheOptions& o) { return o.block_table ? "page " : "batch "; }
 
 std::optional<Element> own_element(KvFormats formats, Element q_element, const Tensor& k) {
-  if (formats.quantised()) {
-    return std::nullopt;
-  }
+  if (formats.quantised()) { return std::nullopt; }
   const Element element = check_element("k", k);
   return element == q_element ? std::nullopt : std::optional(element);
 }
@@ -310,9 +286,7 @@ bool v_in_k(const CacheOptions& o, KvFormats formats, const Tensor& k, const Ten
 
 // By block or by head.
 RowStrides scale_strides(const OptionalTensor& scale) {
-  if (!scale) {
-    return {};
-  }
+  if (!scale) { return {}; }
   if (scale->dim() < 3) {
     return {scale->dim() == 2 ? scale->stride(0) : 0, scale->stride(scale->dim() - 1), 0};
   }
@@ -320,12 +294,8 @@ RowStrides scale_strides(const OptionalTensor& scale) {
 }
 
 void fill_cache_params(const CacheOptions& o, const Tensor& k, FlashParams& params) {
-  if (o.indexed()) {
-    params.cache_size = static_cast<int32_t>(k.size(0));
-  }
-  if (o.block_table) {
-    params.block_table_stride = o.block_table->stride(0);
-  }
+  if (o.indexed()) { params.cache_size = static_cast<int32_t>(k.size(0)); }
+  if (o.block_table) { params.block_table_stride = o.block_table->stride(0); }
   params.k_scale_strides = scale_strides(o.k_scale);
   params.v_scale_strides = scale_strides(o.v_scale);
 }

@@ -85,9 +85,7 @@ struct Run {
 std::vector<Run> page_runs(const Tensor& cache) {
   std::vector<Run> dims;
   for (int64_t dim = 1; dim < cache.dim(); ++dim) {
-    if (cache.size(dim) != 1) {
-      dims.push_back({cache.stride(dim), cache.size(dim)});
-    }
+    if (cache.size(dim) != 1) { dims.push_back({cache.stride(dim), cache.size(dim)}); }
   }
   std::sort(dims.begin(), dims.end(),
             [](const Run& one, const Run& other) { return one.stride < other.stride; });
@@ -114,9 +112,7 @@ int64_t word_bytes(const Tensor& cache, const std::vector<Run>& runs) {
     }
     return fits && first_byte(cache) % static_cast<uint64_t>(word) == 0;
   };
-  while (bytes < kMaxWordBytes && fits(2 * bytes)) {
-    bytes *= 2;
-  }
+  while (bytes < kMaxWordBytes && fits(2 * bytes)) { bytes *= 2; }
   return bytes;
 }
 
@@ -136,9 +132,7 @@ CopyPagesSpecialisation choose_copy_pages(const Tensor& cache, const Tensor& src
   s.copies = src.size(0);
   s.long_indices = src.scalar_type() == ScalarType::Long;
   s.word_bytes = 1;
-  if (cache.numel() == 0) {
-    return s;
-  }
+  if (cache.numel() == 0) { return s; }
   std::vector<Run> runs = page_runs(cache);
   s.word_bytes = word_bytes(cache, runs);
   const int64_t element = static_cast<int64_t>(cache.element_size());

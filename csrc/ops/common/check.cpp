@@ -65,9 +65,7 @@ std::string dtype_name(ScalarType dtype) {
 
 void write_list(std::ostream& out, IntHeaderOnlyArrayRef values) {
   out << "(";
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    out << (i > 0 ? ", " : "") << values[i];
-  }
+  for (std::size_t i = 0; i < values.size(); ++i) { out << (i > 0 ? ", " : "") << values[i]; }
   out << (values.size() == 1 ? ",)" : ")");
 }
 
@@ -108,13 +106,9 @@ std::optional<Element> element_of(ScalarType dtype) {
 
 std::string Counted::str() const {
   std::string text = std::to_string(count_) + " " + noun_;
-  if (count_ == 1) {
-    return text;
-  }
+  if (count_ == 1) { return text; }
   const bool is_consonant_y = text.back() == 'y' && text[text.size() - 2] != 'e';
-  if (is_consonant_y) {
-    text.replace(text.size() - 1, 1, "ie");
-  }
+  if (is_consonant_y) { text.replace(text.size() - 1, 1, "ie"); }
   return text + (text.back() == 's' ? "es" : "s");
 }
 
@@ -216,9 +210,7 @@ void check_same_device(ArgumentName name, const Tensor& tensor, ArgumentName oth
 
 // The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
 void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allowed) {
-  if (likely_dtype(tensor) != nullptr) {
-    return;
-  }
+  if (likely_dtype(tensor) != nullptr) { return; }
   try {
     tensor.scalar_type();
   } catch (const std::runtime_error&) {
@@ -290,9 +282,7 @@ int check_head_dim(ArgumentName name, int64_t head_dim, int max) {
 void check_shape(ArgumentName name, const Tensor& tensor,
                  std::initializer_list<IntHeaderOnlyArrayRef> allowed) {
   for (const IntHeaderOnlyArrayRef shape : allowed) {
-    if (same_sizes(tensor, shape)) {
-      return;
-    }
+    if (same_sizes(tensor, shape)) { return; }
   }
   std::ostringstream texts;
   for (const IntHeaderOnlyArrayRef shape : allowed) {
@@ -356,9 +346,7 @@ void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
 void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
                       ArgumentName longest_name) {
   const int32_t* ends = values_on_cpu(cu_seqlens);
-  if (ends == nullptr) {
-    return;
-  }
+  if (ends == nullptr) { return; }
   check(ends[0] == 0, name, "[0] is ", ends[0], "; it must be 0");
   check_steps(name, cu_seqlens, longest, longest_name);
   const int32_t end = ends[cu_seqlens.numel() - 1];
@@ -409,9 +397,7 @@ void check_storage(ArgumentName name, const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
-    if (sizes[dim] == 0) {
-      return;
-    }
+    if (sizes[dim] == 0) { return; }
     // The element must be in the storage, so its position fits wherever the check passes.
     int64_t step = 0;
     const bool fits = !__builtin_mul_overflow(sizes[dim] - 1, strides[dim], &step) &&
@@ -449,9 +435,7 @@ int64_t last_position(const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   int64_t last = 0;
-  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
-    last += (sizes[dim] - 1) * strides[dim];
-  }
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) { last += (sizes[dim] - 1) * strides[dim]; }
   return last;
 }
 

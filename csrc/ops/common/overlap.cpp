@@ -37,9 +37,7 @@ bool nested(std::vector<Dimension> dims) {
             [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
   int64_t reach = 0;
   for (const Dimension& dim : dims) {
-    if (dim.stride <= reach) {
-      return false;
-    }
+    if (dim.stride <= reach) { return false; }
     reach += (dim.size - 1) * dim.stride;
   }
   return true;
@@ -48,16 +46,12 @@ bool nested(std::vector<Dimension> dims) {
 }  // namespace
 
 bool may_overlap_itself(const Tensor& tensor) {
-  if (tensor.numel() == 0) {
-    return false;
-  }
+  if (tensor.numel() == 0) { return false; }
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   std::vector<Dimension> dims;
   for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
-    if (sizes[dim] > 1) {
-      dims.push_back({strides[dim], sizes[dim], 0});
-    }
+    if (sizes[dim] > 1) { dims.push_back({strides[dim], sizes[dim], 0}); }
   }
   return !nested(std::move(dims));
 }
@@ -69,18 +63,14 @@ void check_no_overlap(ArgumentName name, const Tensor& tensor) {
 }
 
 bool spans_overlap(const Tensor& a, const Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0 || is_meta(a)) {
-    return false;
-  }
+  if (a.numel() == 0 || b.numel() == 0 || is_meta(a)) { return false; }
   const Span first = span_of(a);
   const Span second = span_of(b);
   return first.base == second.base && first.first < second.end && second.first < first.end;
 }
 
 bool may_overlap(const Tensor& a, const Tensor& b) {
-  if (!spans_overlap(a, b)) {
-    return false;
-  }
+  if (!spans_overlap(a, b)) { return false; }
   const bool in_order = span_of(a).first <= span_of(b).first;
   const Tensor& low = in_order ? a : b;
   const Tensor& high = in_order ? b : a;
@@ -99,9 +89,7 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
   for (int64_t dim = 0; dim < low.dim(); ++dim) {
     const int64_t low_size = low.size(dim);
     const int64_t high_size = high.size(dim);
-    if (low_size > 1 && high_size > 1 && low.stride(dim) != high.stride(dim)) {
-      return true;
-    }
+    if (low_size > 1 && high_size > 1 && low.stride(dim) != high.stride(dim)) { return true; }
     if (low_size > 1 || high_size > 1) {
       dims.push_back({low_size > 1 ? low.stride(dim) : high.stride(dim), low_size, high_size});
     }
@@ -117,9 +105,7 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
       larger.push_back({dim.stride, std::max(dim.size, dim.other_size), 0});
     }
   }
-  if (shift <= low_reach) {
-    return true;
-  }
+  if (shift <= low_reach) { return true; }
   larger.push_back({1, shift + high_reach + 1, 0});
   return !nested(larger);
 }
@@ -128,9 +114,7 @@ std::vector<Named> present(
     std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all) {
   std::vector<Named> result;
   for (const auto& [name, tensor] : all) {
-    if (tensor->has_value()) {
-      result.push_back({name, &**tensor});
-    }
+    if (tensor->has_value()) { result.push_back({name, &**tensor}); }
   }
   return result;
 }

@@ -39,9 +39,7 @@ class JsonObject {
   }
   JsonObject& add(const std::string& name, const Defines& defines) {
     JsonObject object;
-    for (const Define& define : defines) {
-      object.add(define.name, define.value());
-    }
+    for (const Define& define : defines) { object.add(define.name, define.value()); }
     return field(name, object.text());
   }
 
@@ -51,9 +49,7 @@ class JsonObject {
 
   JsonObject& add(const std::string& name, const std::vector<std::string>& values) {
     std::string list;
-    for (const std::string& value : values) {
-      list += (list.empty() ? "" : ", ") + quoted(value);
-    }
+    for (const std::string& value : values) { list += (list.empty() ? "" : ", ") + quoted(value); }
     return field(name, "[" + list + "]");
   }
 
@@ -105,9 +101,7 @@ bool is_recording();
 // Adds what `tell` returns, a JsonObject, to the next launch. Where launches run it is not called.
 template <class Tell>
 void note(Backend& backend, const Tell& tell) {
-  if (backend.records()) {
-    static_cast<Recorder&>(backend).note(tell());
-  }
+  if (backend.records()) { static_cast<Recorder&>(backend).note(tell()); }
 }
 
 }  // namespace metal_attn

@@ -31,9 +31,7 @@ Tensor lengths_after(const AppendKvArguments& append, int32_t new_keys) {
   const Tensor& cache_seqlens = *append.cache_seqlens;
   const int32_t* ends = append.packed ? values_on_cpu(append.packed->cu_seqlens_k_new) : nullptr;
   const int32_t* before = values_on_cpu(cache_seqlens);
-  if (before == nullptr) {
-    return cache_seqlens;
-  }
+  if (before == nullptr) { return cache_seqlens; }
   // With data, also while launches are recorded.
   Tensor after =
       is_recording() ? torch::stable::empty_like(cache_seqlens) : new_empty_like(cache_seqlens);
@@ -48,14 +46,10 @@ Tensor lengths_after(const AppendKvArguments& append, int32_t new_keys) {
 void check_reads(const AppendKvArguments& append, const AppendKvProblem& problem,
                  const FlashFwdArguments& forward, const FlashFwdCall& call) {
   const int32_t* before = values_on_cpu(*append.cache_seqlens);
-  if (before == nullptr || !append.cache.indexed()) {
-    return;
-  }
+  if (before == nullptr || !append.cache.indexed()) { return; }
   const int32_t* after = values_on_cpu(*forward.options.seqused_k);
   std::vector<SeenKeys> new_keys;
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    new_keys.push_back({before[b], after[b]});
-  }
+  for (int64_t b = 0; b < problem.batch; ++b) { new_keys.push_back({before[b], after[b]}); }
   std::multimap<int64_t, CachedRows> written;
   for (const CachedRows& rows : cached_rows(append.cache, problem.page_size, new_keys)) {
     written.insert({rows.place, rows});
@@ -141,9 +135,7 @@ DecodeStepCall check_and_choose(const DecodeStepArguments& a) {
 std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& a, Backend& backend) {
   return with_tiles_that_run([&] {
     const DecodeStepCall call = check_and_choose(a);
-    if (!call.decode.forward.launches()) {
-      append_kv(a.append, backend);
-    }
+    if (!call.decode.forward.launches()) { append_kv(a.append, backend); }
     return run(call.decode, call.forward, &call.append, backend);
   });
 }

@@ -48,9 +48,7 @@ constexpr int64_t kMergeKeys = 64;
 int row_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format, int columns) {
   constexpr int kScaleBytes = 2;
   const int format = static_cast<int>(kv_format);
-  if (kv_format == KvFormat::kPlain) {
-    return columns * element_bytes(s.kv_element());
-  }
+  if (kv_format == KvFormat::kPlain) { return columns * element_bytes(s.kv_element()); }
   const int scales =
       kv_row_scales(format) ? columns * kv_scale_numbers(format) / kv_scale_columns(format) : 0;
   return columns * kv_bits(format) / 8 + scales * kScaleBytes;
@@ -72,9 +70,7 @@ int key_bytes(const FlashDecodeSpecialisation& s) {
 int64_t choose_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_t rows,
                       int64_t keys, int cores) {
   const int64_t steps = (keys + s.step_keys() - 1) / s.step_keys();
-  if (steps == 0 || groups == 0) {
-    return 1;
-  }
+  if (steps == 0 || groups == 0) { return 1; }
   const int64_t q_bytes = s.head_dim_qk * element_bytes(s.element);
   const int64_t own = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
   const int64_t key = s.passes(rows) * key_bytes(s);
@@ -125,9 +121,7 @@ Defines flash_decode_defines(const FlashDecodeCall& call, const FlashDecodeAppen
   Defines defines = all_defines(s, own);
   define_if(call.row_groups / call.list_count() < s.passes(call.list_rows()), defines, "ROW_LOOP");
   define_if(call.lists.indices.has_value(), defines, "INDEX_BLOCK", call.lists.kv_block_size);
-  if (append != nullptr) {
-    defines.append(append->defines.begin(), append->defines.end());
-  }
+  if (append != nullptr) { defines.append(append->defines.begin(), append->defines.end()); }
   return defines;
 }
 
@@ -182,9 +176,7 @@ Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t co
   const FlashFwdCall& f = call.forward;
   const bool packed = f.problem.features.packed_q;
   Dims sizes{packed ? 1 : f.batch, f.heads, packed ? f.q_total : f.q_length, call.splits};
-  if (columns > 0) {
-    sizes.push_back(columns);
-  }
+  if (columns > 0) { sizes.push_back(columns); }
   return new_empty(like, sizes, ScalarType::Float);
 }
 
@@ -233,9 +225,7 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
                                     bool appends) {
   const FlashFwdArguments& f = a.forward;
   FlashDecodeCall call{forward, a.lists, a.options, {}, 0, 1, 1, {}};
-  if (!forward.launches()) {
-    return call;
-  }
+  if (!forward.launches()) { return call; }
   call.keys = keys_read(a, forward);
   const int64_t rows = call.list_rows();
   const KvFormats& formats = forward.problem.features.cache.formats;
@@ -267,9 +257,7 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
                                const FlashDecodeAppend* append, Backend& backend) {
   Tensor out = new_out(a, call.forward.problem.head_dim_v);
   Tensor lse = new_lse(a);
-  if (!call.forward.launches()) {
-    return {out, lse};
-  }
+  if (!call.forward.launches()) { return {out, lse}; }
   note(backend, [&] {
     return tile_note(call.specialisation, call.list_rows(), call.keys)
         .add("splits", call.splits)

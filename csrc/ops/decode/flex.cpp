@@ -29,9 +29,7 @@ bool have_one_list(const FlexOptions& flex, const FlashFwdCall& call) {
 
 // None where flash_fwd is taken.
 std::optional<FlashDecodeCall> decoding_of(const FlashFwdArguments& a) {
-  if (!a.q.defined() || a.q.dim() != 4 || a.q.size(2) > kDecodeQueries) {
-    return std::nullopt;
-  }
+  if (!a.q.defined() || a.q.dim() != 4 || a.q.size(2) > kDecodeQueries) { return std::nullopt; }
   FlashFwdCall call = check_flash_fwd(a);
   if (!call.launches() || (a.flex->kv_num_blocks && !have_one_list(*a.flex, call))) {
     return std::nullopt;

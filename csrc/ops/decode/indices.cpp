@@ -28,9 +28,7 @@ void check_options(const FlashFwdOptions& o) {
 // Entries that are on the CPU are in range.
 void check_entries(const Tensor& indices, int64_t blocks) {
   const int32_t* const values = values_on_cpu(indices);
-  if (values == nullptr) {
-    return;
-  }
+  if (values == nullptr) { return; }
   for (int64_t b = 0; b < indices.size(0); ++b) {
     for (int64_t h = 0; h < indices.size(1); ++h) {
       for (int64_t list = 0; list < indices.size(2); ++list) {
@@ -88,15 +86,11 @@ void fill_list_params(const KeyLists& a, const FlashFwdCall& call, FlexParams& p
 }
 
 std::string describe_indices(const KeyLists& a, const FlashFwdCall& call) {
-  if (!a.indices) {
-    return "";
-  }
+  if (!a.indices) { return ""; }
   std::ostringstream text;
   text << "; keys are those of " << Counted{divide_up(call.q_length, a.q_block_size), "list"}
        << " of " << a.indices->size(3);
-  if (a.kv_block_size > 1) {
-    text << " blocks of " << a.kv_block_size << " keys";
-  }
+  if (a.kv_block_size > 1) { text << " blocks of " << a.kv_block_size << " keys"; }
   return text.str();
 }
 

@@ -57,9 +57,7 @@ void check_mask(const Tensor& mask, const Tokens& tokens) {
             "; a token sees itself and earlier ones only");
     }
     int64_t parent = i - 1;
-    while (parent >= 0 && shown[parent] == 0) {
-      --parent;
-    }
+    while (parent >= 0 && shown[parent] == 0) { --parent; }
     for (int64_t j = 0; j < parent; ++j) {
       check((shown[j] == 0) == (all[parent * row + j] == 0),
             "`tree_mask` is no forest: ", place_of(i, tokens), " sees token ", parent,
@@ -89,9 +87,7 @@ void check_tree_layout(ArgumentName name, const Tensor& tree, const FlashDecodeA
   Dims shared{length};
   Dims each{call.batch, length};
   if (a.options.tree_mask) {
-    for (Dims* shape : {&packed, &shared, &each}) {
-      shape->push_back(length);
-    }
+    for (Dims* shape : {&packed, &shared, &each}) { shape->push_back(length); }
   }
   const ScalarType dtype = a.options.parents ? ScalarType::Int : ScalarType::Bool;
   f.packing ? check_operand(name, tree, "q", f.q, {dtype}, {packed})
@@ -113,9 +109,7 @@ void check_options(ArgumentName name, const FlashDecodeArguments& a) {
 
 void check_tree(const FlashDecodeArguments& a, FlashFwdCall& call) {
   const DecodeOptions& o = a.options;
-  if (!o.has_tree()) {
-    return;
-  }
+  if (!o.has_tree()) { return; }
   check(!o.parents || !o.tree_mask, "`parents` and `tree_mask` are given; give one of them");
   const FlashFwdArguments& f = a.forward;
   const ArgumentName name = o.parents ? "parents" : "tree_mask";
@@ -144,9 +138,7 @@ std::string describe_tree(const DecodeOptions& o) {
 }
 
 void fill_tree_params(const DecodeOptions& o, FlashDecodeParams& params) {
-  if (!o.has_tree()) {
-    return;
-  }
+  if (!o.has_tree()) { return; }
   params.problem.window_right = NO_WINDOW;  // a tree hides more
   const Tensor& tree = o.parents ? *o.parents : *o.tree_mask;
   const int64_t own_dims = o.parents ? 1 : 2;

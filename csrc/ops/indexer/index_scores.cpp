@@ -34,9 +34,7 @@ struct IndexScoresCall {
   int columns() const { return (head_dim + 7) / 8 * 8; }
   int block_keys() const {
     int keys = kMostBlockKeys;
-    while (keys > 8 && keys * columns() * element_bytes(element) > kBlockBytes) {
-      keys /= 2;
-    }
+    while (keys > 8 && keys * columns() * element_bytes(element) > kBlockBytes) { keys /= 2; }
     return keys;
   }
   int threadgroup_bytes() const {

@@ -74,9 +74,7 @@ void check_mask(const Tensor& mask, const Tensor& out) {
 
 MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace) {
   MergeProblem p = check_operands(a);
-  if (a.mask) {
-    check_mask(*a.mask, a.out_a);
-  }
+  if (a.mask) { check_mask(*a.mask, a.out_a); }
   if (inplace) {
     std::vector<Named> read = present({{"mask", &a.mask}});
     read.insert(read.begin(), {{"out_b", &a.out_b}, {"lse_b", &a.lse_b}});
@@ -183,9 +181,7 @@ void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, B
 // `out` and `lse`: in place those of a.
 void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor& out,
                const Tensor& lse, Backend& backend) {
-  if (p.shape.rows == 0) {
-    return;
-  }
+  if (p.shape.rows == 0) { return; }
   MergeStateParams params{};
   params.out_a_strides = row_strides(a.out_a);
   params.lse_a_strides = statistics_strides(a.lse_a);
@@ -193,9 +189,7 @@ void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor
   params.lse_b_strides = statistics_strides(a.lse_b);
   params.out_strides = row_strides(out);
   params.lse_strides = statistics_strides(lse);
-  if (a.mask) {
-    params.mask_strides = mask_strides(*a.mask);
-  }
+  if (a.mask) { params.mask_strides = mask_strides(*a.mask); }
   params.shape = p.shape;
 
   const MergeSpecialisation s = choose_merge_state(a, p);
@@ -216,9 +210,7 @@ void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor
 void run_splits(const Tensor& partial_out, const Tensor& partial_lse, const OptionalTensor& sink,
                 const MergeProblem& p, bool out_aligned, const Tensor& out, const Tensor& lse,
                 Backend& backend) {
-  if (p.shape.rows == 0) {
-    return;
-  }
+  if (p.shape.rows == 0) { return; }
   MergeSplitsParams params{};
   params.out_strides = row_strides(out);
   params.lse_strides = statistics_strides(lse);
@@ -269,9 +261,7 @@ void merge_splits(const Tensor& partial_out, const Tensor& partial_lse, const Op
   p.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2],
                         static_cast<int>(sizes[4]));
   p.element = check_element("out", out);
-  if (sink) {
-    p.sink = check_element("learnable_sink", *sink);
-  }
+  if (sink) { p.sink = check_element("learnable_sink", *sink); }
   run_splits(partial_out, partial_lse, sink, p, rows_aligned_16(out), out, lse, backend);
 }
 

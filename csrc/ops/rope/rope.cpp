@@ -148,9 +148,7 @@ RopeProblem check_rope(const RopeArguments& a, bool in_place) {
     check_in_place(a);
   } else {
     check_output_size("q", a.q);
-    if (a.k.has_value()) {
-      check_output_size("k", *a.k);
-    }
+    if (a.k.has_value()) { check_output_size("k", *a.k); }
   }
   return p;
 }
@@ -207,9 +205,7 @@ Grid checked_grid(const char* name, std::array<int64_t, 3> sizes) {
 int choose_vector(const RopeArguments& a, const RopeProblem& p) {
   int64_t vector = std::min(
       {int64_t{kMaxVector}, aligned_vector(a.q), aligned_vector(a.cos), aligned_vector(a.sin)});
-  if (a.k.has_value()) {
-    vector = std::min(vector, aligned_vector(*a.k));
-  }
+  if (a.k.has_value()) { vector = std::min(vector, aligned_vector(*a.k)); }
   while (vector > 1 && (p.pairs % vector != 0 || (!p.in_place && p.head_dim % vector != 0))) {
     vector /= 2;
   }
@@ -356,18 +352,14 @@ std::tuple<Tensor, Tensor> rope(const RopeArguments& a, Backend& backend) {
   const RopeSpecialisation s = choose_rope(a, p);
   Tensor q_out = new_empty_like(a.q);
   Tensor k_out = a.k.has_value() ? new_empty_like(*a.k) : new_empty(a.q, {0}, a.q.scalar_type());
-  if (p.launches()) {
-    run(rope_launch(a, p, s, q_out, k_out), s, backend);
-  }
+  if (p.launches()) { run(rope_launch(a, p, s, q_out, k_out), s, backend); }
   return {q_out, k_out};
 }
 
 void rope_inplace(const RopeArguments& a, Backend& backend) {
   const RopeProblem p = check_rope(a, true);
   const RopeSpecialisation s = choose_rope(a, p);
-  if (p.launches()) {
-    run(rope_launch(a, p, s, a.q, a.k.has_value() ? *a.k : a.q), s, backend);
-  }
+  if (p.launches()) { run(rope_launch(a, p, s, a.q, a.k.has_value() ? *a.k : a.q), s, backend); }
 }
 
 std::tuple<Tensor, Tensor> rope_tables(const RopeTablesArguments& a, Backend& backend) {

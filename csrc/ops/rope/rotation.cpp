@@ -21,15 +21,11 @@ constexpr double kManyThreads = 65536;
 
 int64_t aligned_vector(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
-    return 1;
-  }
+  if (tensor.size(last) > 1 && tensor.stride(last) != 1) { return 1; }
   const uint64_t bytes = tensor.element_size();
   uint64_t steps = first_byte(tensor);
   for (int64_t dim = 0; dim < last; ++dim) {
-    if (tensor.size(dim) > 1) {
-      steps |= static_cast<uint64_t>(tensor.stride(dim)) * bytes;
-    }
+    if (tensor.size(dim) > 1) { steps |= static_cast<uint64_t>(tensor.stride(dim)) * bytes; }
   }
   const int zeros = steps == 0 ? 63 : std::countr_zero(steps);
   return std::max<int64_t>((int64_t{1} << std::min(zeros, 16)) / static_cast<int64_t>(bytes), 1);

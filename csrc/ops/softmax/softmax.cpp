@@ -93,9 +93,7 @@ SoftmaxCall check_softmax(const Tensor& x, int64_t dim, bool in_place) {
   const Tensor last = axis_last(x, dim);
   check_length("x", last, last.dim() - 1, "length along dim");
   const SoftmaxRows rows = check_rows("x", last, x, element);
-  if (in_place) {
-    check_no_overlap("x", x);
-  }
+  if (in_place) { check_no_overlap("x", x); }
   return {last, rows};
 }
 
@@ -126,9 +124,7 @@ constexpr int kMaxSimdgroups = 32;
 constexpr int64_t kMaxGroupsAcross = 4096;
 
 SoftmaxSpecialisation choose_softmax(const SoftmaxRows& rows) {
-  if (rows.length <= kShortRow) {
-    return {rows.element, 1, kUsualSimdgroups, rows.wide_loads};
-  }
+  if (rows.length <= kShortRow) { return {rows.element, 1, kUsualSimdgroups, rows.wide_loads}; }
   return {rows.element, rows.length < kLongRow ? kUsualSimdgroups : kMaxSimdgroups, 1,
           rows.wide_loads};
 }
@@ -150,9 +146,7 @@ RowDims row_dims(const Tensor& tensor, bool keep_innermost) {
   for (int64_t dim = tensor.dim() - 2; dim >= 0; --dim) {
     const int64_t size = tensor.size(dim);
     const int64_t stride = tensor.stride(dim);
-    if (size == 1) {
-      continue;
-    }
+    if (size == 1) { continue; }
     const int inner = dims.count - 1;
     const bool may_join = inner > 0 || (inner == 0 && !keep_innermost);
     if (may_join && stride == dims.strides[inner] * dims.sizes[inner]) {
@@ -225,9 +219,7 @@ void run(const Launch& launch, const SoftmaxRows& rows, const SoftmaxSpecialisat
 }
 
 void run_softmax(const SoftmaxCall& call, const Tensor& out, Backend& backend) {
-  if (call.rows.count == 0) {
-    return;
-  }
+  if (call.rows.count == 0) { return; }
   SoftmaxRows rows = call.rows;
   rows.wide_loads = rows.wide_loads && wide_rows(out);
   const SoftmaxSpecialisation s = choose_softmax(rows);

@@ -76,13 +76,9 @@ void record(const std::string& line) {
 // The shims' own shape: work in `body`, any exception becomes an error code and its text.
 template <typename Body>
 AOTITorchError shim(const char* name, const Body& body) {
-  if (kQuiet) {
-    return 0;
-  }
+  if (kQuiet) { return 0; }
   try {
-    if (g_failing == name && g_good_calls-- <= 0) {
-      throw std::runtime_error(g_failure);
-    }
+    if (g_failing == name && g_good_calls-- <= 0) { throw std::runtime_error(g_failure); }
     body();
     return 0;
   } catch (const std::exception& error) {
@@ -92,9 +88,7 @@ AOTITorchError shim(const char* name, const Body& body) {
 }
 
 void require(bool condition, const char* message) {
-  if (!condition) {
-    throw std::runtime_error(message);
-  }
+  if (!condition) { throw std::runtime_error(message); }
 }
 
 // The stages that can refuse a text.
@@ -126,21 +120,15 @@ std::string hex(const void* data, uint64_t size) {
 
 EXPORT AOTITorchError aoti_torch_mps_create_shader_library(const char* text,
                                                            AOTIMetalShaderLibraryHandle* library) {
-  if (kQuiet) {
-    *library = new AOTIMetalShaderLibraryOpaque{text};
-  }
-  if (g_compiler != nullptr) {
-    g_compiler(text);
-  }
+  if (kQuiet) { *library = new AOTIMetalShaderLibraryOpaque{text}; }
+  if (g_compiler != nullptr) { g_compiler(text); }
   return shim("create_shader_library", [&] {
     const std::string whole = text;
     {
       const std::lock_guard lock(g_mutex);
       g_last_text = whole;
     }
-    for (unsigned char c : whole) {
-      require(c < 128, "the text is not ASCII");
-    }
+    for (unsigned char c : whole) { require(c < 128, "the text is not ASCII"); }
     accept(kText, whole, "program_source:1:1: error: the text was told to be refused");
     *library = new AOTIMetalShaderLibraryOpaque{text};
     record("library");
@@ -150,9 +138,7 @@ EXPORT AOTITorchError aoti_torch_mps_create_shader_library(const char* text,
 EXPORT AOTITorchError aoti_torch_mps_get_kernel_function(AOTIMetalShaderLibraryHandle library,
                                                          const char* name,
                                                          AOTIMetalKernelFunctionHandle* kernel) {
-  if (kQuiet) {
-    *kernel = new AOTIMetalKernelFunctionOpaque{name, library->text};
-  }
+  if (kQuiet) { *kernel = new AOTIMetalKernelFunctionOpaque{name, library->text}; }
   return shim("get_kernel_function", [&] {
     bool found = false;
     for (const char* declared : {" void ", " void\n"}) {  // a long signature begins a line
@@ -170,24 +156,18 @@ EXPORT AOTITorchError aoti_torch_mps_get_kernel_function(AOTIMetalShaderLibraryH
 EXPORT AOTITorchError
 aoti_torch_mps_run_command_block(AOTIMetalKernelFunctionHandle kernel,
                                  aoti_torch_mps_command_block_callback_t callback, void* data) {
-  if (kQuiet) {
-    callback(kernel, data);
-  }
+  if (kQuiet) { callback(kernel, data); }
   if (counted_allocations != nullptr) {
     const uint64_t allocations = counted_allocations() - t_launch_begins;
     g_allocations += std::to_string(allocations) + "\n";
   }
   return shim("run_command_block", [&] {
-    if (g_blocks.fetch_add(1) != 0) {
-      g_overlapped = true;
-    }
+    if (g_blocks.fetch_add(1) != 0) { g_overlapped = true; }
     record(g_stream == 0 ? "block" : "block on " + std::to_string(g_stream));
     kernel->in_block = true;
     try {
       callback(kernel, data);
-    } catch (...) {
-      record("an exception crossed the block");
-    }
+    } catch (...) { record("an exception crossed the block"); }
     usleep(1000);  // time for another thread to run into this one
     kernel->in_block = kernel->encoding = false;
     record("end");
@@ -237,9 +217,7 @@ EXPORT AOTITorchError aoti_torch_mps_dispatch_array_with_group_size(
     line << "dispatch " << grid[0] << " " << grid[1] << " " << grid[2] << " / " << group[0] << " "
          << group[1] << " " << group[2];
     record(line.str());
-    if (g_gpu != nullptr) {
-      g_gpu(kernel->text.c_str(), kernel->buffers);
-    }
+    if (g_gpu != nullptr) { g_gpu(kernel->text.c_str(), kernel->buffers); }
   });
 }
 
@@ -281,9 +259,7 @@ EXPORT const char* torch_exception_get_what_without_backtrace() { return t_error
 extern "C" const char fake_mps_namespace[] = FAKE_NAMESPACE;
 
 EXPORT void fake_mps_launch_begins() {
-  if (counted_allocations != nullptr) {
-    t_launch_begins = counted_allocations();
-  }
+  if (counted_allocations != nullptr) { t_launch_begins = counted_allocations(); }
 }
 
 // For csrc/runtime/mps_verdict.cpp.

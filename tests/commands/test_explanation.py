@@ -361,7 +361,7 @@ def test_methods_of_caches(kind, options):
     held = Sequences(kind, "cpu", dtype=torch.float32, **options)
     held.append(14, 0)
     before = copy.deepcopy(held.cache)
-    arguments = held.arguments(torch.randn(2, 2, 3, 96), *held.new(3, 1))
+    arguments = held.operands(torch.randn(2, 2, 3, 96), *held.new(3, 1))
     explanation = explain(held.cache.decode_step, *arguments, causal=True)
     assert explanation.stopped is None
     assert "decode_step" in [row.op for row in explanation.rows]

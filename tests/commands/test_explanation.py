@@ -366,6 +366,6 @@ def test_methods_of_caches(kind, options):
     assert explanation.stopped is None
     assert "decode_step" in [row.op for row in explanation.rows]
     assert explain(held.cache.append, *arguments[:-3], *arguments[-2:]).rows[0].op == "append_kv"
-    assert held.lengths() == held.cache.seqlens(*held.own()).tolist()
+    assert held.lengths() == held.cache.seqlens(*held.ids_or_none()).tolist()
     assert torch.equal(held.cache.layers[0].k_cache, before.layers[0].k_cache)
     held.step(3, 1)

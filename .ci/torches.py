@@ -40,10 +40,7 @@ class Torch:
 
 
 def versions() -> list[str]:
-    """The last patch of every minor from 2.10 that pip's index has for macOS, oldest first.
-
-    Raises RuntimeError if the index cannot be read or has none.
-    """
+    """The last patch of every minor from 2.10 for macOS, oldest first; or raises RuntimeError."""
     command = [sys.executable, "-m", "pip", "index", "versions", "torch", *WHEELS_FOR]
     answer = subprocess.run(command, capture_output=True, text=True)
     match = re.search(r"^Available versions: (.*)$", answer.stdout, re.MULTILINE)
@@ -58,10 +55,7 @@ def versions() -> list[str]:
 
 
 def load(version: str) -> Torch:
-    """The symbols of one version, from the cache or from its wheel (about 100 MB).
-
-    Raises RuntimeError if the wheel cannot be downloaded.
-    """
+    """The symbols of one version, from the cache or its wheel (about 100 MB); or RuntimeError."""
     cached = _cache_dir() / f"torch-{version}-macos-arm64.json.gz"
     if cached.exists():
         return Torch(**json.loads(gzip.decompress(cached.read_bytes())))

@@ -58,10 +58,7 @@ def run(
     q_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Counters, dict[str, str]]:
-    """Counters and defines of one kernel, in a forward of one head or in its backward.
-
-    The backward is as autograd calls it. q_dtype: of q, if it is not that of k and v.
-    """
+    """Counters and defines of one kernel, in a forward of one head or in its backward."""
     q, k, v = operands(q_length, kv_length, head_dim, dtype)
     q = q.to(q_dtype or dtype)
     with on_m5() if kernel.endswith("tensor") else nullcontext(), simulate(count=True) as session:

@@ -25,10 +25,7 @@ OTHERS = ("exps", "converts", "shuffles", "reductions", "barriers")
 
 
 def traffic(case: Case, kernel: str, per: float, rows: float | None = None) -> dict[str, float]:
-    """Counts of a case's launch by MOVED and OTHERS, divided by `per` elements or rows.
-
-    rows: what reductions and barriers are divided by.
-    """
+    """Counts of a case's launch, divided by `per`, or reductions and barriers by `rows`."""
     prepared = FAMILIES[type(case)].prepare(case, torch.device("cpu"))
     with simulate(count=True) as session:
         prepared.function(**prepared.arguments)

@@ -69,11 +69,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """The function that a GPU starts.
-
-    Attributes: buffers: the Metal buffer slots that are its parameters, in their order. text: its
-    own, in C++; or that of the compiled kernel.
-    """
+    """The function that a GPU starts. buffers: the Metal slots of its parameters, in order."""
 
     symbol: str
     buffers: list[int]
@@ -99,11 +95,7 @@ def _entry(kernel: Kernel, attributes: str) -> Entry:
 
 
 def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, Entry]:
-    """The LLVM IR of a kernel, not optimised yet, and its entry.
-
-    attributes, target: of the entry, and the options of clang that say what to compile for.
-    Raises ShaderCompileError with the compiler's message.
-    """
+    """The LLVM IR of a kernel before optimisation, and its entry; or raises ShaderCompileError."""
     kernel, defines = source.kernel, source.defines
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     command = [*target, *LANGUAGE, *PREDEFINED, *versions.flags(versions.DEFAULT)]

@@ -44,10 +44,7 @@ def slopes(
     columns: Iterable[str] = COLUMNS,
     blocks: float = (LENGTHS[1] - LENGTHS[0]) / BLOCK,
 ) -> dict[str, float]:
-    """The columns' counts for one block. counted: of two lengths that are `blocks` apart.
-
-    simdgroups: how many do the work, so that each count is for the rows of one.
-    """
+    """The counts for one block and one SIMD group's rows. counted: of lengths `blocks` apart."""
     short, long = counted
     instances = {
         _SIMDGROUP: simdgroups,

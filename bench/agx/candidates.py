@@ -67,11 +67,7 @@ def knobs(macro: str) -> dict[str, Sequence[int]]:
 
 
 class Class(NamedTuple):
-    """Problems that have one row.
-
-    Attributes: macro, bits, columns, queries, load: as in the table. ragged: head dims that SIMD
-        groups cannot divide.
-    """
+    """Problems that have one row. ragged: with head dims that SIMD groups cannot divide."""
 
     macro: str
     bits: int

@@ -93,10 +93,7 @@ class Candidate(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """True if its query or key rows are read again for every block.
-
-        The model takes them for reads of a core's cache, but all rows of a core are more than that.
-        """
+        """True if its query or key rows are read again for every block: no cache holds all."""
         knob_values = self.one.named(self.tile)
         held = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & knob_values.keys()
         return bool(held) and not any(knob_values[name] for name in held)
@@ -195,7 +192,6 @@ def _by_class(every: Iterable[Candidate]) -> dict[Class, list[Candidate]]:
 
 
 def _worth(group: Sequence[Candidate]) -> list[Candidate]:
-    """Those that fit so far and are not much slower than the best, the fastest first."""
     fitting = [one for one in group if one.fits]
     if not fitting:
         return sorted(group, key=lambda one: one.registers)
@@ -208,11 +204,7 @@ def _worth(group: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candidate]]:
-    """The best kind first.
-
-    What takes much longer than the fastest comes behind the rest, but for decodes that read their
-    keys again.
-    """
+    """The best kind first; slow tiles come last, unless a decode reads its keys again."""
     least = min(one.cost for one in fitting)
     results: dict[tuple[bool, ...], list[Candidate]] = {}
     for one in fitting:
@@ -224,7 +216,6 @@ def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candida
 def _compiled(
     tried: Iterable[Candidate], probes: Mapping[Class, Sequence[Probe]], compile_: Compile
 ) -> Iterator[Candidate]:
-    """The candidates with more of their probes; without those that do not compile."""
     jobs: dict[str, Source] = {}
     wanted: list[tuple[Candidate, dict[Probe, str]]] = []
     for candidate in tried:

@@ -95,10 +95,7 @@ def attempt(source: Source) -> Compiled | Failure:
 def compile_all(
     sources: Iterable[Source], workers: int = 1, store: Path | None = None
 ) -> Iterator[Compiled | Failure]:
-    """Compile many, `workers` at a time, and yield them in their order.
-
-    store: a folder that keeps what was compiled, so that a run that was ended goes on where it was.
-    """
+    """Compile many, `workers` at a time, in their order; `store` keeps what was compiled."""
     if store is None:
         one = attempt
     else:

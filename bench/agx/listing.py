@@ -56,10 +56,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop, with all that is inside it.
-
-    Attributes: blocks: their numbers. code: bytes. opcodes, lane_bytes: as of Block.
-    """
+    """One loop, with all that is inside it. code: bytes. blocks: their numbers."""
 
     blocks: range
     code: int

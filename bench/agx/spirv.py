@@ -55,7 +55,6 @@ class LensError(RuntimeError):
 
 
 def _converted(groups: re.Match[str], serial: int) -> list[str]:
-    """One conversion, of a bfloat or of each in a vector."""
     narrows = groups["what"] == "fptrunc"
     call = TO_BFLOAT if narrows else FROM_BFLOAT
     if not groups["length"]:
@@ -77,7 +76,6 @@ def _converted(groups: re.Match[str], serial: int) -> list[str]:
 
 
 def _compared(groups: re.Match[str], serial: int) -> list[str]:
-    """A comparison of bfloats, as one of floats."""
     wide = [f"%agx.{serial}.{side}" for side in ("left", "right")]
     return [
         *(
@@ -89,7 +87,6 @@ def _compared(groups: re.Match[str], serial: int) -> list[str]:
 
 
 def _from_integer(groups: re.Match[str], serial: int) -> list[str]:
-    """An integer as a float, which is rounded."""
     wide = f"%agx.{serial}.wide"
     return [
         f"  {wide} = {groups['what']} to float",

@@ -147,12 +147,7 @@ def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _always_runs(macro: str, problem: tuple[int, int, int, str], tile: Tile) -> bool:
-    """True if all problems of a class can run a tile because the compiled one can.
-
-    SIMD groups can share only columns that they can divide, and those of dk and dv within the
-    blocks of a BlockMask. The widest problems are wider than what is compiled. A decode whose v
-    lies in k takes a tile for more queries.
-    """
+    """True if all problems of a class can run a tile because the compiled one can."""
     named = dict(zip(knobs(macro), tile, strict=True))
     alone = named.get("COLUMN_SIMDGROUPS") == 1 and problem[1] < max(COLUMNS)
     return alone or macro == "FLASH_DECODE"

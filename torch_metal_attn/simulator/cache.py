@@ -105,10 +105,7 @@ def lookup(key: str) -> Path | None:
 
 
 def store(key: str, files: dict[str, bytes]) -> Path:
-    """Store an entry in one step; if another process was faster, its entry is used.
-
-    Raises CacheError if nothing can be written.
-    """
+    """Store an entry in one step, or use another process's entry; raises CacheError."""
     most = limit()
     try:
         entry = _store(key, files)
@@ -148,10 +145,7 @@ def _store(key: str, files: dict[str, bytes]) -> Path:
 
 
 def trim(most: int) -> None:
-    """Remove the entries that were not used for the longest time until `most` bytes are left.
-
-    Entries used in the last hour stay. Older leftovers of killed processes are removed.
-    """
+    """Remove the entries unused for longest until `most` bytes are left; keep the last hour's."""
     now, total = time.time(), 0
     old: list[tuple[float, int, Path, _Version]] = []
     for entry in cache_dir().glob("??/*"):
@@ -199,10 +193,7 @@ def _version(entry: Path) -> _Version:
 
 
 def _discard(entry: Path, version: _Version) -> None:
-    """Remove an entry, unless another process has removed it and may have stored it again.
-
-    It is moved away before it is deleted: another process may be reading it.
-    """
+    """Move an entry away and delete it, unless another process has removed or replaced it."""
     with _alone(entry.parent):
         if version is None or _version(entry) != version:
             return

@@ -67,17 +67,12 @@ def in_metal(said: str) -> str:
 
 
 def hides_frames(caught: Any) -> bool:
-    """True if pytest leaves out a module's frames: for a wrong text or wrong arguments.
-
-    caught: pytest's ExceptionInfo. For `__tracebackhide__`.
-    """
+    """`__tracebackhide__`: true if the text or the arguments are wrong (pytest's `caught`)."""
     return isinstance(caught.value, (KernelError, TypeError, ValueError))
 
 
 @dataclass
 class _Diagnostic:
-    """An error or warning, and the notes and lines of text that follow it."""
-
     first: str
     more: list[str] = field(default_factory=list)
 
@@ -112,7 +107,6 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
 
 
 def _lacking(said: str) -> str | None:
-    """The reason for clang's message, if the simulator or the version lacks a feature."""
     if name := UNDECLARED.search(said):
         return unsupported.reason(name[1] or name[2])
     if METHOD.fullmatch(said.removeprefix("error: ")) and OTHER_MEMORY.search(said):

@@ -325,7 +325,6 @@ def compile_for_torch(source: str, check: bool, language: str = versions.DEFAULT
 
 
 def _as_torch(kernel: Kernel, options: Mapping[str, Any]) -> None:
-    """Refuse what a kernel of torch.mps.compile_shader cannot be called with."""
     name = kernel.name
     for option, value in options.items():
         if value is not None:
@@ -382,7 +381,6 @@ def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Te
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    """Check that the tensor's values are in memory, all within its storage."""
     unlike = {
         f"on {tensor.device}": tensor.device.type != "cpu",
         f"{tensor.layout}": tensor.layout != torch.strided,
@@ -446,7 +444,6 @@ def _bind(
     held: Sequence[torch.Tensor | None],
     checked: bool,
 ) -> list[Buffer]:
-    """The memory of each argument, for the parameter at its index."""
     expected: dict[int, Parameter] = {}
     for parameter in parameters:
         if parameter.kind == "buffer":
@@ -518,7 +515,6 @@ def _grid(
     group_size: int | Sequence[int] | None,
     most: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Threads of the grid and of a threadgroup, three dimensions each, chosen as torch does."""
     if threads is None:
         first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         if first is None:

@@ -91,10 +91,7 @@ def check_tensor(
 def check_numbers(
     kernel: str, arg: Any, numbers: torch.Tensor, parameter: Parameter, expected: ParameterType
 ) -> None:
-    """Raise TypeError or ValueError for numbers that the kernel would read as others.
-
-    arg: as the caller gave them. numbers: as they are passed, after casts.
-    """
+    """Raise TypeError or ValueError for numbers that the kernel would read as others."""
     actual, scalar = SCALAR_OF[numbers.dtype], expected.scalar
     what = f"{kernel}: argument {parameter.index} is {value_text(arg)}"
     # As in torch, a kernel may read the low bytes of one int64, if they are the same number.

@@ -160,7 +160,6 @@ def parents_of(case: Attention) -> Tensor:
 
 
 def _trees(case: Attention) -> Tensor:
-    """`parents` or `tree_mask`."""
     parents = parents_of(case)
     tree = parents if case.tree == "parents" else tree_rows(parents, None)
     assert tree is not None
@@ -198,7 +197,6 @@ def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
 
 
 def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Masks out one of five keys."""
     visible = normal(*sizes, seed=seed) > -0.84
     if dtype == torch.bool:
         return visible
@@ -242,7 +240,6 @@ def _hide(case: Attention, k: Tensor, v: Tensor) -> None:
 
 
 def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
-    """(B, H, L, D) as packed rows."""
     return torch.cat(
         [x[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)]
         or [x.new_zeros(0, x.shape[1], x.shape[3])]

@@ -45,12 +45,7 @@ def _own(r: random.Random, case: "Cascade") -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cascade(Case):
-    """Queries of sequences that have their first pages in common.
-
-    Attributes: shared: pages of all sequences. branched: further ones of every other sequence,
-        which are a second level. own: the keys of each sequence that follow. The others are those
-        of `Attention`.
-    """
+    """Sequences with common pages, of all (shared) or of every other sequence (branched)."""
 
     call: str = call("CascadePlan.attend")
     kv_heads: int = field(1, one_of(1, 1, 2))

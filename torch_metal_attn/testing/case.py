@@ -92,11 +92,7 @@ def kinds() -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case's call.
-
-    Attributes: judge: compares the function's result. written: the tensors in `memory` that the
-        call may write.
-    """
+    """A case's call. written: the tensors in `memory` that it may write."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -195,7 +191,6 @@ class Case:
         }
 
     def __str__(self) -> str:
-        """Python code that makes the case."""
         arguments = (f"{name}={value!r}" for name, value in self.fields().items())
         return f"{type(self).__name__}({', '.join(arguments)})"
 

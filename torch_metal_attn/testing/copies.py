@@ -28,10 +28,7 @@ def _copies(r: random.Random, case: "Copy") -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Copy(Case):
-    """Some pages of a cache, copied to others.
-
-    Attributes: shape: the cache's, pages first. copies: for each copy the source and target page.
-    """
+    """Some pages of a cache, copied to others. copies: for each copy the source and target page."""
 
     call: str = call("copy_pages")
     dtype: str = field("float32", one_of(*DTYPES, "int8", "uint8", "int32", "int64", "bool"))

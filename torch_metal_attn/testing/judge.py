@@ -88,10 +88,7 @@ def near(
 def near_statistic(
     what: str, actual: Tensor, exact: Tensor, rounding: float, slack: float | Tensor = 0.0
 ) -> Measure:
-    """A float32 number. Its allowed error is relative to 1 plus its magnitude.
-
-    slack: what is also allowed, one number or one per element.
-    """
+    """A float32 number. Its allowed error is relative to 1 plus its magnitude."""
     exact = exact.cpu().double()
     bound = rounding * (1 + exact.abs().nan_to_num(0, 0, 0)) + slack
     return worst(what, apart(actual, exact), bound)

@@ -67,7 +67,6 @@ def _without(of_sequences: Any, b: int) -> Any:
 
 
 def _fewer(n: int) -> Iterator[int]:
-    """Smaller counts to try for n, the smallest first."""
     return (less for less in dict.fromkeys((0, 1, n // 2, n - 1)) if 0 <= less < n)
 
 

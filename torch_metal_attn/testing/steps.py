@@ -367,7 +367,6 @@ def _packed_rows(case: Step, x: Tensor, side: int) -> Tensor:
 
 
 def _caches(case: Step, dense: list[Tensor]) -> dict[str, Tensor]:
-    """The arguments that hold k and v (B, H, capacity, D), by name."""
     _, (k, v), where = stored(case, *dense)
     tensors = {n: x for n, x in where.items() if isinstance(x, Tensor)}
     return {"k_cache": k, "v_cache": v, **tensors}

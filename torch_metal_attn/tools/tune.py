@@ -45,7 +45,6 @@ def _square(length: int, heads: int, head_dim: int, dtype: str, **options: Any) 
 
 
 def _language(dtype: str, training: Iterable[int] = (), **heads: Any) -> list[Shape]:
-    """Prompts, decoding and training of a model."""
     causal = {"causal": True, "dtype": dtype, **heads}
     return [
         *(Shape("forward", length=n, kv_length=n, **causal) for n in _LENGTHS),
@@ -108,7 +107,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """The shapes that the arguments choose. Raises BadShape."""
     if options.dtype is not None and options.model is None:
         raise BadShape("--dtype is for --model: a file of --shapes has the dtypes")
     if options.model is not None:
@@ -159,7 +157,6 @@ def tune(options: argparse.Namespace) -> bool:
 
 
 def _table_at(path: Path, machine: Machine) -> Table:
-    """The table at this path, which the run adds to, or a new one."""
     try:
         return loading.read(path, machine)
     except FileNotFoundError:
@@ -198,11 +195,7 @@ class _Run:
         return lines
 
     def _measure(self, shape: Shape, lines: list[str]) -> None:
-        """Time each kernel's tiles, then a whole call of ours and of torch.
-
-        A key that several shapes share is measured for the first of them. Raises RuntimeError if
-        there is no memory.
-        """
+        """Time each kernel's tiles for a new key, then a whole call of ours and of torch."""
         with tiles.forced({}):
             kernels = kernels_of(shape, DEVICE)
         forwards, calls = calls_of(shape, DEVICE)
@@ -243,7 +236,6 @@ class _Run:
         call: Callable[[], object],
         lines: list[str],
     ) -> str | None:
-        """The fastest of a kernel's tiles, the first of which is the default; None if none runs."""
         notes: dict[str, str] = {}
         calls: dict[str, Callable[[], object]] = {}
         for tile in candidates:
@@ -320,7 +312,6 @@ def choose(
 
 
 def _check_of(shape: Shape, kernel: str) -> Case:
-    """The kernel on a small problem with the shape's dtype, head dim and mask."""
     sizes: dict[str, Any] = {"head_dim": shape.head_dim, "kv_heads": 1}
     group = shape.heads // shape.kv_heads
     if kernel == "flash_decode":
@@ -339,7 +330,6 @@ def _check_of(shape: Shape, kernel: str) -> Case:
 def _call_of(
     kernel: str, shape: Shape, forward: Callable[[], object], device: torch.device
 ) -> Callable[[], object]:
-    """The op that runs the kernel, on the shape's operands."""
     if not kernel.startswith("flash_bwd"):
         return forward
     q, k, v = (x.detach() for x in shape.operands(device))

@@ -140,8 +140,6 @@ _Call = Callable[[], list[dict[str, Any]]]
 
 
 class _Collector(TorchDispatchMode):
-    """Keeps one call for each set of programs instead of running our ops."""
-
     def __init__(self, backward: bool) -> None:
         super().__init__()
         self.calls: list[_Call] = []

@@ -49,10 +49,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """The tile for a key (csrc/tiles/tuned.h).
-
-    Attributes: torch: the time of torch's attention divided by ours, by kind of shape.
-    """
+    """The tile for a key, and the time of torch's attention divided by ours, by kind of shape."""
 
     tile: str
     torch: dict[str, float] = field(default_factory=dict)

@@ -115,7 +115,6 @@ def _findings(
     strict: bool,
     tree_wanted: bool = True,
 ) -> list[Finding]:
-    """Findings of one compilation, and of its syntax tree if that is wanted."""
     try:
         preprocessed = build.preprocess(source, include_dirs, defines, False, language=language)
         shim, marked, body = preprocessed.partition(END_OF_SHIM)
@@ -197,10 +196,7 @@ def _diagnosed(file: str, line: int, message: str) -> Finding:
 
 
 def _parse(shim: str, text: str, standard: str, tree_wanted: bool) -> tuple[bytes, str]:
-    """Clang's syntax tree of `text`, or nothing if it is not wanted, and clang's messages.
-
-    There is a tree even if there are errors. standard: the C++ whose extensions are errors, if any.
-    """
+    """Clang's syntax tree of `text`, if it is wanted, and clang's messages."""
     command = [*build.host_command(), *QUALIFIERS]
     if standard:
         command.remove(NO_WARNINGS)  # It would hide the warnings that clang has on by default.

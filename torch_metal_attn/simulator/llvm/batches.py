@@ -105,7 +105,6 @@ class _Pass:
         self.batch.append(_Product(match.group("result"), type_, function, accumulator))
 
     def at(self, product: int, which: int) -> str:
-        """The address of one of a product's a, b, c and result."""
         name = f"{self.place}.{product}.{which}"
         offset = product * PRODUCT_BYTES + which * OPERAND_BYTES
         self.out.append(f"  {name} = getelementptr i8, ptr {self.place}, i64 {offset}")

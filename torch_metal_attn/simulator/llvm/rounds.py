@@ -24,8 +24,6 @@ UNKNOWN = -1  # the order of a meeting in a function that is not inlined
 
 
 class _Graph:
-    """The blocks of a function, and where each may go."""
-
     def __init__(self, function: Function) -> None:
         lines = function.body
         numbers = [int(number) for number in re.findall(r"%(\d+)", function.head)]

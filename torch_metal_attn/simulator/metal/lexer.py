@@ -74,10 +74,7 @@ def segments(text: str) -> Iterator[tuple[str, str, int, bool, str]]:
 
 
 def lex(text: str) -> list[Token]:
-    """Tokens of `clang -E` output; system headers pass through untouched, as trivia.
-
-    The last token is an empty one of kind "end" that carries the trailing trivia.
-    """
+    """Tokens of `clang -E` output, with system headers as trivia; the last one is of kind "end"."""
     tokens: list[Token] = []
     begin = text.find(END_OF_SHIM) + 1
     space, file, line = text[:begin], "", 1
@@ -102,10 +99,7 @@ def lex(text: str) -> list[Token]:
 # Specialisations of a kernel have most of their text in common.
 @lru_cache(maxsize=1024)
 def _pieces(body: str) -> tuple[list[tuple[str, str, str, int]], str, int]:
-    """(kind, text, space before, line) of each token, the trivia after the last, and its line.
-
-    Lines are counted from 0.
-    """
+    """(kind, text, space before, line from 0) of each token, the last trivia, and its line."""
     result: list[tuple[str, str, str, int]] = []
     kinds: dict[str, str] = {}
     space, line = "", 0

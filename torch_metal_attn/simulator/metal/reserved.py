@@ -110,11 +110,7 @@ def may_define(source: str) -> bool:
 
 
 def check_directives(preprocessed: str) -> None:
-    """Raise MetalSourceError for a keyword, a qualifier or a type that becomes a macro.
-
-    A macro of Metal's headers may be defined anew: clang only warns. preprocessed: what
-    `clang -E -dD` writes.
-    """
+    """Raise for a keyword, a qualifier or a type that becomes a macro (`clang -E -dD`)."""
     for directive in _DIRECTIVE.finditer(preprocessed):
         if directive[1] in NO_MACROS:
             *_, (_, file, line, _, body) = segments(preprocessed[: directive.start()])

@@ -51,7 +51,6 @@ def _in_function(tokens: TokenList, index: int, kinds: list[bool]) -> bool:
 
 
 def _declared(tokens: TokenList, index: int) -> list[str]:
-    """The names in `type name, name[2];`; none if it is anything else."""
     if tokens.text(index) in OTHERS:
         return []
     at = index + 1

@@ -237,7 +237,6 @@ def chosen(options: argparse.Namespace) -> list[Shape] | None:
 
 
 def _shape(fields: dict[str, Any]) -> Shape:
-    """A shape by some of its fields, with the defaults of the options. Raises BadShape."""
     filled = dict(fields)
     if "heads" in fields:
         filled.setdefault("kv_heads", fields["heads"])
@@ -268,10 +267,7 @@ def from_file(path: Path) -> list[Shape]:
 
 
 def of_model(model: Path) -> dict[str, int]:
-    """Heads and head dim of a transformers model, from its config or the folder that has it.
-
-    Raises BadShape.
-    """
+    """Heads and head dim of a transformers model, from its config or its folder; or BadShape."""
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
         raise BadShape(
@@ -291,7 +287,6 @@ def of_model(model: Path) -> dict[str, int]:
 
 
 def _number(path: Path, config: dict[str, Any], name: str, missing: int | None = None) -> int:
-    """A size of a model's config; `missing` if it is not there, or null."""
     value = config.get(name)
     value = missing if value is None else value
     if type(value) is not int or (value < 1 and value != missing):

@@ -24,10 +24,7 @@ HEADING = f"{'shape':<{WIDTH}} {'ours, ms':>10} {'torch, ms':>10} {'ratio':>6}"
 
 @dataclass(frozen=True)
 class Compared:
-    """A shape's times, by OURS and TORCHS.
-
-    Attributes: difference: the largest difference between their outputs; None if one has none.
-    """
+    """A shape's times, by OURS and TORCHS, and the largest difference between their outputs."""
 
     shape: Shape
     times: dict[str, Times]
@@ -45,7 +42,6 @@ class Compared:
         return self.difference is None or self.difference <= _TOLERANCE[self.shape.dtype]
 
     def __str__(self) -> str:
-        """Medians, and torch's divided by ours, as in HEADING."""
         cells = [
             f"{'-' if times.error else f'{times.median * 1e3:.3f}':>10}"
             for times in self.times.values()
@@ -88,10 +84,7 @@ def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Co
 def calls_of(
     shape: Shape, device: torch.device
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Callable[[], Any]]]:
-    """The forwards of a shape, and what is timed: these, or in training a whole step.
-
-    Both by OURS and TORCHS. Raises RuntimeError if there is no memory for the operands.
-    """
+    """The forwards of a shape, and the calls to time: these, or whole steps in training."""
     operands = shape.operands(device)
     forwards: dict[str, Callable[[], Tensor]] = {
         OURS: functools.partial(_ours, shape, operands),

@@ -134,7 +134,6 @@ def _mask_text(mask: Tensor) -> str:
 
 
 def _scores_bytes(query: Sequence[int], key: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of one array of all scores. With gradients torch computes them in float32."""
     try:
         leading = torch.broadcast_shapes(query[:-2], key[:-2])
     except RuntimeError:  # grouped heads
@@ -143,7 +142,6 @@ def _scores_bytes(query: Sequence[int], key: Sequence[int], dtype: torch.dtype) 
 
 
 def _refusal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why our kernels would not run the call on mps."""
     problem, reason = replacement.problem_or_reason(args, kwargs, on_mps=True)
     return reason if problem is None else problem.refusal()
 

@@ -42,11 +42,7 @@ class _Thread(threading.local):
 
 
 class Watch:
-    """The attentions since `__enter__`.
-
-    seen: their calls, counted. compiled: True if torch.compile was called, which is off.
-    undescribed: errors of ours, by their text, for calls that are not in `seen`.
-    """
+    """The attentions since `__enter__`. undescribed: errors of ours, by their text."""
 
     def __init__(self) -> None:
         self.seen: Counter[Attention] = Counter()
@@ -111,10 +107,7 @@ class Watch:
     def _note(
         self, what: str, values: tuple[Any, ...], attention: Callable[[str], Attention]
     ) -> None:
-        """Count a call; `attention` describes it, unless one with the same signature came before.
-
-        `attention` takes the caller's file and line. An error in here must not end the script.
-        """
+        """Count a call; `attention` describes the first of a signature. It must not raise."""
         self._thread.noted += 1
         try:
             place = caller.place()
@@ -194,7 +187,6 @@ class Watch:
 
     @contextmanager
     def _inside(self) -> Iterator[bool]:
-        """A call of our op; yields True if no other one encloses it."""
         self._thread.within += 1
         try:
             yield self._thread.within == 1
@@ -208,7 +200,6 @@ def _real(tensor: object) -> bool:
 
 
 def _signature(value: Any) -> Any:
-    """Equal for arguments that lead to the same description."""
     if isinstance(value, Tensor):
         strided = value.layout == torch.strided and not value.is_nested
         size = (tuple(value.shape), value.stride()) if strided else ()

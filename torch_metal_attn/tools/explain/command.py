@@ -10,10 +10,7 @@ from torch_metal_attn.tools.explain import Explanation, explain
 
 
 def explain_shapes(options: argparse.Namespace) -> bool:
-    """Print what each shape of the options would run; False if one of them would be refused.
-
-    Raises BadShape.
-    """
+    """Print what each shape would run; False for a refusal. Raises BadShape."""
     refused = 0
     with best_device() as device:
         for shape in chosen(options) or [Shape()]:

@@ -178,10 +178,7 @@ def short_name(op: Any) -> str | None:
 
 
 def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The op's arguments by name, without the missing ones.
-
-    Numbers are Python's, also for numbers of NumPy and tensors of one element.
-    """
+    """The op's arguments by name, without the missing ones, and numbers as Python's."""
     schema = getattr(torch.ops.metal_attn, name).default._schema
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     numbers = {one.name for one in schema.arguments if "Tensor" not in str(one.type)}
@@ -241,7 +238,6 @@ def explain_op(
 
 
 def _check_names(name: str, by_name: dict[str, Any]) -> None:
-    """Raise TypeError unless all arguments are the op's, and none that it needs is missing."""
     schema = getattr(torch.ops.metal_attn, name).default._schema.arguments
     unknown = [one for one in by_name if one not in {argument.name for argument in schema}]
     missing = [
@@ -279,7 +275,6 @@ def _backend(by_name: dict[str, Any]) -> str:
 
 
 def _kernels(launches: list[dict[str, Any]], *, of_gradients: bool) -> dict[str, Kernel]:
-    """The kernels by their names. of_gradients: without those that prepare and add up."""
     shown = [one for one in launches if not of_gradients or "registers" in one]
     return {
         one["kernel"] + (f"[{one['share']}]" if "share" in one else ""): Kernel(

@@ -78,10 +78,7 @@ def _positive(kind: type[int] | type[float], most: float = math.inf) -> "type[in
 
 
 def fuzz(options: argparse.Namespace) -> bool:
-    """Run the cases; True if none failed.
-
-    Raises OSError if a report cannot be written or read, and BadRequest if no case ran.
-    """
+    """Run the cases; True if none failed. Raises OSError for a report, BadRequest if none ran."""
     _check(options)
     if options.replay is not None:
         return _replay(options.replay)

@@ -24,11 +24,7 @@ _READY = "ready"
 
 @dataclass(frozen=True)
 class Ran:
-    """A case that was run.
-
-    Attributes: index: the case's in the run. shrunk: the simplest case that fails in the same way,
-        and its outcome; None if the case did not fail, or ended its process.
-    """
+    """A case that was run. shrunk: the simplest case that fails in the same way; or None."""
 
     index: int
     case: Case
@@ -140,7 +136,6 @@ def _limit(worker: _Worker, case_seconds: float) -> float:
 
 
 def _receive(worker: _Worker, now: float) -> "Ran | str | None":
-    """The worker's message: READY or the result of its case; None while it shrinks."""
     try:
         message = worker.pipe.recv()
     except EOFError:
@@ -170,7 +165,6 @@ def _lost(worker: _Worker, status: str, words: str) -> Ran:
 
 
 def _work(pipe: Connection) -> None:
-    """The worker's loop: it runs the cases that it is sent."""
     torch.set_num_threads(1)
     try:
         with best_device(check=True) as device:

@@ -202,7 +202,6 @@ def _call(case: Case) -> None:
 
 
 def _flex(queries: int) -> None:
-    """Attention that uses all of shaders/flex.h; of more than one query its gradients too."""
     q, k, v = (torch.zeros(1, 2, n, 64, requires_grad=queries > 1) for n in (queries, 256, 256))
     table = torch.zeros(4, requires_grad=queries > 1)
     numbers = torch.arange(4)

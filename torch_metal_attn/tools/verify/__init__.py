@@ -71,7 +71,6 @@ def verify_full(path: Path = REPORT) -> bool:
 def _results(
     cases: Sequence[Listed], device: torch.device, *, every_line: bool
 ) -> Iterator[Result]:
-    """Run the cases with a progress line; print every result's line, or only those of failures."""
     with Progress(len(cases)) as progress:
         for case in cases:
             group, text = ("", str(case)) if every_line else (case.family, case.words)

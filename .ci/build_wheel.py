@@ -73,7 +73,6 @@ def build_macos(known: list[torches.Torch]) -> Path:
 
 
 def check_macos(wheel: Path, known: list[torches.Torch]) -> list[str]:
-    """The faults of the wheel and of its extension."""
     faults = check_wheel.faults(wheel, torches.MACOS_PLATFORM)
     with zipfile.ZipFile(wheel) as archive:
         if check_wheel.EXTENSION not in archive.namelist():

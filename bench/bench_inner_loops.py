@@ -44,7 +44,6 @@ TENSOR_PEERS: dict[str, Callable[..., tuple[Tensor, Counters]]] = {
 
 
 def operands(q_length: int, kv_length: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k and v of one head."""
     lengths = (q_length, kv_length, kv_length)
     return [torch.randn(1, 1, length, head_dim).to(dtype) for length in lengths]
 
@@ -79,7 +78,6 @@ def lengths(kernel: str, walked: int) -> tuple[int, int]:
 
 
 def looped(kernel: str, counted: Iterable[Counters]) -> dict[str, float]:
-    """The counts of a row. counted: of LENGTHS."""
     columns, rows = COLUMNS, 8
     if kernel.endswith("tensor") or kernel in TENSOR_PEERS:
         columns, rows = TENSOR_COLUMNS, 16
@@ -113,7 +111,6 @@ def unstaged(head_dim: int, dtype: torch.dtype) -> dict[str, float]:
 
 
 def peer_cells(name: str, head_dim: int, dtype: torch.dtype) -> list[Any]:
-    """The counts of another project's kernel, or why there are none."""
     attend = (PEERS | TENSOR_PEERS)[name]
     problems = (operands(OWNED, length, head_dim, dtype) for length in LENGTHS)
     try:
@@ -142,7 +139,6 @@ FEATURES = {
 
 
 def forward_rows() -> Iterator[list[Any]]:
-    """Full attention, by every kernel."""
     for about in product(HEAD_DIMS, DTYPES):
         yield ["flash_fwd", *about, *ours("flash_fwd", *about).values()]
         wide = ours("flash_fwd", *about, q_dtype=torch.float32)
@@ -153,7 +149,6 @@ def forward_rows() -> Iterator[list[Any]]:
 
 
 def gradient_rows() -> Iterator[list[Any]]:
-    """Full attention, and each kernel's tile."""
     for head_dim, dtype, kernel in product(HEAD_DIMS, DTYPES, GRADIENTS):
         owned, block, slices = tile(kernel, head_dim, dtype)
         name = f"{kernel}, {owned} rows, blocks of {block}, {slices} slices"
@@ -170,7 +165,6 @@ def feature_rows() -> Iterator[list[Any]]:
 
 
 def tensor_rows() -> Iterator[list[Any]]:
-    """Every forward in 16 bit, and ours in float32."""
     for about in product(HEAD_DIMS, DTYPES):
         yield ["flash_fwd_tensor", *about, *ours("flash_fwd_tensor", *about).values()]
         for name in TENSOR_PEERS:
@@ -181,7 +175,6 @@ def tensor_rows() -> Iterator[list[Any]]:
 
 
 def tensor_gradient_rows() -> Iterator[list[Any]]:
-    """Both kernels in every dtype."""
     problems = product(HEAD_DIMS, (*DTYPES, torch.float32), TENSOR_GRADIENTS)
     for head_dim, dtype, kernel in problems:
         yield [kernel, head_dim, dtype, *ours(kernel, head_dim, dtype).values()]

@@ -57,7 +57,6 @@ def softmax(length: int, dtype: str, layout: str) -> dict[str, float]:
 
 
 def causal_mask(length: int, dtype: str, layout: str) -> dict[str, float]:
-    """The mask of square scores."""
     order = () if layout == "contiguous" else ("order 10",)
     call = "apply_causal_mask_"
     case = Softmax(call=call, shape=(length, length), dtype=dtype, layout=order)
@@ -70,7 +69,6 @@ OUT_ROWS: dict[str, Any] = {"batch": 1, "heads": 4, "length": 16}
 
 
 def merge(call: str, splits: int, head_dim: int, dtype: str) -> dict[str, float]:
-    """Two states, or splits."""
     parts: dict[str, Any] = {"splits": splits} if call == "merge_splits" else {}
     case = Merge(call=call, head_dim=head_dim, dtype=dtype, **OUT_ROWS, **parts)
     return traffic(case, call, 64 * head_dim, 1)
@@ -139,7 +137,6 @@ def append(
 
 
 def copy(head_dim: int, dtype: str) -> dict[str, float]:
-    """Half of eight pages."""
     copies = tuple((i, i + 4) for i in range(4))
     case = Copy(dtype=dtype, shape=(8, KV_HEADS, PAGE, head_dim), copies=copies)
     return traffic(case, "copy_pages", 4 * KV_HEADS * PAGE)
@@ -151,13 +148,11 @@ QUERIES = (1, 2, 16, 64)
 
 
 def indexed(q_length: int, dtype: str) -> dict[str, float]:
-    """Scores of the keys for a number of queries."""
     case = IndexScores(q_length=q_length, dtype=dtype, causal=True, **INDEXED)
     return traffic(case, "index_scores", INDEXED["kv_length"])
 
 
 def softmax_rows() -> Iterator[list[Any]]:
-    """Each kernel, length, dtype and layout."""
     cases = [("softmax", softmax, length) for length in LENGTHS]
     cases.append(("apply_causal_mask", causal_mask, 512))
     for (name, count, length), dtype, layout in product(cases, DTYPES, ("contiguous", "strided")):
@@ -165,14 +160,12 @@ def softmax_rows() -> Iterator[list[Any]]:
 
 
 def merge_rows() -> Iterator[list[Any]]:
-    """Each kernel, number of splits, head dim and dtype."""
     cases = [("merge_state", 2), *(("merge_splits", n) for n in SPLITS)]
     for head_dim, dtype, (call, splits) in product((64, 128), DTYPES, cases):
         yield [call, splits, head_dim, dtype, *merge(call, splits, head_dim, dtype).values()]
 
 
 def moved_rows() -> Iterator[list[Any]]:
-    """Each case of rope, append_kv and copy_pages, head dim and dtype."""
     cases: list[tuple[str, Callable[..., dict[str, float]]]] = [
         (name, partial(rotation, **fields)) for name, fields in ROTATIONS.items()
     ]
@@ -184,7 +177,6 @@ def moved_rows() -> Iterator[list[Any]]:
 
 
 def indexed_rows() -> Iterator[list[Any]]:
-    """Each number of queries and dtype."""
     for q_length, dtype in product(QUERIES, DTYPES):
         yield [q_length, dtype, *indexed(q_length, dtype).values()]
 

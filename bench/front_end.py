@@ -38,7 +38,6 @@ KEYWORDS = [
 
 
 def source_of(family: str, specialisation: Mapping[str, str]) -> str:
-    """The text that a specialisation of this project's kernels is compiled from."""
     return shaders.with_defines(shaders.source(family), specialisation)
 
 
@@ -61,7 +60,6 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The kernel's name and what tells this source from others."""
         known = (self.text, self.threads, self.defines, self.constants, self.include_dirs)
         digest = hashlib.sha256(repr((known, self.lines)).encode())
         return f"{self.kernel}-{digest.hexdigest()[:10]}"
@@ -124,7 +122,6 @@ def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, 
 
 
 def clang(arguments_: list[str], text: str) -> str:
-    """The output of clang. Raises ShaderCompileError."""
     done = subprocess.run(
         [*compiler(), *arguments_],
         input=text.encode(),

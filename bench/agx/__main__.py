@@ -24,7 +24,6 @@ HEADINGS = (
 
 
 def cells(one: Specialisation, result: Compiled | Failure) -> list[Any]:
-    """A row, by HEADINGS."""
     about = [one.kernel, one.dtype, one.head_dim, one.feature]
     if not isinstance(result, Compiled):
         return [*about, str(result).strip().split("\n")[-1][:60]]

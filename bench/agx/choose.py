@@ -100,7 +100,6 @@ class Candidate(NamedTuple):
 
     @property
     def keys_again(self) -> bool:
-        """True if a decode reads its keys more than once."""
         knob_values = self.one.named(self.tile)
         return self.one.macro == "FLASH_DECODE" and any(
             passes(self.one, knob_values, compiled) > 1 for compiled in self.results.values()

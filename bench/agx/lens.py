@@ -62,7 +62,6 @@ class Compiled:
 
     @property
     def resident(self) -> int:
-        """SIMD groups that a core holds."""
         return min(self.resident_by_registers, self.resident_by_threadgroup_memory)
 
 
@@ -126,7 +125,6 @@ def _limit_memory() -> None:
 
 
 def run_driver(ir: str, symbol: str, threads: int) -> str:
-    """The driver's output for LLVM IR. Raises LensError."""
     if not DRIVER.exists():
         raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
     with tempfile.TemporaryDirectory() as folder:

@@ -65,7 +65,6 @@ class Loop:
 
     @property
     def products(self) -> int:
-        """Products of 8x8 matrices."""
         return self.opcodes[PRODUCT]
 
     @property
@@ -96,7 +95,6 @@ class Loop:
 
     @property
     def cycles(self) -> float:
-        """Cycles of the busiest unit."""
         return max(self.arithmetic, self.complex, self.threadgroup, self.device)
 
 
@@ -117,7 +115,6 @@ class Listing:
     blocks: list[Block]
 
     def opcodes(self) -> Counter[str]:
-        """The opcodes of the whole kernel."""
         return sum((block.opcodes for block in self.blocks), Counter[str]())
 
     def loops(self) -> Iterator[Loop]:

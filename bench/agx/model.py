@@ -36,7 +36,6 @@ def cycles_a_product(compiled: Compiled) -> float:
 
 
 def share_of_limit(compiled: Compiled) -> float:
-    """The share of the speed of products alone."""
     return PRODUCT_CYCLES / cycles_a_product(compiled)
 
 

@@ -147,7 +147,6 @@ def llvm_ir(source: Source) -> tuple[str, str]:
 
 
 def compile_spirv(ir: str) -> bytes:
-    """The SPIR-V of LLVM IR as it is."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "kernel.spv")
         as_it_is = ["-O1", "-Xclang", "-disable-llvm-passes", "-mllvm", "-disable-lsr"]

@@ -63,8 +63,6 @@ TENSOR_DKV = (
 
 
 class Row(NamedTuple):
-    """As in the table."""
-
     bits: int
     columns: int
     queries: int
@@ -96,8 +94,6 @@ def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidat
 
 
 def tensor_rows() -> dict[str, list[Row]]:
-    """By kernel."""
-
     def row(bits: int, columns: int, *tile: int) -> Row:
         return Row(bits, columns, 0, "Rotary", "M1", 0.0, tile)
 
@@ -154,7 +150,6 @@ def _always_runs(macro: str, problem: tuple[int, int, int, str], tile: Tile) -> 
 
 
 def text_of(macro: str, rows: Sequence[Row]) -> str:
-    """The rows as a macro of C++, in columns."""
     cells = [
         [
             *(str(bits), str(columns), *([str(queries)] if queries else []), load, family),
@@ -169,7 +164,6 @@ def text_of(macro: str, rows: Sequence[Row]) -> str:
 
 
 def table(rows: Mapping[str, Sequence[Row]]) -> str:
-    """The whole file."""
     lists = "\n".join(text_of(macro, group) for macro, group in rows.items())
     return f"{HEAD.format(checksum=checksum(lists))}\n{lists}"
 
@@ -184,7 +178,6 @@ LIST = re.compile(r"^#define (FLASH_\w+)_ROWS\(ROW\) \\\n((?:  ROW.*\n)+)", re.M
 
 
 def read_rows(text: str) -> dict[str, list[Row]]:
-    """The rows of a table, by kernel."""
     rows: dict[str, list[Row]] = {}
     for macro, lines in LIST.findall(text):
         group = rows[macro] = []

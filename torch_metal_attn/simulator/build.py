@@ -118,7 +118,6 @@ class Image:
 
     @functools.cache  # noqa: B019  images are never freed
     def address(self, symbol: str) -> int:
-        """The address of an exported function."""
         return ctypes.cast(getattr(self.library, symbol), ctypes.c_void_p).value or 0
 
     @functools.cache  # noqa: B019
@@ -128,7 +127,6 @@ class Image:
         return min(limit or MAX_THREADS, MAX_THREADS)
 
     def types(self, kernel: Kernel) -> list[ParameterType]:
-        """The types that the kernel's parameters point to."""
         array = ParameterType * len(kernel.parameters)
         return list(array.in_dll(self.library, kernel.types_symbol))
 

@@ -194,7 +194,6 @@ def as_bool(name: str, value: object) -> bool:
 
 
 def current() -> Run | None:
-    """The innermost run of this thread, or None."""
     return _current.get()
 
 

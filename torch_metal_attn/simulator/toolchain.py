@@ -34,8 +34,6 @@ class ToolchainError(RuntimeError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """How to call the compiler and the linker."""
-
     compile_command: tuple[str, ...]
     link_command: tuple[str, ...]
     version: str  # as shown by `info`

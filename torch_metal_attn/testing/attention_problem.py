@@ -94,7 +94,6 @@ def build(case: Attention) -> Problem:
 
 
 def ends_of(lengths: tuple[int, ...]) -> Tensor:
-    """cu_seqlens of packed sequences."""
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 

@@ -86,7 +86,6 @@ class Cascade(Case):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The keys of each sequence."""
         return tuple((self.shared + self.branched) * self.page + own for own in self.own)
 
     def conflicts(self) -> dict[str, Any]:
@@ -104,7 +103,6 @@ class Cascade(Case):
 
     @property
     def attention(self) -> Attention:
-        """The attention of each sequence alone."""
         return Attention(
             call="flash_decode",
             batch=len(self.own),

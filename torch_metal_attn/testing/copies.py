@@ -58,7 +58,6 @@ class Copy(Case):
 
 
 def prepare_copy(case: Copy, device: torch.device) -> Prepared:
-    """The call, with a cache of random bits."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
     generator = torch.Generator().manual_seed(case.seed)
     if dtype == torch.bool:

@@ -53,7 +53,6 @@ def largest(x: Tensor) -> float:
 
 
 def worst_of(tensors: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The largest finite difference in any pair."""
     return max((largest(apart(a, b)) for a, b in tensors), default=0.0)
 
 
@@ -118,7 +117,6 @@ def worst(what: str, error: Tensor, bound: Tensor) -> Measure:
 
 
 def on(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with their tensors on the device."""
     return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
 
 

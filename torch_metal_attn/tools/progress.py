@@ -49,7 +49,6 @@ class Progress:
         print(text, flush=True)
 
     def end(self) -> None:
-        """Clear the changing line."""
         if self._stream.isatty():
             self._write("")
             self._stream.write("\r")

@@ -78,7 +78,6 @@ COMMON = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `tune`."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--model",

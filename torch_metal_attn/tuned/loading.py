@@ -57,8 +57,6 @@ class Row:
 
 @dataclass
 class Table:
-    """The rows of a machine, by key."""
-
     machine: Machine
     rows: dict[str, Row] = field(default_factory=dict)
 
@@ -120,7 +118,6 @@ _loaded = Loaded()
 
 
 def loaded() -> Loaded:
-    """The table in use."""
     return _loaded
 
 

@@ -10,8 +10,6 @@ MOST_DEEP = 40  # addresses that are computed from others
 
 
 class Places:
-    """The places of the addresses in a function's body."""
-
     def __init__(self, body: list[str], structs: dict[str, str]) -> None:
         self.body = body
         self.structs = structs

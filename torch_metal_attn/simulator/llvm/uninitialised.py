@@ -91,7 +91,6 @@ class _Function(Flags):
         self.patterns: list[tuple[str, int]] = []  # variables, and lines that give them a pattern
 
     def run(self) -> list[str]:
-        """The body with the flags."""
         begins = [
             number
             for number, line in enumerate(self.body)
@@ -324,7 +323,6 @@ class _Function(Flags):
         return matches
 
     def has_marks(self, address: str) -> bool:
-        """True if the variable at an address has marks."""
         private = self.private.get(self.root.get(address, ""))
         if private is None or private.captured or private.bytes > MOST_MARKED:
             return False

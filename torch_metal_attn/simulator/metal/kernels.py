@@ -29,8 +29,6 @@ ARGUMENT_BUFFER = (
 
 @dataclass
 class Parameter:
-    """One parameter of a kernel."""
-
     name: str
     kind: str  # buffer, threadgroup, attribute
     index: int = 0  # of [[buffer(index)]] or [[threadgroup(index)]]
@@ -66,12 +64,10 @@ class Kernel:
 
     @property
     def type(self) -> str:
-        """The function's type, in C++."""
         return self.signature or f"decltype({self.callee})"
 
     @cached_property
     def buffers(self) -> dict[int, Parameter]:
-        """The parameters that are buffers, by their indices."""
         return {p.index: p for p in self.parameters if p.kind == "buffer"}
 
     @property

@@ -123,7 +123,6 @@ def _kind(token: str) -> str:
 
 
 def join(tokens: list[Token]) -> str:
-    """The text of the tokens, trivia included."""
     return "".join([token.space + token.text for token in tokens])
 
 
@@ -176,7 +175,6 @@ class TokenList:
         return MetalSourceError(message, token.file, token.line)
 
     def close(self, index: int) -> int:
-        """The index of the bracket that closes the one at `index`."""
         depth: list[str] = []
         tokens = self.tokens
         for at in range(index, len(tokens)):
@@ -193,7 +191,6 @@ class TokenList:
         raise self.error(index, f"`{self.text(index)}` is never closed")
 
     def open(self, index: int) -> int:
-        """The index of the bracket that opens the one closed at `index`."""
         depth = 0
         tokens = self.tokens
         for at in range(index, -1, -1):
@@ -205,11 +202,9 @@ class TokenList:
         raise self.error(index, f"`{self.text(index)}` closes nothing")
 
     def after(self, index: int) -> int:
-        """The index after the token, or after the brackets that it opens."""
         return (self.close(index) if self.text(index) in OPENERS else index) + 1
 
     def before(self, index: int) -> int:
-        """The index before the token, or before the brackets that it closes."""
         return (self.open(index) if self.text(index) in CLOSERS else index) - 1
 
     def seek(self, index: int, words: Collection[str]) -> int:

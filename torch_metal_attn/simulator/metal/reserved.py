@@ -79,14 +79,11 @@ UNEXPANDED = "".join(f"#undef {word}\n#define {word} {word}\n" for word in sorte
 
 
 class ReservedNameError(MetalSourceError):
-    """A reserved word is used as a name."""
-
     def __init__(self, word: str, file: str, line: int) -> None:
         super().__init__(message(word), file, line)
 
 
 def message(word: str) -> str:
-    """Why the word may not be a name."""
     return f"`{word}` is {KINDS[word]} and cannot be a name: rename it, for example to `{word}_`"
 
 

@@ -45,7 +45,6 @@ def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
 
 
 def check_shifts(tokens: TokenList, shifts: list[tuple[int, int]]) -> None:
-    """Rewrite the operators."""
     for first, last in shifts:
         operator, amount = tokens[last], tokens[last + 1]
         if operator.text.endswith("="):

@@ -15,7 +15,6 @@ SEVERAL = frozenset("unsigned signed long short int char".split())
 
 
 def unset_variables(tokens: TokenList) -> None:
-    """Mark the variables that functions declare without a value."""
     kinds: list[bool] = []  # of the open braces: is it in a function?
     marks: list[tuple[int, str]] = []
     closes_type = False

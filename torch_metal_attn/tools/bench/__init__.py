@@ -33,7 +33,6 @@ _STEM = "torch_metal_attn-bench"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     add_arguments(parser)
     add_rounds(parser)
     parser.add_argument(

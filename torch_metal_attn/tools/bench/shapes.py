@@ -78,7 +78,6 @@ class Shape:
 
     @property
     def series(self) -> str:
-        """Everything but the lengths, in words."""
         seen = "causal" if self.causal else "full"
         if self.window >= 0:
             seen = f"{seen}, window {self.window}"
@@ -109,7 +108,6 @@ class Shape:
 
     @property
     def sizes(self) -> list[tuple[int, int, int, int]]:
-        """The shapes of q, k and v."""
         keys = (self.batch, self.kv_heads, self.kv_length, self.head_dim)
         return [(self.batch, self.heads, self.length, self.head_dim), keys, keys]
 
@@ -248,7 +246,6 @@ def _shape(fields: dict[str, Any]) -> Shape:
 
 
 def from_file(path: Path) -> list[Shape]:
-    """The shapes in a JSON file. Raises BadShape."""
     listed = _json(path)
     names = [field.name for field in dataclasses.fields(Shape)]
     if not isinstance(listed, list) or not listed:

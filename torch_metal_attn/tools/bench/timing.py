@@ -16,7 +16,6 @@ _MOST_CALLS = 1 << 16  # in a sample
 
 
 def add_rounds(parser: argparse.ArgumentParser) -> None:
-    """Add the option --rounds."""
     help_text = f"samples of each time (default: {_ROUNDS})"
     parser.add_argument("--rounds", type=int, default=_ROUNDS, metavar="N", help=help_text)
 

@@ -56,7 +56,6 @@ class Compared:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """The shape, and seconds per call of each sample, for the JSON file."""
         return {
             "shape": asdict(self.shape),
             "ratio": self.ratio,

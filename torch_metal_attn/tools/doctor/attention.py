@@ -44,14 +44,12 @@ class Attention:
 
 
 def ours(op: str, arguments: dict[str, Any], place: str) -> Attention:
-    """A call of our op, with its arguments by name."""
     q, k = arguments["q"], arguments.get("k_cache", arguments["k"])
     shapes = (tuple(q.shape), tuple(k.shape))
     return Attention(shapes, q.dtype, op, place, OURS, device=q.device.type)
 
 
 def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attention:
-    """A call of torch's function that our ops did not take."""
     arguments = replacement.given_by_name(args, kwargs)
     mask = arguments.get("attn_mask")
     causal = bool(arguments.get("is_causal", False))

@@ -21,7 +21,6 @@ def explain_shapes(options: argparse.Namespace) -> bool:
 
 
 def explained(shape: Shape, device: torch.device) -> Explanation:
-    """The explanation of a shape. Allocates next to nothing."""
     # One row each, expanded, so that large shapes take no memory. A row that k and v share would
     # be a cache with v in k, which has a kernel of its own.
     q, k, v = (

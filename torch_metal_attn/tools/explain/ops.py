@@ -145,12 +145,10 @@ class Explanation:
 
 
 def shown(defines: dict[str, str]) -> str:
-    """A specialisation in one line."""
     return " ".join(f"{name}={value}" for name, value in defines.items())
 
 
 def cost_text(cost: Cost) -> str:
-    """Both numbers, with their units."""
     return f"at least {scaled(cost.flops)} FLOP of matrix products, {scaled(cost.bytes)} bytes"
 
 

@@ -20,7 +20,6 @@ _MOST_CASES = 10**9
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `fuzz`."""
     parser.add_argument(
         "--minutes", type=_positive(float), default=1.0, help="run for this long (default: 1)"
     )

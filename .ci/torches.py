@@ -56,7 +56,9 @@ def versions() -> list[str]:
 
 def load(version: str) -> Torch:
     """The symbols of one version, from the cache or its wheel (about 100 MB); or RuntimeError."""
-    cached = _cache_dir() / f"torch-{version}-macos-arm64.json.gz"
+    # Not in the simulator's cache, which deletes what it has not used for long.
+    folder = cache.default_dir().with_name("torch_metal_attn-torches")
+    cached = folder / f"torch-{version}-macos-arm64.json.gz"
     if cached.exists():
         return Torch(**json.loads(gzip.decompress(cached.read_bytes())))
     torch = _read_wheel(version)
@@ -65,11 +67,6 @@ def load(version: str) -> Torch:
     unfinished.write_bytes(gzip.compress(json.dumps(asdict(torch)).encode()))
     unfinished.replace(cached)
     return torch
-
-
-def _cache_dir() -> Path:
-    # Not in the simulator's cache, which deletes what it has not used for long.
-    return cache.default_dir().with_name("torch_metal_attn-torches")
 
 
 def _read_wheel(version: str) -> Torch:

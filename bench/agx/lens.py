@@ -120,10 +120,6 @@ def _stored(store: Path, driver: str, source: Source) -> Compiled | Failure:
     return result
 
 
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-
-
 def run_driver(ir: str, symbol: str, threads: int) -> str:
     if not DRIVER.exists():
         raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
@@ -136,7 +132,7 @@ def run_driver(ir: str, symbol: str, threads: int) -> str:
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_SECONDS,
-                preexec_fn=_limit_memory,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
             )
         except subprocess.TimeoutExpired as error:
             raise LensError(str(error)) from None

@@ -312,7 +312,10 @@ class ShaderKernel:
             strict_simd=self._library._strict_simd,
         )
         self._library._last_counters = counters
-        _mark_written(parameters, held)
+        written = {p.index for p in parameters if p.kind == "buffer" and p.space != "constant"}
+        for index, tensor in enumerate(held):
+            if tensor is not None and index in written and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
         launch = runs.LaunchRecord(name, {}, grid, group, time.perf_counter() - started)
         runs.record(launch, counters, program.checked)
 
@@ -342,13 +345,6 @@ def _as_torch(kernel: Kernel, options: Mapping[str, Any]) -> None:
                 "torch.mps.compile_shader cannot set; declare an array in the kernel, such as "
                 f"`threadgroup float {parameter.name}[256];`, or {OWN} threadgroup_bytes"
             )
-
-
-def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]) -> None:
-    written = {p.index for p in parameters if p.kind == "buffer" and p.space != "constant"}
-    for index, tensor in enumerate(held):
-        if tensor is not None and index in written and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
 
 
 def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Tensor | None]:

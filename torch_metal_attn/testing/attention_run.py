@@ -196,17 +196,15 @@ def _score_errors(case: Attention, problem: Problem) -> Tensor:
     options = problem.options
     added = [largest(options[n]) for n in _ADDED[:2] if _added(options.get(n))]
     if "alibi_slopes" in options:
-        added.append(largest(options["alibi_slopes"]) * _farthest(case))
+        added.append(
+            largest(options["alibi_slopes"]) * (sum(case.longest) + abs(case.q_offset or 0))
+        )
     # Rotated and dequantised rows are rounded to q's dtype.
     rounded = len(case.rotary) + (case.format != "") + (case.hadamard > 0)
     operands = rounded * ROUNDING[problem.q.dtype] + 2 * tf32_rounding(problem.q.dtype)
     return score_errors(
         problem.q, problem.k, _scale(problem), operands, sum(added) + options["softcap"]
     )
-
-
-def _farthest(case: Attention) -> int:
-    return sum(case.longest) + abs(case.q_offset or 0)
 
 
 def _attend(

@@ -86,7 +86,7 @@ def calls_of(
     """The forwards of a shape, and the calls to time: these, or whole steps in training."""
     operands = shape.operands(device)
     forwards: dict[str, Callable[[], Tensor]] = {
-        OURS: functools.partial(_ours, shape, operands),
+        OURS: lambda: getattr(torch.ops.metal_attn, shape.op)(*operands, **shape.options)[0],
         TORCHS: functools.partial(_torchs, shape, operands),
     }
     if shape.kind != "training":
@@ -99,21 +99,11 @@ def calls_of(
     return forwards, steps
 
 
-def _ours(shape: Shape, operands: list[Tensor]) -> Tensor:
-    out: Tensor = getattr(torch.ops.metal_attn, shape.op)(*operands, **shape.options)[0]
-    return out
-
-
 def _torchs(shape: Shape, operands: list[Tensor]) -> Tensor:
     q, k, v = operands
     mask, causal = _torch_mask(shape, q.device)
     return torch_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=causal,
-        enable_gqa=shape.heads != shape.kv_heads,
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shape.heads != shape.kv_heads
     )
 
 

@@ -73,7 +73,8 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
         _scores_bytes(query.shape, key.shape, torch.float32 if gradients else query.dtype),
         device=query.device.type,
     )
-    refusal = _refusal(args, kwargs)
+    problem, reason = replacement.problem_or_reason(args, kwargs, on_mps=True)
+    refusal = reason if problem is None else problem.refusal()
     if refusal is not None:
         return replace(attention, why=f"metal_attn refuses it: {refusal}")
     if replacement.open_here():
@@ -137,11 +138,6 @@ def _scores_bytes(query: Sequence[int], key: Sequence[int], dtype: torch.dtype) 
     except RuntimeError:  # grouped heads
         leading = torch.Size(query[:-2])
     return leading.numel() * query[-2] * key[-2] * dtype.itemsize
-
-
-def _refusal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    problem, reason = replacement.problem_or_reason(args, kwargs, on_mps=True)
-    return reason if problem is None else problem.refusal()
 
 
 def _switch(place: str) -> str:

@@ -89,7 +89,9 @@ class Watch:
         original = getattr(owner, name)
         defined_here = name in vars(owner)
         replaced = functools.wraps(original)(noting(original))
-        _tell_torchscript(original, replaced)
+        # So torch.jit.script takes the replacement for the function that it replaces.
+        if id(original) in _scripted():
+            _scripted()[id(replaced)] = _scripted()[id(original)]
         setattr(owner, name, replaced)
 
         def undo() -> None:
@@ -212,10 +214,3 @@ def _scripted() -> dict[int, str]:
     """torch.jit.script's names of operators, by the id of the function in Python."""
     table: dict[int, str] = sys.modules["torch.jit._builtins"]._get_builtin_table()
     return table
-
-
-def _tell_torchscript(original: Any, replaced: Any) -> None:
-    """Let torch.jit.script take the replacement for the function that it replaces."""
-    table = _scripted()
-    if id(original) in table:
-        table[id(replaced)] = table[id(original)]

@@ -85,7 +85,9 @@ def run(
                 news = None
                 if worker.pipe in ready:
                     news = _receive(worker, now)
-                elif worker.case and now - worker.since > _limit(worker, case_seconds):
+                elif worker.case and now - worker.since > case_seconds + (
+                    0 if worker.shrinking is None else SHRINK_SECONDS
+                ):
                     news = _lost(worker, running.HUNG, f"no end after {case_seconds:.0f} s")
                 if isinstance(news, Ran):
                     results.append(news)
@@ -129,10 +131,6 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _limit(worker: _Worker, case_seconds: float) -> float:
-    return case_seconds if worker.shrinking is None else case_seconds + SHRINK_SECONDS
 
 
 def _receive(worker: _Worker, now: float) -> "Ran | str | None":

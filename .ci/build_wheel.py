@@ -1,8 +1,4 @@
-"""Builds a wheel into dist/ and checks it: this machine's, or with `--macos` that of macOS.
-
-The one for Linux keeps the tag linux_<machine>: it needs the libstdc++ and glibc of the machine
-that built it, and it is for trying things out. Users' machines are Macs.
-"""
+"""Builds a wheel into dist/ and checks it: this machine's, or with `--macos` that of macOS."""
 
 import argparse
 import os

@@ -1,9 +1,7 @@
 """Counts of flash_decode, for every number of KV heads that 32 query heads share.
 
-Bytes are those that the kernel reads of device memory, relative to what the cache holds: 1 is each
-key and value once. Counts are per thread, per 32 keys and tile, of the specialisation that the op
-chooses; a tile is all queries of a KV head, up to 32. The second table has the bytes of several
-queries.
+Bytes read from device memory are relative to the cache's. Counts are per thread, per 32 keys and
+tile: all queries of a KV head, up to 32. The second table has the bytes of several queries.
 """
 
 from collections.abc import Iterator

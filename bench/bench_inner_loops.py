@@ -1,9 +1,8 @@
 """The inner loops of attention and its gradients next to MLX's and PyTorch's, and features' costs.
 
-A row is what a thread executes per 32 keys and 8 query rows, all of which are visible; on tensor
-tiles 16 rows. The kernels that walk over queries (dkv) have a row per 32 queries and 8 or 16 keys,
-which are as many scores. Where two SIMD groups of a gradient share rows, it is what both do.
-Nothing here says what it costs on a GPU.
+A row is what a thread executes per 32 visible keys and 8 query rows; on tensor tiles 16 rows.
+Kernels that walk over queries (dkv) have a row per 32 queries and 8 or 16 keys. Where two SIMD
+groups of a gradient share rows, it is what both do.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,8 +1,7 @@
 """Memory traffic of kernels that are bound by it, counted in the simulator, and the least possible.
 
-Memory instructions, exponentials and conversions are those of the source after -O1, by thread;
-shuffles and reductions are per SIMD group and barriers per threadgroup. The least is reading each
-input and writing each result once, in bytes (`torch_metal_attn.tools.costs`).
+The counts are per thread, those of shuffles and reductions per SIMD group, and those of barriers
+per threadgroup. The least is reading each input and writing each result once, in bytes.
 """
 
 from collections.abc import Callable, Iterator

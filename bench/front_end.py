@@ -1,7 +1,6 @@
-"""Metal text to LLVM IR for GPUs that clang has a back end for: NVIDIA's, and SPIR-V's.
+"""Metal text to LLVM IR for NVIDIA's GPUs and SPIR-V, by the simulator's front end and ziglang.
 
-The simulator's front end prepares the text (preprocess and rewrite); `bench/gpu_headers` takes the
-place of the headers that call the simulator's engine. ziglang's clang has both back ends.
+`bench/gpu_headers` takes the place of the headers that call the simulator's engine.
 """
 
 import hashlib
@@ -43,12 +42,7 @@ def source_of(family: str, specialisation: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a program: a kernel of a Metal text.
-
-    Attributes: text: as `source_of` gives this project's. kernel: its name (host_name, if it has
-    one). threads: of a threadgroup. defines, constants: macros, and values of function constants.
-    lines: for compute-sanitizer, with line numbers and every load as it is in the text.
-    """
+    """A kernel of a Metal text. lines: with line numbers and every load, for compute-sanitizer."""
 
     text: str
     kernel: str

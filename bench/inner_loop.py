@@ -1,9 +1,6 @@
 """Counts of a kernel's loop for one more block of 32 keys, or queries, by the simulator.
 
-A count is the slope between two lengths, so that work done once per launch cancels. Memory
-instructions and arithmetic are those of the source after -O1, per thread; matrix and tensor
-operations, shuffles and SIMD-group barriers are per SIMD group, barriers per threadgroup. See
-`Counters`.
+A count is the slope between two lengths, so that work done once per launch cancels.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,8 @@
 """Print a table of the default specialisations on Apple's G13, by Mesa's compiler.
 
-Registers of 32 bits that a thread needs without spills; a thread has 128. Resident are the SIMD
-groups of a core. Cycles are a product of 8x8 matrices, of a SIMD unit, by the model; the
-share is that of the speed of products alone. A decode is bound by memory: it has the bytes that its
-loop asks for a cycle and core.
+Registers have 32 bits; a thread has 128. Resident are the SIMD groups of a core. Cycles are those
+of a product of 8x8 matrices, by the model. A decode has the bytes that its loop asks for a cycle
+and core.
 """
 
 import argparse

@@ -1,8 +1,4 @@
-"""Metal text to SPIR-V, by the project's front end and clang's SPIR-V back end.
-
-An instruction of Apple's (a matrix product, a shuffle, a barrier, exp2) stays a call of a function
-without a body, which the driver replaces.
-"""
+"""Metal text to SPIR-V, in which instructions of Apple's are calls that the driver replaces."""
 
 import re
 import tempfile

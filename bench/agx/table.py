@@ -1,7 +1,6 @@
 """Writes csrc/tiles/table.inc: the best tile of each class of problems (`choose.py`).
 
-Needs the driver that bench/agx/setup.sh builds. What was compiled is kept in a folder, so that a
-run that was ended goes on where it was.
+Needs the driver of bench/agx/setup.sh. An interrupted run goes on where it was.
 """
 
 import argparse

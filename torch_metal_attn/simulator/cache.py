@@ -1,8 +1,4 @@
-"""A directory of compiled images, addressed by what they were made from.
-
-It stays below TORCH_METAL_ATTN_CACHE_MIB (default 1024) by removing the entries that were not used
-for the longest time. Entries used in the last hour stay, because a process may still read them.
-"""
+"""A directory of compiled images, addressed by what they were made from (`trim` has its limits)."""
 
 import fcntl
 import hashlib

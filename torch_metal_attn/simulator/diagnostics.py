@@ -78,12 +78,7 @@ class _Diagnostic:
 
 
 def readable(said: str, in_shim: Callable[[str], bool]) -> str:
-    """The messages without those about files that are not the user's.
-
-    An error in the simulator's own headers is placed where the source uses them. One that has no
-    such place is left out if there is another: it follows from that. If anything is used that the
-    simulator or the language's version lacks, only that is shown.
-    """
+    """The messages about the user's files; only missing features of Metal if there are any."""
     result: list[_Diagnostic] = []
     lacks: dict[tuple[str, str, str], str] = {}  # once a line
     for line in said.strip().split("\n"):

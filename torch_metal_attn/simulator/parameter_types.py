@@ -69,11 +69,7 @@ class ParameterType(ctypes.Structure):
 def check_tensor(
     kernel: str, tensor: torch.Tensor, parameter: Parameter, expected: ParameterType
 ) -> None:
-    """Raise TypeError for a tensor whose elements are not those that the kernel declares.
-
-    Signed and unsigned integers are alike, because torch has few operations for the latter. A
-    tensor of uint8 and a parameter of char or uchar may hold bytes of anything.
-    """
+    """Raise TypeError for a tensor of other elements; uint8 and char may hold any bytes."""
     actual = SCALAR_OF.get(tensor.dtype, "")
     if expected.scalar in ("", "char", "uchar") or actual == "uchar":
         return

@@ -155,11 +155,7 @@ def _candidates() -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def find() -> Toolchain:
-    """The system's clang if it is new enough, else the one in ziglang.
-
-    Raises ToolchainError if there is neither. The environment variable TORCH_METAL_ATTN_CLANG names
-    another clang, or is "ziglang".
-    """
+    """The clang of TORCH_METAL_ATTN_CLANG, of a new enough system, or of ziglang; or ToolchainError."""
     if platform.machine().lower() not in MACHINES:
         raise ToolchainError(f"the simulator runs on x86-64 and arm64, not {platform.machine()}")
     override = os.environ.get(OVERRIDE)

@@ -248,11 +248,7 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
 def stored(
     case: Any, k: Tensor, v: Tensor, table: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-    """The values that k and v (B, H, L, D) stand for, their storage, and the options for it.
-
-    case: has cache, format, v_format, hadamard, values_in_keys, v_head_dim, page and seed. table:
-        of a cache in pages, the page of each page of rows; None for any that differ.
-    """
+    """The values that k and v (B, H, L, D) stand for, their storage, and the options for it."""
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
     if case.format:

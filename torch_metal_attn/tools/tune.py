@@ -115,11 +115,7 @@ def _shapes_of(options: argparse.Namespace) -> list[Shape]:
 
 
 def tune(options: argparse.Namespace) -> bool:
-    """Measure the chosen shapes, or those of common models, and write a table of the fastest tiles.
-
-    Returns False without a GPU, or if a tile's result was wrong. The table is written after each
-    kernel, so an interrupt keeps what was measured. Raises BadShape, OSError or CacheError.
-    """
+    """Write a table of the fastest tiles; False without a GPU, or if a tile's result was wrong."""
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
     shapes = _shapes_of(options)

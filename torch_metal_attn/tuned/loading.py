@@ -34,11 +34,7 @@ class BadTable(ValueError):
 
 
 class Machine(NamedTuple):
-    """The Macs that a table is for. Those with GPUs of one name differ in their cores.
-
-    Versions of the system and of torch have two numbers: the last ones change monthly, and the
-    Metal compiler hardly ever changes with them.
-    """
+    """The Macs that a table is for, with the first two numbers of the versions that matter."""
 
     gpu: str
     cores: str
@@ -102,11 +98,7 @@ def read(path: Path, machine: Machine) -> Table:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The table in use.
-
-    Attributes: source: where its rows come from. words: the same for a person. ignored: a line that
-        says why a table is not used, or "".
-    """
+    """The table in use, its source in words too, and why a table is ignored, or ""."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     source: str = ""

@@ -1,10 +1,7 @@
 """Lint for Metal shaders: rejects, on any machine, what Apple's compiler would reject.
 
-A shader is preprocessed and rewritten as for the simulator. Its tokens, clang's errors for the host
-form, and clang's syntax tree of it are then checked against the rules of Metal 3.1 and the stricter
-rules of this project's shaders. By those, clang also compiles the text as strictly as it can, in
-each version of Metal that torch may take it for. The simulator finds barriers and SIMD operations
-in divergent flow when the shader runs.
+It checks a text's tokens, clang's errors for the host form, and clang's syntax tree of it against
+the rules of Metal 3.1 and the stricter rules of this project's shaders.
 """
 
 import os

@@ -1,10 +1,8 @@
 """The pass of plain builds: matrix products that follow each other become one meeting of the lanes.
 
-Every `__msl_matrix` is a rendezvous of a SIMD group, and a rendezvous costs far more than an 8x8
-product. A lane needs a result only where code reads it, not where another product adds to it. So
-each product's operands are left in a place for them, and `__msl_products` computes all of them
-where the first result is read, the block ends, or another operation of the SIMD group follows. The
-products and their order are the same, so the results are too, bit for bit.
+A meeting costs far more than an 8x8 product. So each product's operands are left in a place for
+them, and `__msl_products` computes all of them where the first result is read, the block ends, or
+another operation of the SIMD group follows. Their order and bits stay the same.
 """
 
 import re

@@ -1,9 +1,8 @@
 """The pass of checked builds: rewrites LLVM IR so that the engine is told of every access.
 
-Clang's thread sanitizer puts a call before each access that another thread could see. This pass
-turns these calls into `__msl_access(address, bytes, flags, site)`, adds the site to calls into the
-engine, and counts conversions and exponentials with one call per basic block. A site is an index
-into a table of source locations, which is returned with the text.
+Clang's thread sanitizer puts a call before each access. This pass turns these calls into
+`__msl_access(address, bytes, flags, site)`, adds the site to calls into the engine, and counts
+conversions and exponentials. A site is an index into a table of source locations.
 """
 
 import re
@@ -281,11 +280,6 @@ def with_padded_variables(text: str) -> str:
 def instrument(
     text: str, in_shim: Callable[[str], bool], count_all: bool = False
 ) -> tuple[str, list[Site]]:
-    """Rewrite the IR of a checked build; returns it and the table of sites.
-
-    `in_shim(file)` says which frames belong to the simulator and are left out of a site.
-    `count_all`: all arithmetic is counted, and not only conversions and exponentials.
-    Raises InstrumentError for an unknown sanitizer callback.
-    """
+    """The IR of a checked build, rewritten, and the table of sites, without frames `in_shim`."""
     work = _Pass(text, in_shim, count_all)
     return work.run(), work.sites

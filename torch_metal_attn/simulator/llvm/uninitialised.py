@@ -1,11 +1,9 @@
 """Reads of private variables that were not written, found in checked builds.
 
-A variable that is declared without a value begins as the result of `__msl_unset_*`, which the
-compiler cannot look into. Each value that depends on such a call after optimisation gets a flag for
-each lane, which says whether it is defined. Where the value decides something (a branch, a store,
-an address, a call), the engine is told the flag. So copies and unused values are no faults. An
-array that stays in memory gets a second array, with a mark for each byte that was not written, or
-whose scope has ended.
+A variable without a value begins as the result of `__msl_unset_*`, which the compiler cannot look
+into. Each value that depends on such a call after optimisation has a flag for each lane. Where the
+value decides something (a branch, a store, an address, a call), the engine is told the flag. An
+array that stays in memory gets a second array, with a mark for each byte.
 
 Accesses to private variables that may be outside of them are checked here too.
 """

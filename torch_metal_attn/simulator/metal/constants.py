@@ -114,13 +114,7 @@ def enumerators(tokens: TokenList) -> Enumerators:
 def specialise(
     tokens: TokenList, values: Mapping[int | str, ConstantValue]
 ) -> tuple[list[FunctionConstant], set[str]]:
-    """Write the values of function constants into the text.
-
-    Returns the constants that the text declares, and the names of those without a value
-    (they read as zero: kernels that need one must not be called).
-    Raises ValueError for a constant that the text does not declare, and for a value that does not
-    fit.
-    """
+    """Write the constants' values into the text; returns all constants, and those without."""
     asked = {tokens.text(i + 2) for i in tokens.find("is_function_constant_defined")}
     names = enumerators(tokens)
     declared: list[FunctionConstant] = []

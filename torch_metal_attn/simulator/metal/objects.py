@@ -135,11 +135,7 @@ def _add_constructors(tokens: TokenList, name: str, end: int, made: str) -> None
 
 
 def sole_constructors(tokens: TokenList) -> None:
-    """Drop the address spaces of a struct's constructors, if every constructor has one.
-
-    Their parameters of type `constant char*` take string literals, which C++ keeps in no address
-    space.
-    """
+    """Drop the address spaces of a struct's constructors, if every constructor has one."""
     for name, body, end in list(structs(tokens))[::-1]:
         spaces = [tokens.skip(at, QUALIFIERS) for at in _constructors(tokens, name, body, end)]
         if not spaces or not all(tokens.text(at) in ADDRESS_SPACES for at in spaces):
@@ -300,12 +296,7 @@ def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
 def _around(
     tokens: TokenList, start: int, end: int, declared: _Declared, space: str
 ) -> tuple[str, ...]:
-    """The text around [start, end], an object in an address space; none if it can stay.
-
-    `p[i] = v;` becomes `::metal::__target(p[i]) = v;`, a value becomes a call of `__read`, an
-    argument of `__passed` and what is subscripted of `__elements`. space: the object's memory; ""
-    for that of any struct.
-    """
+    """The text to put around [start, end], an object in memory `space`; none if it can stay."""
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if after == "=" and before in BEFORE_STATEMENT:
         return "::metal::__target(", ")"

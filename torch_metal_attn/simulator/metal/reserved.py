@@ -1,9 +1,7 @@
 """Words of Metal that a text may not use as names, and how a token is known to be a name.
 
-Sources: the Metal Shading Language specification (2.1 to 2.6 types, 4 address spaces, 5.1
-functions, 6 constants), the reserved words of naga (wgpu) and of SPIRV-Cross, and the working draft
-N4431 of C++ (2.5 alternative tokens, 2.11 keywords). Many of these words are ordinary names for
-clang, or macros of the simulator, so clang alone would accept them or say little.
+Sources: the Metal Shading Language specification, the reserved words of naga (wgpu) and of
+SPIRV-Cross, and the working draft N4431 of C++. clang alone would accept many of these words.
 """
 
 import re

@@ -1,8 +1,4 @@
-"""`python -m torch_metal_attn bench`: our attention next to torch's, on the user's machine.
-
---out also writes a JSON file.
---memory shows the bytes of training steps instead, which needs no GPU.
-"""
+"""`python -m torch_metal_attn bench`: our attention next to torch's, or bytes of training steps."""
 
 import argparse
 import json

@@ -25,12 +25,7 @@ _INTEGRATIONS = {
 
 @dataclass(frozen=True)
 class Attention:
-    """Calls that are the same.
-
-    shapes: those of query and key, or of the scores. options: other arguments. place: file and line
-    of the caller. goes_to: OURS, TORCHS or BY_HAND, on mps. scores_bytes: size of one array of all
-    scores; 0 for OURS. why, change: lines of the report, "" for none. device: type of the device.
-    """
+    """Calls that are the same. scores_bytes: of one array of all scores; 0 for OURS."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype

@@ -1,12 +1,8 @@
 """Sees every attention of a process, without changing it.
 
-Four kinds of calls are seen, in all threads: torch's `scaled_dot_product_attention`, our ops, the
-fused layers of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, and softmaxes that are
-part of an attention written out by hand. The functions are replaced by ones that call them and note
-the call. Modes of torch would see more, but `nn.MultiheadAttention` takes another way inside them,
-and they belong to one thread.
-
-`torch.compile` compiles nothing meanwhile, because compiled code calls none of these functions.
+It replaces torch's `scaled_dot_product_attention`, our ops, the fused layers of torch.nn, and
+softmaxes by functions that call them and note the call, in all threads. `torch.compile` compiles
+nothing meanwhile, because compiled code calls none of these functions.
 """
 
 import functools

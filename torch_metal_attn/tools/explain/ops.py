@@ -1,7 +1,4 @@
-"""Explains a call of an op without running it: its kernels, or why it would be refused.
-
-For training, also what its backward would run and the memory that a step would take.
-"""
+"""Explains a call of an op, and its backward, without running it; or why it would be refused."""
 
 import dataclasses
 from dataclasses import dataclass, field

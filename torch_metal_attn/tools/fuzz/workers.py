@@ -68,12 +68,7 @@ def run(
     case_seconds: float,
     ends: float,
 ) -> Iterator[Ran | None]:
-    """Each case when it has run, or None if none has finished for a while.
-
-    A process that dies, or that takes longer than case_seconds for a case, is replaced by another,
-    which goes on with the next case. No case begins after time.monotonic() == ends. Raises
-    RuntimeError if a worker cannot start.
-    """
+    """Each case when it has run, or None after a while without one; none begins after `ends`."""
     begun, clock = 0, _Clock()
     workers = [_start() for _ in range(count)]
     try:

@@ -155,7 +155,7 @@ def _candidates() -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def find() -> Toolchain:
-    """The clang of TORCH_METAL_ATTN_CLANG, of a new enough system, or of ziglang; or ToolchainError."""
+    """The clang of TORCH_METAL_ATTN_CLANG, else the system's if new enough, else ziglang's."""
     if platform.machine().lower() not in MACHINES:
         raise ToolchainError(f"the simulator runs on x86-64 and arm64, not {platform.machine()}")
     override = os.environ.get(OVERRIDE)

@@ -47,7 +47,6 @@ NAMES = {
 }
 LISTS = Path(__file__).parents[2] / "csrc" / "tiles" / "knobs.h"
 
-# The value of each knob, in their order.
 Tile = tuple[int, ...]
 
 

@@ -35,7 +35,6 @@ LENGTH = 512  # of which a block may leave a part over
 AT_ONCE, ROUNDS = 5, 3
 
 Compile = Callable[[Iterable[Source]], Iterator[Compiled | Failure]]
-# A dtype and a feature.
 Probe = tuple[torch.dtype, str]
 
 

@@ -172,7 +172,6 @@ def checksum(lists: str) -> str:
     return hashlib.sha256(lists.encode()).hexdigest()[:16]
 
 
-# The rows of a kernel in the table's text.
 LIST = re.compile(r"^#define (FLASH_\w+)_ROWS\(ROW\) \\\n((?:  ROW.*\n)+)", re.M)
 
 

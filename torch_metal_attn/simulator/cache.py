@@ -17,8 +17,7 @@ LIMIT = "TORCH_METAL_ATTN_CACHE_MIB"
 DEFAULT_LIMIT_MIB = 1024
 SEAL = "seal.json"
 IN_USE_SECONDS = 3600.0
-# A use is noted on disk when the last note is older than this.
-NOTE_SECONDS = 600.0
+NOTE_SECONDS = 600.0  # between two notes of a use on disk
 # The directory is measured at a process' first store, and again after so large a part of the limit.
 MEASURED_PART = 16
 # To take the place of damaged entries, each of which another process may have stored meanwhile.

@@ -18,7 +18,6 @@ _NAMES = "|".join(NOT_IN_METAL)
 UNKNOWN = re.compile(
     rf"undeclared identifier '({_NAMES})'|no member named '({_NAMES})' in namespace 'metal"
 )
-# Clang's messages for an undeclared name and for a missing header.
 UNDECLARED = re.compile(
     r"(?:unknown type name|use of undeclared identifier|no template named"
     r"|no (?:member|type|template) named) '(?:metal::)?(\w+)'"

@@ -32,7 +32,6 @@ OPTIONS = "seed workers step_limit threadgroup_bytes lane_map relaxed_precision"
 
 ArgCasts = str | Mapping[int, str] | None
 
-# A macro's name, with its parameters if it has any.
 MACRO = re.compile(r"[A-Za-z_]\w*(\([\w\s,.]*\))?", re.ASCII)
 
 

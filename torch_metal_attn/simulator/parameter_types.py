@@ -14,7 +14,6 @@ __tracebackhide__ = hides_frames
 # In the order of shim/__msl_parameters.h; "" is any other type, such as a struct.
 SCALARS = ("", "bool", *INTEGER_RANGES, *FLOATS)
 
-# The Metal scalar of each torch dtype that has one.
 SCALAR_OF = {
     torch.bool: "bool",
     torch.int8: "char",
@@ -31,7 +30,6 @@ SCALAR_OF = {
     torch.complex32: "half",
     torch.complex64: "float",
 }
-# The dtype to suggest for each scalar.
 DTYPE_OF = {scalar: dtype for dtype, scalar in SCALAR_OF.items() if not dtype.is_complex}
 
 # The names that `arg_casts` takes, as in torch.

@@ -144,7 +144,6 @@ def options_of(case: Attention, batch: int, rows: int) -> dict[str, Any]:
         options[case.tree] = _trees(case)
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
-        # As the functions draw it.
         torch.manual_seed(case.seed)
         options["rng_state"] = torch.randint(2**31 - 1, (2,), dtype=torch.int64)
     return options

@@ -14,8 +14,7 @@ from torch_metal_attn.testing.judge import Measure
 from torch_metal_attn.testing.tensors import DTYPES, KINDS, Layout, Memory
 from torch_metal_attn.wording import value_text
 
-# A field's value, which may depend on the fields before it. None leaves the default.
-Draw = Callable[[random.Random, Any], Any]
+Draw = Callable[[random.Random, Any], Any]  # None leaves the default
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,5 @@ def demo() -> bool:
     with best_device() as device:
         simulator = f"simulator ({mps.problem()})"
         _say(f"Backend: {'mps' if device.type == 'mps' else simulator}\n")
-        # Every part runs even if one fails.
         results = [demo_embeddings(device), demo_generation(device), demo_training(device)]
     return all(results)

@@ -135,7 +135,6 @@ def _generate(model: nn.Module, lengths: Iterable[int]) -> None:
         )
 
 
-# An op of ours with its arguments: returns its launches.
 _Call = Callable[[], list[dict[str, Any]]]
 
 

@@ -121,7 +121,6 @@ def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape
     ]
 
 
-# Prompts, training, and decoding over short and long contexts.
 DEFAULT_SHAPES = (
     *_several("forward", (512, 2048, 8192)),
     *_several("forward", (512, 2048, 8192), heads=16, kv_heads=16, head_dim=64),
@@ -134,7 +133,6 @@ DEFAULT_SHAPES = (
 )
 
 
-# The fields of --shape, in its order.
 _Q_SHAPE = ("batch", "heads", "length", "head_dim")
 
 

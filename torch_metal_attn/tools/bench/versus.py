@@ -86,7 +86,7 @@ def calls_of(
     """The forwards of a shape, and the calls to time: these, or whole steps in training."""
     operands = shape.operands(device)
     forwards: dict[str, Callable[[], Tensor]] = {
-        OURS: lambda: getattr(torch.ops.metal_attn, shape.op)(*operands, **shape.options)[0],
+        OURS: functools.partial(_ours, shape, operands),
         TORCHS: functools.partial(_torchs, shape, operands),
     }
     if shape.kind != "training":
@@ -97,6 +97,11 @@ def calls_of(
         for name, call in forwards.items()
     }
     return forwards, steps
+
+
+def _ours(shape: Shape, operands: list[Tensor]) -> Tensor:
+    out: Tensor = getattr(torch.ops.metal_attn, shape.op)(*operands, **shape.options)[0]
+    return out
 
 
 def _torchs(shape: Shape, operands: list[Tensor]) -> Tensor:

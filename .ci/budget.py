@@ -22,7 +22,6 @@ BUDGET = {
 
 
 def count(root: Path) -> Counter[str]:
-    """The lines of each folder of BUDGET."""
     command = ["git", "-C", str(root), "ls-files", "-z"]
     names = subprocess.run(command, capture_output=True, text=True).stdout.split("\0")
     lines = Counter[str]()

@@ -1,8 +1,4 @@
-"""Builds a wheel into dist/ and checks it: this machine's, or with `--macos` that of macOS.
-
-The one for Linux keeps the tag linux_<machine>: it needs the libstdc++ and glibc of the machine
-that built it, and it is for trying things out. Users' machines are Macs.
-"""
+"""Builds a wheel into dist/ and checks it: this machine's, or with `--macos` that of macOS."""
 
 import argparse
 import os
@@ -73,7 +69,6 @@ def build_macos(known: list[torches.Torch]) -> Path:
 
 
 def check_macos(wheel: Path, known: list[torches.Torch]) -> list[str]:
-    """The faults of the wheel and of its extension."""
     faults = check_wheel.faults(wheel, torches.MACOS_PLATFORM)
     with zipfile.ZipFile(wheel) as archive:
         if check_wheel.EXTENSION not in archive.namelist():

@@ -17,7 +17,6 @@ EXPORTS = ("_metal_attn_", "___dso_handle", "__mh_dylib_header")
 
 
 def faults(library: Library, torches: Sequence[Torch]) -> list[str]:
-    """Everything that is wrong, a sentence each."""
     places = [
         (f"torch {torch.version}", TORCH_CPU, set(torch.exports[TORCH_CPU])) for torch in torches
     ]

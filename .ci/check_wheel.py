@@ -55,7 +55,6 @@ def _metadata(text: str, version: str) -> list[str]:
 
 
 def _contents(files: dict[str, bytes], info: str) -> list[str]:
-    """The package's files must be the tree's, with the shaders flattened."""
     package = ROOT / PACKAGE
     expected = {
         path.relative_to(ROOT).as_posix(): path.read_bytes()

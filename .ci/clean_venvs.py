@@ -67,11 +67,7 @@ def _lend(name: str, packages: Path) -> None:
 
 
 def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
-    """Whether each block runs in `folder`, and prints one of the outputs that stand after it.
-
-    Python's blocks are one session. The first block of commands, which installs, is run first, and
-    a `cd` of it holds for the others.
-    """
+    """Whether all blocks run in `folder` as one session, and print their outputs."""
     session = before = ""
     blocks = list(_blocks(text))
     install = next(block for block in blocks if block[0] == "sh")

@@ -1,11 +1,7 @@
 """Compiles every shader family by Apple's two compilers, on a Mac. Nothing is run.
 
-One is Xcode's `metal`, for the oldest Metal that is supported; the other is the compiler of macOS,
-which torch uses on users' machines. Xcode 26 and later have `metal` as a separate download. Where
-it is missing, torch's compiler alone judges the texts.
-
-The specialisations are the shader lint's, which together reach every line. FOLDER receives each
-text that was compiled, the output of `metal`, and log.txt.
+One is Xcode's `metal`, where it is installed; the other is macOS's, which torch uses. FOLDER
+receives each text that was compiled, the output of `metal`, and log.txt.
 """
 
 import argparse

@@ -31,8 +31,6 @@ def _section(match: re.Match[str]) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstring of each object that griffe has read."""
-
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)

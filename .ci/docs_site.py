@@ -1,8 +1,4 @@
-"""The pages of the site that `make docs` builds: mkdocs calls these functions.
-
-Pages keep their paths in the repository, so that their links need no change. Files that they link
-to come along, whatever they are. Pages of the API are made of docstrings.
-"""
+"""The pages of the site that `make docs` builds, with their paths: mkdocs calls these functions."""
 
 import json
 import re

@@ -1,9 +1,7 @@
 """Lays a wheel out as Hugging Face's `kernels` library loads it: dist/hf-kernel/build/<variant>/.
 
-The package stays `torch_metal_attn` and its ops `metal_attn`, because both are its interface; so
-a process has one version of it, where that library would allow several. `kernels` takes a variant
-named after torch's stable ABI for Macs from macOS 26 on alone, and on older ones `torch-metal`. So
-there are both, with the same files: torch has no mps but on arm64, so one binary serves every Mac.
+`kernels` takes a variant named after torch's stable ABI for Macs from macOS 26 on alone, and on
+older ones `torch-metal`. So there are both, with the same files.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""Writes the repository's URL into the files that have a placeholder for it.
-
-Its owner fills in `repository` of pyproject.toml once. `make build` runs this.
-"""
+"""Writes the repository's URL (pyproject.toml) into the files that have a placeholder for it."""
 
 import re
 import subprocess

@@ -40,10 +40,7 @@ class Torch:
 
 
 def versions() -> list[str]:
-    """The last patch of every minor from 2.10 that pip's index has for macOS, oldest first.
-
-    Raises RuntimeError if the index cannot be read or has none.
-    """
+    """The last patch of every minor from 2.10 for macOS, oldest first; or raises RuntimeError."""
     command = [sys.executable, "-m", "pip", "index", "versions", "torch", *WHEELS_FOR]
     answer = subprocess.run(command, capture_output=True, text=True)
     match = re.search(r"^Available versions: (.*)$", answer.stdout, re.MULTILINE)
@@ -58,11 +55,10 @@ def versions() -> list[str]:
 
 
 def load(version: str) -> Torch:
-    """The symbols of one version, from the cache or from its wheel (about 100 MB).
-
-    Raises RuntimeError if the wheel cannot be downloaded.
-    """
-    cached = _cache_dir() / f"torch-{version}-macos-arm64.json.gz"
+    """The symbols of one version, from the cache or its wheel (about 100 MB); or RuntimeError."""
+    # Not in the simulator's cache, which deletes what it has not used for long.
+    folder = cache.default_dir().with_name("torch_metal_attn-torches")
+    cached = folder / f"torch-{version}-macos-arm64.json.gz"
     if cached.exists():
         return Torch(**json.loads(gzip.decompress(cached.read_bytes())))
     torch = _read_wheel(version)
@@ -71,11 +67,6 @@ def load(version: str) -> Torch:
     unfinished.write_bytes(gzip.compress(json.dumps(asdict(torch)).encode()))
     unfinished.replace(cached)
     return torch
-
-
-def _cache_dir() -> Path:
-    # Not in the simulator's cache, which deletes what it has not used for long.
-    return cache.default_dir().with_name("torch_metal_attn-torches")
 
 
 def _read_wheel(version: str) -> Torch:

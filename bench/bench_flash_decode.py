@@ -1,9 +1,7 @@
 """Counts of flash_decode, for every number of KV heads that 32 query heads share.
 
-Bytes are those that the kernel reads of device memory, relative to what the cache holds: 1 is each
-key and value once. Counts are per thread, per 32 keys and tile, of the specialisation that the op
-chooses; a tile is all queries of a KV head, up to 32. The second table has the bytes of several
-queries.
+Bytes read from device memory are relative to the cache's. Counts are per thread, per 32 keys and
+tile: all queries of a KV head, up to 32. The second table has the bytes of several queries.
 """
 
 from collections.abc import Iterator
@@ -52,7 +50,6 @@ def cache_bytes(k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 def count(kv_heads: int, head_dims: tuple[int, int], length: int) -> Counters:
-    """Counts of one launch without splits."""
     with simulate(count=True) as session:
         torch.ops.metal_attn.flash_decode(*operands(kv_heads, head_dims, length), num_splits=1)
     return session.counters["flash_decode"]
@@ -65,7 +62,6 @@ def read_share(kv_heads: int, head_dims: tuple[int, int], length: int) -> float:
 
 
 def row(kv_heads: int, head_dims: tuple[int, int]) -> dict[str, float]:
-    """One shape, by HEADINGS."""
     short, long = (count(kv_heads, head_dims, length) for length in LENGTHS)
     q, k, v = operands(kv_heads, head_dims, LENGTHS[0])
     packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, num_splits=1)
@@ -83,7 +79,6 @@ def row(kv_heads: int, head_dims: tuple[int, int]) -> dict[str, float]:
 
 
 def rows() -> Iterator[list[Any]]:
-    """Every shape; one KV head only for MLA."""
     for kv_heads, head_dims in product(KV_HEADS, HEAD_DIMS):
         if head_dims[0] == head_dims[1] or kv_heads == 1:
             yield [*row(kv_heads, head_dims).values()]
@@ -93,7 +88,6 @@ QUERIES_HEADINGS = ("queries", "heads", "rows", "passes", "D", "Dv", *SHARES)
 
 
 def queries_row(queries: int, heads: int, head_dims: tuple[int, int]) -> list[Any]:
-    """Queries of several heads that share a KV head, by QUERIES_HEADINGS."""
     read = []
     for length in LENGTHS:
         q, k, v = operands(1, head_dims, length, heads, queries)
@@ -111,7 +105,6 @@ def queries_row(queries: int, heads: int, head_dims: tuple[int, int]) -> list[An
 
 
 def queries_rows() -> Iterator[list[Any]]:
-    """Every number of queries and of heads."""
     for heads, queries in product(QUERY_HEADS, QUERIES):
         yield queries_row(queries, heads, (128, 128))
 

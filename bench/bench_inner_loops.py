@@ -1,9 +1,8 @@
 """The inner loops of attention and its gradients next to MLX's and PyTorch's, and features' costs.
 
-A row is what a thread executes per 32 keys and 8 query rows, all of which are visible; on tensor
-tiles 16 rows. The kernels that walk over queries (dkv) have a row per 32 queries and 8 or 16 keys,
-which are as many scores. Where two SIMD groups of a gradient share rows, it is what both do.
-Nothing here says what it costs on a GPU.
+A row is what a thread executes per 32 visible keys and 8 query rows; on tensor tiles 16 rows.
+Kernels that walk over queries (dkv) have a row per 32 queries and 8 or 16 keys. Where two SIMD
+groups of a gradient share rows, it is what both do.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +43,6 @@ TENSOR_PEERS: dict[str, Callable[..., tuple[Tensor, Counters]]] = {
 
 
 def operands(q_length: int, kv_length: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k and v of one head."""
     lengths = (q_length, kv_length, kv_length)
     return [torch.randn(1, 1, length, head_dim).to(dtype) for length in lengths]
 
@@ -58,10 +56,7 @@ def run(
     q_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Counters, dict[str, str]]:
-    """Counters and defines of one kernel, in a forward of one head or in its backward.
-
-    The backward is as autograd calls it. q_dtype: of q, if it is not that of k and v.
-    """
+    """Counters and defines of one kernel, in a forward of one head or in its backward."""
     q, k, v = operands(q_length, kv_length, head_dim, dtype)
     q = q.to(q_dtype or dtype)
     with on_m5() if kernel.endswith("tensor") else nullcontext(), simulate(count=True) as session:
@@ -82,7 +77,6 @@ def lengths(kernel: str, walked: int) -> tuple[int, int]:
 
 
 def looped(kernel: str, counted: Iterable[Counters]) -> dict[str, float]:
-    """The counts of a row. counted: of LENGTHS."""
     columns, rows = COLUMNS, 8
     if kernel.endswith("tensor") or kernel in TENSOR_PEERS:
         columns, rows = TENSOR_COLUMNS, 16
@@ -116,7 +110,6 @@ def unstaged(head_dim: int, dtype: torch.dtype) -> dict[str, float]:
 
 
 def peer_cells(name: str, head_dim: int, dtype: torch.dtype) -> list[Any]:
-    """The counts of another project's kernel, or why there are none."""
     attend = (PEERS | TENSOR_PEERS)[name]
     problems = (operands(OWNED, length, head_dim, dtype) for length in LENGTHS)
     try:
@@ -145,7 +138,6 @@ FEATURES = {
 
 
 def forward_rows() -> Iterator[list[Any]]:
-    """Full attention, by every kernel."""
     for about in product(HEAD_DIMS, DTYPES):
         yield ["flash_fwd", *about, *ours("flash_fwd", *about).values()]
         wide = ours("flash_fwd", *about, q_dtype=torch.float32)
@@ -156,7 +148,6 @@ def forward_rows() -> Iterator[list[Any]]:
 
 
 def gradient_rows() -> Iterator[list[Any]]:
-    """Full attention, and each kernel's tile."""
     for head_dim, dtype, kernel in product(HEAD_DIMS, DTYPES, GRADIENTS):
         owned, block, slices = tile(kernel, head_dim, dtype)
         name = f"{kernel}, {owned} rows, blocks of {block}, {slices} slices"
@@ -173,7 +164,6 @@ def feature_rows() -> Iterator[list[Any]]:
 
 
 def tensor_rows() -> Iterator[list[Any]]:
-    """Every forward in 16 bit, and ours in float32."""
     for about in product(HEAD_DIMS, DTYPES):
         yield ["flash_fwd_tensor", *about, *ours("flash_fwd_tensor", *about).values()]
         for name in TENSOR_PEERS:
@@ -184,7 +174,6 @@ def tensor_rows() -> Iterator[list[Any]]:
 
 
 def tensor_gradient_rows() -> Iterator[list[Any]]:
-    """Both kernels in every dtype."""
     problems = product(HEAD_DIMS, (*DTYPES, torch.float32), TENSOR_GRADIENTS)
     for head_dim, dtype, kernel in problems:
         yield [kernel, head_dim, dtype, *ours(kernel, head_dim, dtype).values()]

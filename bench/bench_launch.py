@@ -1,9 +1,7 @@
 """The host time of a call, from Python to the end of encoding, next to torch's own attention.
 
-The ops run as on mps: schema, Python's Autograd kernel, and the C++ kernel down to the calls of
-torch's MPS functions. A stand-in answers these without doing anything, see tests/runtime/fake_mps.
-Both sides work on the same CPU tensors with next to no arithmetic. Rounds alternate, and the best
-of many counts. The first run compiles the stand-in, which takes some minutes.
+The ops run as on mps, but a stand-in answers the calls of torch's MPS functions
+(tests/runtime/fake_mps); compiling it takes some minutes. Rounds alternate, and the best counts.
 """
 
 import ctypes

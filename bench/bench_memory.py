@@ -1,8 +1,7 @@
 """Memory traffic of kernels that are bound by it, counted in the simulator, and the least possible.
 
-Memory instructions, exponentials and conversions are those of the source after -O1, by thread;
-shuffles and reductions are per SIMD group and barriers per threadgroup. The least is reading each
-input and writing each result once, in bytes (`torch_metal_attn.tools.costs`).
+The counts are per thread, those of shuffles and reductions per SIMD group, and those of barriers
+per threadgroup. The least is reading each input and writing each result once, in bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +24,7 @@ OTHERS = ("exps", "converts", "shuffles", "reductions", "barriers")
 
 
 def traffic(case: Case, kernel: str, per: float, rows: float | None = None) -> dict[str, float]:
-    """Counts of a case's launch by MOVED and OTHERS, divided by `per` elements or rows.
-
-    rows: what reductions and barriers are divided by.
-    """
+    """Counts of a case's launch, divided by `per`, or reductions and barriers by `rows`."""
     prepared = FAMILIES[type(case)].prepare(case, torch.device("cpu"))
     with simulate(count=True) as session:
         prepared.function(**prepared.arguments)
@@ -60,7 +56,6 @@ def softmax(length: int, dtype: str, layout: str) -> dict[str, float]:
 
 
 def causal_mask(length: int, dtype: str, layout: str) -> dict[str, float]:
-    """The mask of square scores."""
     order = () if layout == "contiguous" else ("order 10",)
     call = "apply_causal_mask_"
     case = Softmax(call=call, shape=(length, length), dtype=dtype, layout=order)
@@ -73,7 +68,6 @@ OUT_ROWS: dict[str, Any] = {"batch": 1, "heads": 4, "length": 16}
 
 
 def merge(call: str, splits: int, head_dim: int, dtype: str) -> dict[str, float]:
-    """Two states, or splits."""
     parts: dict[str, Any] = {"splits": splits} if call == "merge_splits" else {}
     case = Merge(call=call, head_dim=head_dim, dtype=dtype, **OUT_ROWS, **parts)
     return traffic(case, call, 64 * head_dim, 1)
@@ -142,7 +136,6 @@ def append(
 
 
 def copy(head_dim: int, dtype: str) -> dict[str, float]:
-    """Half of eight pages."""
     copies = tuple((i, i + 4) for i in range(4))
     case = Copy(dtype=dtype, shape=(8, KV_HEADS, PAGE, head_dim), copies=copies)
     return traffic(case, "copy_pages", 4 * KV_HEADS * PAGE)
@@ -154,13 +147,11 @@ QUERIES = (1, 2, 16, 64)
 
 
 def indexed(q_length: int, dtype: str) -> dict[str, float]:
-    """Scores of the keys for a number of queries."""
     case = IndexScores(q_length=q_length, dtype=dtype, causal=True, **INDEXED)
     return traffic(case, "index_scores", INDEXED["kv_length"])
 
 
 def softmax_rows() -> Iterator[list[Any]]:
-    """Each kernel, length, dtype and layout."""
     cases = [("softmax", softmax, length) for length in LENGTHS]
     cases.append(("apply_causal_mask", causal_mask, 512))
     for (name, count, length), dtype, layout in product(cases, DTYPES, ("contiguous", "strided")):
@@ -168,14 +159,12 @@ def softmax_rows() -> Iterator[list[Any]]:
 
 
 def merge_rows() -> Iterator[list[Any]]:
-    """Each kernel, number of splits, head dim and dtype."""
     cases = [("merge_state", 2), *(("merge_splits", n) for n in SPLITS)]
     for head_dim, dtype, (call, splits) in product((64, 128), DTYPES, cases):
         yield [call, splits, head_dim, dtype, *merge(call, splits, head_dim, dtype).values()]
 
 
 def moved_rows() -> Iterator[list[Any]]:
-    """Each case of rope, append_kv and copy_pages, head dim and dtype."""
     cases: list[tuple[str, Callable[..., dict[str, float]]]] = [
         (name, partial(rotation, **fields)) for name, fields in ROTATIONS.items()
     ]
@@ -187,7 +176,6 @@ def moved_rows() -> Iterator[list[Any]]:
 
 
 def indexed_rows() -> Iterator[list[Any]]:
-    """Each number of queries and dtype."""
     for q_length, dtype in product(QUERIES, DTYPES):
         yield [q_length, dtype, *indexed(q_length, dtype).values()]
 

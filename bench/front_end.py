@@ -1,7 +1,6 @@
-"""Metal text to LLVM IR for GPUs that clang has a back end for: NVIDIA's, and SPIR-V's.
+"""Metal text to LLVM IR for NVIDIA's GPUs and SPIR-V, by the simulator's front end and ziglang.
 
-The simulator's front end prepares the text (preprocess and rewrite); `bench/gpu_headers` takes the
-place of the headers that call the simulator's engine. ziglang's clang has both back ends.
+`bench/gpu_headers` takes the place of the headers that call the simulator's engine.
 """
 
 import hashlib
@@ -38,18 +37,12 @@ KEYWORDS = [
 
 
 def source_of(family: str, specialisation: Mapping[str, str]) -> str:
-    """The text that a specialisation of this project's kernels is compiled from."""
     return shaders.with_defines(shaders.source(family), specialisation)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a program: a kernel of a Metal text.
-
-    Attributes: text: as `source_of` gives this project's. kernel: its name (host_name, if it has
-    one). threads: of a threadgroup. defines, constants: macros, and values of function constants.
-    lines: for compute-sanitizer, with line numbers and every load as it is in the text.
-    """
+    """A kernel of a Metal text. lines: with line numbers and every load, for compute-sanitizer."""
 
     text: str
     kernel: str
@@ -61,7 +54,6 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The kernel's name and what tells this source from others."""
         known = (self.text, self.threads, self.defines, self.constants, self.include_dirs)
         digest = hashlib.sha256(repr((known, self.lines)).encode())
         return f"{self.kernel}-{digest.hexdigest()[:10]}"
@@ -69,11 +61,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """The function that a GPU starts.
-
-    Attributes: buffers: the Metal buffer slots that are its parameters, in their order. text: its
-    own, in C++; or that of the compiled kernel.
-    """
+    """The function that a GPU starts. buffers: the Metal slots of its parameters, in order."""
 
     symbol: str
     buffers: list[int]
@@ -99,11 +87,7 @@ def _entry(kernel: Kernel, attributes: str) -> Entry:
 
 
 def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, Entry]:
-    """The LLVM IR of a kernel, not optimised yet, and its entry.
-
-    attributes, target: of the entry, and the options of clang that say what to compile for.
-    Raises ShaderCompileError with the compiler's message.
-    """
+    """The LLVM IR of a kernel before optimisation, and its entry; or raises ShaderCompileError."""
     kernel, defines = source.kernel, source.defines
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     command = [*target, *LANGUAGE, *PREDEFINED, *versions.flags(versions.DEFAULT)]
@@ -132,7 +116,6 @@ def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, 
 
 
 def clang(arguments_: list[str], text: str) -> str:
-    """The output of clang. Raises ShaderCompileError."""
     done = subprocess.run(
         [*compiler(), *arguments_],
         input=text.encode(),

@@ -1,9 +1,6 @@
 """Counts of a kernel's loop for one more block of 32 keys, or queries, by the simulator.
 
-A count is the slope between two lengths, so that work done once per launch cancels. Memory
-instructions and arithmetic are those of the source after -O1, per thread; matrix and tensor
-operations, shuffles and SIMD-group barriers are per SIMD group, barriers per threadgroup. See
-`Counters`.
+A count is the slope between two lengths, so that work done once per launch cancels.
 """
 
 from collections.abc import Iterable
@@ -44,10 +41,7 @@ def slopes(
     columns: Iterable[str] = COLUMNS,
     blocks: float = (LENGTHS[1] - LENGTHS[0]) / BLOCK,
 ) -> dict[str, float]:
-    """The columns' counts for one block. counted: of two lengths that are `blocks` apart.
-
-    simdgroups: how many do the work, so that each count is for the rows of one.
-    """
+    """The counts for one block and one SIMD group's rows. counted: of lengths `blocks` apart."""
     short, long = counted
     instances = {
         _SIMDGROUP: simdgroups,

@@ -112,14 +112,6 @@ def _in_pages(options: Options, length: int, head_dim: int, dtype: torch.dtype) 
     return _pages(length, head_dim, dtype) | options(length, head_dim, dtype)
 
 
-def _slopes(*_: Any) -> dict[str, Any]:
-    return {"alibi_slopes": torch.ones(HEADS)}
-
-
-def _sinks(*_: Any) -> dict[str, Any]:
-    return {"learnable_sink": torch.ones(HEADS)}
-
-
 def _quantised(k_format: str, v_format: str = "") -> Options:
     def options(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
@@ -149,22 +141,6 @@ def _packed(_: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"q": q, "cu_seqlens_q": ends, "max_seqlen_q": 1}
 
 
-def _many(_: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {"q": torch.empty(1, HEADS, 12, head_dim, dtype=dtype)}
-
-
-def _lists(*_: Any) -> dict[str, Any]:
-    return {"indices": torch.zeros(1, 1, 1, 32).int()}
-
-
-def _tree(*_: Any) -> dict[str, Any]:
-    return {"tree_mask": torch.ones(1, 1, dtype=torch.bool)}
-
-
-def _rotated(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    return CACHES["q8_0 cache"](length, head_dim, dtype) | {"hadamard": 32}
-
-
 # Groups of 32 columns differ from those of 64 by a constant.
 KV_FORMATS = ("q8_0", "q4_0", "fp8_e4m3", "q2_g64", "q3_g64", "q4_g64")
 # Only the forward and decoding read caches.
@@ -176,16 +152,22 @@ CACHES: dict[str, Options] = {
 # Those of decoding alone, which caches in pages have with the most registers.
 BY_ROW: dict[str, Options] = {
     "packed queries": _packed,
-    "many queries": _many,
-    "lists of keys": _lists,
-    "trees": _tree,
+    "many queries": lambda _, d, dtype: {"q": torch.empty(1, HEADS, 12, d, dtype=dtype)},
+    "lists of keys": lambda *_: {"indices": torch.zeros(1, 1, 1, 32).int()},
+    "trees": lambda *_: {"tree_mask": torch.ones(1, 1, dtype=torch.bool)},
 }
-DECODED: dict[str, Options] = BY_ROW | {"rotated q8_0 cache": _rotated}
+DECODED: dict[str, Options] = {
+    **BY_ROW,
+    "rotated q8_0 cache": lambda *sizes: CACHES["q8_0 cache"](*sizes) | {"hadamard": 32},
+}
 for _name, _options in BY_ROW.items():
     DECODED[f"{_name} in pages"] = partial(_in_pages, _options)
 PLAIN = ("none", "causal")
 # With as many heads as there are here.
-PER_HEAD: dict[str, Options] = {"ALiBi": _slopes, "sink": _sinks}
+PER_HEAD: dict[str, Options] = {
+    "ALiBi": lambda *_: {"alibi_slopes": torch.ones(HEADS)},
+    "sink": lambda *_: {"learnable_sink": torch.ones(HEADS)},
+}
 ALL_FEATURES = FEATURES | PER_HEAD | CACHES | DECODED
 # Those of training alone, or of keys that are not in a cache.
 NOT_DECODED = ("dropout", "rotary of q and k", "rotary, interleaved", *PLAIN)

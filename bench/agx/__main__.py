@@ -1,9 +1,8 @@
 """Print a table of the default specialisations on Apple's G13, by Mesa's compiler.
 
-Registers of 32 bits that a thread needs without spills; a thread has 128. Resident are the SIMD
-groups of a core. Cycles are a product of 8x8 matrices, of a SIMD unit, by the model; the
-share is that of the speed of products alone. A decode is bound by memory: it has the bytes that its
-loop asks for a cycle and core.
+Registers have 32 bits; a thread has 128. Resident are the SIMD groups of a core. Cycles are those
+of a product of 8x8 matrices, by the model. A decode has the bytes that its loop asks for a cycle
+and core.
 """
 
 import argparse
@@ -24,7 +23,6 @@ HEADINGS = (
 
 
 def cells(one: Specialisation, result: Compiled | Failure) -> list[Any]:
-    """A row, by HEADINGS."""
     about = [one.kernel, one.dtype, one.head_dim, one.feature]
     if not isinstance(result, Compiled):
         return [*about, str(result).strip().split("\n")[-1][:60]]

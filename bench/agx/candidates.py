@@ -47,7 +47,6 @@ NAMES = {
 }
 LISTS = Path(__file__).parents[2] / "csrc" / "tiles" / "knobs.h"
 
-# The value of each knob, in their order.
 Tile = tuple[int, ...]
 
 
@@ -67,11 +66,7 @@ def knobs(macro: str) -> dict[str, Sequence[int]]:
 
 
 class Class(NamedTuple):
-    """Problems that have one row.
-
-    Attributes: macro, bits, columns, queries, load: as in the table. ragged: head dims that SIMD
-        groups cannot divide.
-    """
+    """Problems that have one row. ragged: with head dims that SIMD groups cannot divide."""
 
     macro: str
     bits: int

@@ -35,7 +35,6 @@ LENGTH = 512  # of which a block may leave a part over
 AT_ONCE, ROUNDS = 5, 3
 
 Compile = Callable[[Iterable[Source]], Iterator[Compiled | Failure]]
-# A dtype and a feature.
 Probe = tuple[torch.dtype, str]
 
 
@@ -93,17 +92,13 @@ class Candidate(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """True if its query or key rows are read again for every block.
-
-        The model takes them for reads of a core's cache, but all rows of a core are more than that.
-        """
+        """True if its query or key rows are read again for every block: no cache holds all."""
         knob_values = self.one.named(self.tile)
         held = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & knob_values.keys()
         return bool(held) and not any(knob_values[name] for name in held)
 
     @property
     def keys_again(self) -> bool:
-        """True if a decode reads its keys more than once."""
         knob_values = self.one.named(self.tile)
         return self.one.macro == "FLASH_DECODE" and any(
             passes(self.one, knob_values, compiled) > 1 for compiled in self.results.values()
@@ -195,7 +190,6 @@ def _by_class(every: Iterable[Candidate]) -> dict[Class, list[Candidate]]:
 
 
 def _worth(group: Sequence[Candidate]) -> list[Candidate]:
-    """Those that fit so far and are not much slower than the best, the fastest first."""
     fitting = [one for one in group if one.fits]
     if not fitting:
         return sorted(group, key=lambda one: one.registers)
@@ -208,11 +202,7 @@ def _worth(group: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candidate]]:
-    """The best kind first.
-
-    What takes much longer than the fastest comes behind the rest, but for decodes that read their
-    keys again.
-    """
+    """The best kind first; slow tiles come last, unless a decode reads its keys again."""
     least = min(one.cost for one in fitting)
     results: dict[tuple[bool, ...], list[Candidate]] = {}
     for one in fitting:
@@ -224,7 +214,6 @@ def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candida
 def _compiled(
     tried: Iterable[Candidate], probes: Mapping[Class, Sequence[Probe]], compile_: Compile
 ) -> Iterator[Candidate]:
-    """The candidates with more of their probes; without those that do not compile."""
     jobs: dict[str, Source] = {}
     wanted: list[tuple[Candidate, dict[Probe, str]]] = []
     for candidate in tried:

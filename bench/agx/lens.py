@@ -62,7 +62,6 @@ class Compiled:
 
     @property
     def resident(self) -> int:
-        """SIMD groups that a core holds."""
         return min(self.resident_by_registers, self.resident_by_threadgroup_memory)
 
 
@@ -95,10 +94,7 @@ def attempt(source: Source) -> Compiled | Failure:
 def compile_all(
     sources: Iterable[Source], workers: int = 1, store: Path | None = None
 ) -> Iterator[Compiled | Failure]:
-    """Compile many, `workers` at a time, and yield them in their order.
-
-    store: a folder that keeps what was compiled, so that a run that was ended goes on where it was.
-    """
+    """Compile many, `workers` at a time, in their order; `store` keeps what was compiled."""
     if store is None:
         one = attempt
     else:
@@ -124,12 +120,7 @@ def _stored(store: Path, driver: str, source: Source) -> Compiled | Failure:
     return result
 
 
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-
-
 def run_driver(ir: str, symbol: str, threads: int) -> str:
-    """The driver's output for LLVM IR. Raises LensError."""
     if not DRIVER.exists():
         raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +132,7 @@ def run_driver(ir: str, symbol: str, threads: int) -> str:
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_SECONDS,
-                preexec_fn=_limit_memory,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
             )
         except subprocess.TimeoutExpired as error:
             raise LensError(str(error)) from None

@@ -56,10 +56,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop, with all that is inside it.
-
-    Attributes: blocks: their numbers. code: bytes. opcodes, lane_bytes: as of Block.
-    """
+    """One loop, with all that is inside it. code: bytes. blocks: their numbers."""
 
     blocks: range
     code: int
@@ -68,7 +65,6 @@ class Loop:
 
     @property
     def products(self) -> int:
-        """Products of 8x8 matrices."""
         return self.opcodes[PRODUCT]
 
     @property
@@ -99,7 +95,6 @@ class Loop:
 
     @property
     def cycles(self) -> float:
-        """Cycles of the busiest unit."""
         return max(self.arithmetic, self.complex, self.threadgroup, self.device)
 
 
@@ -120,7 +115,6 @@ class Listing:
     blocks: list[Block]
 
     def opcodes(self) -> Counter[str]:
-        """The opcodes of the whole kernel."""
         return sum((block.opcodes for block in self.blocks), Counter[str]())
 
     def loops(self) -> Iterator[Loop]:

@@ -1,8 +1,4 @@
-"""The time of a loop on a core of M1 and M2. docs/design/tiles.md has the reasons.
-
-A SIMD unit of a core has `resident / 4` SIMD groups. Their loops take the cycles of the busiest
-unit, unless a SIMD group by itself takes so long that the others cannot fill its waits.
-"""
+"""The time of a loop on a core of M1 and M2. docs/design/tiles.md has the reasons."""
 
 from .lens import Compiled
 from .listing import LANES, PRODUCT_CYCLES, SIMD_UNITS, Loop
@@ -36,7 +32,6 @@ def cycles_a_product(compiled: Compiled) -> float:
 
 
 def share_of_limit(compiled: Compiled) -> float:
-    """The share of the speed of products alone."""
     return PRODUCT_CYCLES / cycles_a_product(compiled)
 
 

@@ -1,8 +1,4 @@
-"""Metal text to SPIR-V, by the project's front end and clang's SPIR-V back end.
-
-An instruction of Apple's (a matrix product, a shuffle, a barrier, exp2) stays a call of a function
-without a body, which the driver replaces.
-"""
+"""Metal text to SPIR-V, in which instructions of Apple's are calls that the driver replaces."""
 
 import re
 import tempfile
@@ -55,7 +51,6 @@ class LensError(RuntimeError):
 
 
 def _converted(groups: re.Match[str], serial: int) -> list[str]:
-    """One conversion, of a bfloat or of each in a vector."""
     narrows = groups["what"] == "fptrunc"
     call = TO_BFLOAT if narrows else FROM_BFLOAT
     if not groups["length"]:
@@ -77,7 +72,6 @@ def _converted(groups: re.Match[str], serial: int) -> list[str]:
 
 
 def _compared(groups: re.Match[str], serial: int) -> list[str]:
-    """A comparison of bfloats, as one of floats."""
     wide = [f"%agx.{serial}.{side}" for side in ("left", "right")]
     return [
         *(
@@ -89,7 +83,6 @@ def _compared(groups: re.Match[str], serial: int) -> list[str]:
 
 
 def _from_integer(groups: re.Match[str], serial: int) -> list[str]:
-    """An integer as a float, which is rounded."""
     wide = f"%agx.{serial}.wide"
     return [
         f"  {wide} = {groups['what']} to float",
@@ -150,7 +143,6 @@ def llvm_ir(source: Source) -> tuple[str, str]:
 
 
 def compile_spirv(ir: str) -> bytes:
-    """The SPIR-V of LLVM IR as it is."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "kernel.spv")
         as_it_is = ["-O1", "-Xclang", "-disable-llvm-passes", "-mllvm", "-disable-lsr"]

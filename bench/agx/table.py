@@ -1,7 +1,6 @@
 """Writes csrc/tiles/table.inc: the best tile of each class of problems (`choose.py`).
 
-Needs the driver that bench/agx/setup.sh builds. What was compiled is kept in a folder, so that a
-run that was ended goes on where it was.
+Needs the driver of bench/agx/setup.sh. An interrupted run goes on where it was.
 """
 
 import argparse
@@ -63,8 +62,6 @@ TENSOR_DKV = (
 
 
 class Row(NamedTuple):
-    """As in the table."""
-
     bits: int
     columns: int
     queries: int
@@ -96,8 +93,6 @@ def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidat
 
 
 def tensor_rows() -> dict[str, list[Row]]:
-    """By kernel."""
-
     def row(bits: int, columns: int, *tile: int) -> Row:
         return Row(bits, columns, 0, "Rotary", "M1", 0.0, tile)
 
@@ -147,19 +142,13 @@ def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _always_runs(macro: str, problem: tuple[int, int, int, str], tile: Tile) -> bool:
-    """True if all problems of a class can run a tile because the compiled one can.
-
-    SIMD groups can share only columns that they can divide, and those of dk and dv within the
-    blocks of a BlockMask. The widest problems are wider than what is compiled. A decode whose v
-    lies in k takes a tile for more queries.
-    """
+    """True if all problems of a class can run a tile because the compiled one can."""
     named = dict(zip(knobs(macro), tile, strict=True))
     alone = named.get("COLUMN_SIMDGROUPS") == 1 and problem[1] < max(COLUMNS)
     return alone or macro == "FLASH_DECODE"
 
 
 def text_of(macro: str, rows: Sequence[Row]) -> str:
-    """The rows as a macro of C++, in columns."""
     cells = [
         [
             *(str(bits), str(columns), *([str(queries)] if queries else []), load, family),
@@ -174,7 +163,6 @@ def text_of(macro: str, rows: Sequence[Row]) -> str:
 
 
 def table(rows: Mapping[str, Sequence[Row]]) -> str:
-    """The whole file."""
     lists = "\n".join(text_of(macro, group) for macro, group in rows.items())
     return f"{HEAD.format(checksum=checksum(lists))}\n{lists}"
 
@@ -184,12 +172,10 @@ def checksum(lists: str) -> str:
     return hashlib.sha256(lists.encode()).hexdigest()[:16]
 
 
-# The rows of a kernel in the table's text.
 LIST = re.compile(r"^#define (FLASH_\w+)_ROWS\(ROW\) \\\n((?:  ROW.*\n)+)", re.M)
 
 
 def read_rows(text: str) -> dict[str, list[Row]]:
-    """The rows of a table, by kernel."""
     rows: dict[str, list[Row]] = {}
     for macro, lines in LIST.findall(text):
         group = rows[macro] = []

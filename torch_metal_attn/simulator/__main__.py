@@ -157,7 +157,6 @@ def _constant(text: str) -> tuple[int | str, ConstantValue]:
 
 
 def _memory(kernel: Kernel, used: int) -> str:
-    """The bytes that a kernel declares, and those left for the lengths that a call passes."""
     if used > LIMIT:
         return f"{used} bytes, over the limit of {LIMIT}"
     arguments = [f"threadgroup({p.index})" for p in kernel.parameters if p.kind == "threadgroup"]
@@ -179,10 +178,7 @@ def _parameters(kernel: Kernel, image: Image) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check files.
-
-    Returns 0 on success, 1 for findings in a Metal file, 2 if the command cannot run.
-    """
+    """Check files: 0 on success, 1 for findings in a Metal file, 2 if the command cannot run."""
     options = _parser().parse_args(arguments)
     return exit_status(lambda: _check_all(options))
 

@@ -118,7 +118,6 @@ class Image:
 
     @functools.cache  # noqa: B019  images are never freed
     def address(self, symbol: str) -> int:
-        """The address of an exported function."""
         return ctypes.cast(getattr(self.library, symbol), ctypes.c_void_p).value or 0
 
     @functools.cache  # noqa: B019
@@ -128,7 +127,6 @@ class Image:
         return min(limit or MAX_THREADS, MAX_THREADS)
 
     def types(self, kernel: Kernel) -> list[ParameterType]:
-        """The types that the kernel's parameters point to."""
         array = ParameterType * len(kernel.parameters)
         return list(array.in_dll(self.library, kernel.types_symbol))
 
@@ -201,10 +199,7 @@ _collector_is_paused = False
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: the passes make many objects and few cycles.
-
-    With Python's own settings, collections took half of the rewriter's time. Callers hold the lock.
-    """
+    """Pause Python's garbage collector, which took half of the rewriter's time."""
     global _collector_is_paused
     if not gc.isenabled():
         yield
@@ -241,12 +236,7 @@ def build(
     count: bool = False,
     language: str = versions.DEFAULT,
 ) -> Program:
-    """Preprocess and rewrite a Metal text, or take it from the cache.
-
-    `count`: checks accesses, barriers and SIMD operations too, and counts all operations.
-    Raises ShaderCompileError with the compiler's message at the Metal file and line, ValueError for
-    function constants that do not fit the text, ToolchainError if there is no compiler.
-    """
+    """Preprocess and rewrite a Metal text, or take it from the cache. count: all operations."""
     request = [
         own_digest(),
         toolchain.find().identity,
@@ -284,11 +274,7 @@ def preprocess(
     count: bool = False,
     language: str = versions.DEFAULT,
 ) -> str:
-    """The text with its headers and macros expanded.
-
-    Raises ShaderCompileError, and MetalSourceError for a reserved word that becomes a macro and for
-    a macro of Metal's headers that is used as a name.
-    """
+    """The text with its headers and macros expanded; raises for reserved words as macros."""
     command = [*toolchain.find().compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, *EXPAND]
     command += versions.flags(language)
     command += ["-isystem", str(SHIM)]
@@ -320,17 +306,13 @@ def _shim(command: tuple[str, ...]) -> str:
 
 
 def _named(preprocessed: str) -> str:
-    """The text, in which the shim's files have the names that they have in every installation.
-
-    Installations share the cache, and each must tell the shim of another's texts from the rest.
-    """
+    """The text with names of the shim's files that all installations share, as the cache."""
     return preprocessed.replace(str(SHIM) + os.sep, IN_TEXTS)
 
 
 def _rewrite(
     preprocessed: str, constants: Mapping[int | str, ConstantValue], language: str, check: bool
 ) -> dict[str, bytes]:
-    """The files of a program's cache entry."""
     with _collector_paused():
         rewritten = rewrite(preprocessed, constants, language, check)
     about = {
@@ -351,7 +333,6 @@ def _load_program(key: str, entry: Path, check: bool, count: bool) -> Program:
 
 
 def _compile(text: str, check: bool, count: bool) -> dict[str, bytes]:
-    """The files of an image's cache entry."""
     tool = toolchain.find()
     command, back_end = host_command(), PLAIN_BACK_END
     sites: list[Site] = []
@@ -383,11 +364,7 @@ def host_command() -> list[str]:
 
 
 def _front_end(command: list[str], text: str, around: tuple[str, str] = INLINED) -> str:
-    """The optimised LLVM IR of a text that begins with the shim.
-
-    Vectors of bool are repaired before LLVM's passes see them. around: what stands before and after
-    the rest of the text.
-    """
+    """The optimised LLVM IR of a text that begins with the shim, with vectors of bool repaired."""
     try:
         return _ir_of(command, VERIFIED, text, around)
     except ShaderCompileError as error:
@@ -398,11 +375,7 @@ def _front_end(command: list[str], text: str, around: tuple[str, str] = INLINED)
 
 
 def _ir_of(command: list[str], more: list[str], text: str, around: tuple[str, str]) -> str:
-    """The LLVM IR that clang makes of a text with `more` flags. The shim is precompiled.
-
-    If that fails, the whole text is compiled without the precompiled header, also for the
-    compiler's message.
-    """
+    """The LLVM IR of a text; without the precompiled shim if that fails, for clang's message."""
     shim, marker, rest = text.partition(END_OF_SHIM)
     if marker:
         try:
@@ -447,7 +420,6 @@ def in_shim(file: str) -> bool:
 
 
 def _run(command: list[str], text: str) -> str:
-    """Run a compiler on `text`; raises ShaderCompileError with its message."""
     done = subprocess.run(
         command, input=text.encode(), capture_output=True, cwd=tempfile.gettempdir()
     )

@@ -1,8 +1,4 @@
-"""A directory of compiled images, addressed by what they were made from.
-
-It stays below TORCH_METAL_ATTN_CACHE_MIB (default 1024) by removing the entries that were not used
-for the longest time. Entries used in the last hour stay, because a process may still read them.
-"""
+"""A directory of compiled images, addressed by what they were made from (`trim` has its limits)."""
 
 import fcntl
 import hashlib
@@ -21,8 +17,7 @@ LIMIT = "TORCH_METAL_ATTN_CACHE_MIB"
 DEFAULT_LIMIT_MIB = 1024
 SEAL = "seal.json"
 IN_USE_SECONDS = 3600.0
-# A use is noted on disk when the last note is older than this.
-NOTE_SECONDS = 600.0
+NOTE_SECONDS = 600.0  # between two notes of a use on disk
 # The directory is measured at a process' first store, and again after so large a part of the limit.
 MEASURED_PART = 16
 # To take the place of damaged entries, each of which another process may have stored meanwhile.
@@ -105,10 +100,7 @@ def lookup(key: str) -> Path | None:
 
 
 def store(key: str, files: dict[str, bytes]) -> Path:
-    """Store an entry in one step; if another process was faster, its entry is used.
-
-    Raises CacheError if nothing can be written.
-    """
+    """Store an entry in one step, or use another process's entry; raises CacheError."""
     most = limit()
     try:
         entry = _store(key, files)
@@ -148,10 +140,7 @@ def _store(key: str, files: dict[str, bytes]) -> Path:
 
 
 def trim(most: int) -> None:
-    """Remove the entries that were not used for the longest time until `most` bytes are left.
-
-    Entries used in the last hour stay. Older leftovers of killed processes are removed.
-    """
+    """Remove the entries unused for longest until `most` bytes are left; keep the last hour's."""
     now, total = time.time(), 0
     old: list[tuple[float, int, Path, _Version]] = []
     for entry in cache_dir().glob("??/*"):
@@ -199,10 +188,7 @@ def _version(entry: Path) -> _Version:
 
 
 def _discard(entry: Path, version: _Version) -> None:
-    """Remove an entry, unless another process has removed it and may have stored it again.
-
-    It is moved away before it is deleted: another process may be reading it.
-    """
+    """Move an entry away and delete it, unless another process has removed or replaced it."""
     with _alone(entry.parent):
         if version is None or _version(entry) != version:
             return

@@ -18,7 +18,6 @@ _NAMES = "|".join(NOT_IN_METAL)
 UNKNOWN = re.compile(
     rf"undeclared identifier '({_NAMES})'|no member named '({_NAMES})' in namespace 'metal"
 )
-# Clang's messages for an undeclared name and for a missing header.
 UNDECLARED = re.compile(
     r"(?:unknown type name|use of undeclared identifier|no template named"
     r"|no (?:member|type|template) named) '(?:metal::)?(\w+)'"
@@ -67,28 +66,18 @@ def in_metal(said: str) -> str:
 
 
 def hides_frames(caught: Any) -> bool:
-    """True if pytest leaves out a module's frames: for a wrong text or wrong arguments.
-
-    caught: pytest's ExceptionInfo. For `__tracebackhide__`.
-    """
+    """`__tracebackhide__`: true if the text or the arguments are wrong (pytest's `caught`)."""
     return isinstance(caught.value, (KernelError, TypeError, ValueError))
 
 
 @dataclass
 class _Diagnostic:
-    """An error or warning, and the notes and lines of text that follow it."""
-
     first: str
     more: list[str] = field(default_factory=list)
 
 
 def readable(said: str, in_shim: Callable[[str], bool]) -> str:
-    """The messages without those about files that are not the user's.
-
-    An error in the simulator's own headers is placed where the source uses them. One that has no
-    such place is left out if there is another: it follows from that. If anything is used that the
-    simulator or the language's version lacks, only that is shown.
-    """
+    """The messages about the user's files; only missing features of Metal if there are any."""
     result: list[_Diagnostic] = []
     lacks: dict[tuple[str, str, str], str] = {}  # once a line
     for line in said.strip().split("\n"):
@@ -112,7 +101,6 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
 
 
 def _lacking(said: str) -> str | None:
-    """The reason for clang's message, if the simulator or the version lacks a feature."""
     if name := UNDECLARED.search(said):
         return unsupported.reason(name[1] or name[2])
     if METHOD.fullmatch(said.removeprefix("error: ")) and OTHER_MEMORY.search(said):

@@ -270,10 +270,7 @@ def library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _interruptible() -> tuple[Any, Interpreter]:
-    """The engine's run, called with the interpreter's lock, and what it needs to release it.
-
-    So an exception from a signal handler is raised from it, as from Python's own functions.
-    """
+    """The engine's run, called with the interpreter's lock, which it releases itself."""
     run = ctypes.PyDLL(library()._name).metal_attn_simulator_run
     run.argtypes = library().metal_attn_simulator_run.argtypes
     python = ctypes.pythonapi
@@ -297,12 +294,7 @@ def run(
     tensors: TensorModel = DEFAULT_MODEL,
     strict_simd: bool = True,
 ) -> Counters:
-    """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request.
-
-    strict_simd: a SIMD operation that not all lanes reach is a fault, if the image is checked.
-
-    KeyboardInterrupt stops it, which leaves the results unfinished.
-    """
+    """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request."""
     most, threads = (
         image.most_threads(kernel.most_threads_symbol),
         math.prod(threads_per_threadgroup),

@@ -32,7 +32,6 @@ OPTIONS = "seed workers step_limit threadgroup_bytes lane_map relaxed_precision"
 
 ArgCasts = str | Mapping[int, str] | None
 
-# A macro's name, with its parameters if it has any.
 MACRO = re.compile(r"[A-Za-z_]\w*(\([\w\s,.]*\))?", re.ASCII)
 
 
@@ -312,7 +311,10 @@ class ShaderKernel:
             strict_simd=self._library._strict_simd,
         )
         self._library._last_counters = counters
-        _mark_written(parameters, held)
+        written = {p.index for p in parameters if p.kind == "buffer" and p.space != "constant"}
+        for index, tensor in enumerate(held):
+            if tensor is not None and index in written and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
         launch = runs.LaunchRecord(name, {}, grid, group, time.perf_counter() - started)
         runs.record(launch, counters, program.checked)
 
@@ -325,7 +327,6 @@ def compile_for_torch(source: str, check: bool, language: str = versions.DEFAULT
 
 
 def _as_torch(kernel: Kernel, options: Mapping[str, Any]) -> None:
-    """Refuse what a kernel of torch.mps.compile_shader cannot be called with."""
     name = kernel.name
     for option, value in options.items():
         if value is not None:
@@ -343,13 +344,6 @@ def _as_torch(kernel: Kernel, options: Mapping[str, Any]) -> None:
                 "torch.mps.compile_shader cannot set; declare an array in the kernel, such as "
                 f"`threadgroup float {parameter.name}[256];`, or {OWN} threadgroup_bytes"
             )
-
-
-def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]) -> None:
-    written = {p.index for p in parameters if p.kind == "buffer" and p.space != "constant"}
-    for index, tensor in enumerate(held):
-        if tensor is not None and index in written and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
 
 
 def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Tensor | None]:
@@ -382,7 +376,6 @@ def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Te
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    """Check that the tensor's values are in memory, all within its storage."""
     unlike = {
         f"on {tensor.device}": tensor.device.type != "cpu",
         f"{tensor.layout}": tensor.layout != torch.strided,
@@ -446,7 +439,6 @@ def _bind(
     held: Sequence[torch.Tensor | None],
     checked: bool,
 ) -> list[Buffer]:
-    """The memory of each argument, for the parameter at its index."""
     expected: dict[int, Parameter] = {}
     for parameter in parameters:
         if parameter.kind == "buffer":
@@ -518,7 +510,6 @@ def _grid(
     group_size: int | Sequence[int] | None,
     most: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Threads of the grid and of a threadgroup, three dimensions each, chosen as torch does."""
     if threads is None:
         first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         if first is None:

@@ -14,7 +14,6 @@ __tracebackhide__ = hides_frames
 # In the order of shim/__msl_parameters.h; "" is any other type, such as a struct.
 SCALARS = ("", "bool", *INTEGER_RANGES, *FLOATS)
 
-# The Metal scalar of each torch dtype that has one.
 SCALAR_OF = {
     torch.bool: "bool",
     torch.int8: "char",
@@ -31,7 +30,6 @@ SCALAR_OF = {
     torch.complex32: "half",
     torch.complex64: "float",
 }
-# The dtype to suggest for each scalar.
 DTYPE_OF = {scalar: dtype for dtype, scalar in SCALAR_OF.items() if not dtype.is_complex}
 
 # The names that `arg_casts` takes, as in torch.
@@ -69,11 +67,7 @@ class ParameterType(ctypes.Structure):
 def check_tensor(
     kernel: str, tensor: torch.Tensor, parameter: Parameter, expected: ParameterType
 ) -> None:
-    """Raise TypeError for a tensor whose elements are not those that the kernel declares.
-
-    Signed and unsigned integers are alike, because torch has few operations for the latter. A
-    tensor of uint8 and a parameter of char or uchar may hold bytes of anything.
-    """
+    """Raise TypeError for a tensor of other elements; uint8 and char may hold any bytes."""
     actual = SCALAR_OF.get(tensor.dtype, "")
     if expected.scalar in ("", "char", "uchar") or actual == "uchar":
         return
@@ -91,10 +85,7 @@ def check_tensor(
 def check_numbers(
     kernel: str, arg: Any, numbers: torch.Tensor, parameter: Parameter, expected: ParameterType
 ) -> None:
-    """Raise TypeError or ValueError for numbers that the kernel would read as others.
-
-    arg: as the caller gave them. numbers: as they are passed, after casts.
-    """
+    """Raise TypeError or ValueError for numbers that the kernel would read as others."""
     actual, scalar = SCALAR_OF[numbers.dtype], expected.scalar
     what = f"{kernel}: argument {parameter.index} is {value_text(arg)}"
     # As in torch, a kernel may read the low bytes of one int64, if they are the same number.

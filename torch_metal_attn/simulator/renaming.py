@@ -10,10 +10,7 @@ _OWN_PACKAGES = ("torch", __name__.partition(".")[0])
 
 
 class Renaming:
-    """Replaces a function in all modules but torch's and this package's, until `undo`.
-
-    owner: a module of torch whose name for it is replaced too.
-    """
+    """Replaces a function in all modules but torch's and this package's, until `undo`."""
 
     def __init__(
         self,

@@ -21,8 +21,6 @@ __tracebackhide__ = hides_frames
 
 @dataclass(eq=False)
 class _Block:
-    """A block that is open."""
-
     check: bool
     language: str
 

@@ -66,10 +66,7 @@ class Run:
             _forget(f"uninitialised[{index}]", tensor, self._initialised)
 
     def initialised(self, storage: int) -> int:
-        """The address of a byte for each byte of the storage, 0 where nothing was written.
-
-        0 if the storage is of no tensor of `uninitialised`.
-        """
+        """The address of a byte for each byte of a storage, 0 where nothing was written."""
         known = self._initialised.get(storage)
         return 0 if known is None else known.data_ptr()
 
@@ -162,7 +159,6 @@ def simulate(
 
 
 def _forget(name: str, tensor: torch.Tensor, initialised: dict[int, torch.Tensor]) -> None:
-    """Note that the tensor's elements hold nothing, by the address of their storage."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type_text(tensor)}; it must be a tensor")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -198,7 +194,6 @@ def as_bool(name: str, value: object) -> bool:
 
 
 def current() -> Run | None:
-    """The innermost run of this thread, or None."""
     return _current.get()
 
 

@@ -31,10 +31,7 @@ DEFAULT_MODEL = TensorModel()
 def tensor_model(
     lane_map: object = None, relaxed_precision: object = None, default: TensorModel = DEFAULT_MODEL
 ) -> TensorModel:
-    """`default`, changed by an argument `lane_map` and an argument `relaxed_precision`.
-
-    Raises TypeError or ValueError for what they cannot be.
-    """
+    """`default` with a lane map and a precision; raises for wrong ones."""
     if relaxed_precision is not None:
         if not isinstance(relaxed_precision, str) or relaxed_precision not in RELAXED:
             names = " or ".join(f'"{name}"' for name in RELAXED)

@@ -17,10 +17,7 @@ _Variable = tuple[str, int, int]  # its name's address, bytes, alignment
 
 
 def threadgroup_bytes(program: Program) -> dict[str, int]:
-    """Bytes of the threadgroup variables of each kernel, without its [[threadgroup(i)]] arguments.
-
-    Variables in code that no value of a function constant leaves alive do not count.
-    """
+    """Bytes of each kernel's live threadgroup variables, without its arguments."""
     if not program.kernels:
         return {}
     functions = dict(_functions(program.intermediate()))
@@ -31,7 +28,6 @@ def threadgroup_bytes(program: Program) -> dict[str, int]:
 
 
 def _functions(ir: str) -> Iterator[tuple[str, list[str | _Variable]]]:
-    """Each function's name, with the functions that it calls and the variables that it declares."""
     result: list[str | _Variable] = []
     for line in ir.split("\n"):
         if head := FUNCTION.match(line):

@@ -34,8 +34,6 @@ class ToolchainError(RuntimeError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """How to call the compiler and the linker."""
-
     compile_command: tuple[str, ...]
     link_command: tuple[str, ...]
     version: str  # as shown by `info`
@@ -107,12 +105,7 @@ def _system(path: str) -> Toolchain:
 
 
 def _zig() -> Toolchain | None:
-    """The clang inside the ziglang package, if that is installed.
-
-    It links for Linux only. Elsewhere the system's clang links, however old it is.
-
-    Raises ToolchainError if the package is there and cannot be used.
-    """
+    """The clang inside ziglang, which links for Linux only; ToolchainError if it cannot be used."""
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -130,7 +123,6 @@ def _zig() -> Toolchain | None:
 
 
 def _driver() -> str:
-    """A Mac's clang++, which links; raises ToolchainError if there is none."""
     path = shutil.which("clang++")
     try:
         # Without the tools, macOS has a program of this name that only offers to install them.
@@ -144,7 +136,6 @@ def _driver() -> str:
 
 
 def _advice() -> str:
-    """The command that installs a compiler."""
     newest = "run `pip install -U ziglang`, which brings one"
     if sys.platform == "darwin":
         if int(platform.mac_ver()[0].split(".")[0] or 0) >= OLDEST_MACOS_OF_ZIG:
@@ -164,11 +155,7 @@ def _candidates() -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def find() -> Toolchain:
-    """The system's clang if it is new enough, else the one in ziglang.
-
-    Raises ToolchainError if there is neither. The environment variable TORCH_METAL_ATTN_CLANG names
-    another clang, or is "ziglang".
-    """
+    """The clang of TORCH_METAL_ATTN_CLANG, else the system's if new enough, else ziglang's."""
     if platform.machine().lower() not in MACHINES:
         raise ToolchainError(f"the simulator runs on x86-64 and arm64, not {platform.machine()}")
     override = os.environ.get(OVERRIDE)

@@ -41,7 +41,6 @@ def value_text(value: object) -> str:
 
 
 def _array(value: object) -> tuple[tuple[int, ...], str] | None:
-    """Shape and dtype of a tensor, or of another library's array; None for other values."""
     try:
         shape, dtype = tuple(value.shape), str(value.dtype)  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError, TypeError):  # a nested tensor has no shape

@@ -299,7 +299,6 @@ class Attention(Case):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the call takes packed sequences."""
         return self.call in _PACKED
 
     @property
@@ -314,7 +313,6 @@ class Attention(Case):
 
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
-        """The number of queries and keys of each sequence."""
         if self.is_packed:
             return self.packed
         return tuple((n, self.kv_length) for n in self.q_lengths or (self.q_length,) * self.batch)

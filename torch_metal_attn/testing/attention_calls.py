@@ -86,7 +86,6 @@ def _to_blhd(name: str, x: Any) -> Any:
 
 
 def _operands(case: Attention, problem: Problem, memory: Memory) -> dict[str, Any]:
-    """q, k and v, or those that are in one tensor."""
     tensors = {"q": problem.q, "k": problem.stored[0], "v": problem.stored[1]}
     placed: dict[str, Any] = {}
     if case.in_one_tensor:

@@ -94,7 +94,6 @@ def build(case: Attention) -> Problem:
 
 
 def ends_of(lengths: tuple[int, ...]) -> Tensor:
-    """cu_seqlens of packed sequences."""
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
@@ -145,7 +144,6 @@ def options_of(case: Attention, batch: int, rows: int) -> dict[str, Any]:
         options[case.tree] = _trees(case)
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
-        # As the functions draw it.
         torch.manual_seed(case.seed)
         options["rng_state"] = torch.randint(2**31 - 1, (2,), dtype=torch.int64)
     return options
@@ -160,7 +158,6 @@ def parents_of(case: Attention) -> Tensor:
 
 
 def _trees(case: Attention) -> Tensor:
-    """`parents` or `tree_mask`."""
     parents = parents_of(case)
     tree = parents if case.tree == "parents" else tree_rows(parents, None)
     assert tree is not None
@@ -198,7 +195,6 @@ def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
 
 
 def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Masks out one of five keys."""
     visible = normal(*sizes, seed=seed) > -0.84
     if dtype == torch.bool:
         return visible
@@ -242,7 +238,6 @@ def _hide(case: Attention, k: Tensor, v: Tensor) -> None:
 
 
 def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
-    """(B, H, L, D) as packed rows."""
     return torch.cat(
         [x[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)]
         or [x.new_zeros(0, x.shape[1], x.shape[3])]
@@ -252,11 +247,7 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
 def stored(
     case: Any, k: Tensor, v: Tensor, table: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-    """The values that k and v (B, H, L, D) stand for, their storage, and the options for it.
-
-    case: has cache, format, v_format, hadamard, values_in_keys, v_head_dim, page and seed. table:
-        of a cache in pages, the page of each page of rows; None for any that differ.
-    """
+    """The values that k and v (B, H, L, D) stand for, their storage, and the options for it."""
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
     if case.format:

@@ -61,7 +61,6 @@ def prepare(case: Attention, device: torch.device) -> Prepared:
 
 
 def _leaves(case: Attention, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The arguments that have a gradient."""
     names = ["q", "k", "v", "kv", "qkv", "query", "key", "value", "k_cache", "v_cache", *_ADDED]
     if case.causal_bias:
         names.remove("attn_mask")
@@ -136,10 +135,7 @@ def _directly(
 def judge(
     case: Attention, problem: Problem, results: Any, parts: list[Tensor] | None = None
 ) -> list[Measure]:
-    """Measures of out, of the log-sum-exp, and of the gradients if the results have some.
-
-    parts: those whose outputs were merged, as in `merge_errors`.
-    """
+    """Measures of out, lse and gradients. parts: those that were merged, as in `merge_errors`."""
     actual, actual_lse = results[:2]
     exact, exact_lse = _attend(problem, torch.float64)
     with as_multiplied():
@@ -200,7 +196,9 @@ def _score_errors(case: Attention, problem: Problem) -> Tensor:
     options = problem.options
     added = [largest(options[n]) for n in _ADDED[:2] if _added(options.get(n))]
     if "alibi_slopes" in options:
-        added.append(largest(options["alibi_slopes"]) * _farthest(case))
+        added.append(
+            largest(options["alibi_slopes"]) * (sum(case.longest) + abs(case.q_offset or 0))
+        )
     # Rotated and dequantised rows are rounded to q's dtype.
     rounded = len(case.rotary) + (case.format != "") + (case.hadamard > 0)
     operands = rounded * ROUNDING[problem.q.dtype] + 2 * tf32_rounding(problem.q.dtype)
@@ -209,18 +207,12 @@ def _score_errors(case: Attention, problem: Problem) -> Tensor:
     )
 
 
-def _farthest(case: Attention) -> int:
-    """A bound for the distance of a query's position from a key's."""
-    return sum(case.longest) + abs(case.q_offset or 0)
-
-
 def _attend(
     problem: Problem,
     compute_dtype: torch.dtype | None,
     operands: tuple[Tensor, Tensor, Tensor] | None = None,
     options: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The reference, with the problem's own operands and options unless others are given."""
     q, k, v = operands or (problem.q, problem.k, problem.v)
     if problem.poisoned_v is not None and operands is None:
         v = v.clone()
@@ -253,10 +245,7 @@ def _with_poison_where_seen(
 def _alone(
     case: Attention, problem: Problem
 ) -> list[tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]]:
-    """The arguments for torch's own attention: operands (B, H, L, D), gradient and options.
-
-    Packed sequences give one call each, without dropout.
-    """
+    """The arguments for torch's own attention; packed sequences give one call each."""
     if not problem.packing:
         return [((problem.q, problem.k, problem.v), problem.dout, problem.options)]
     whole_options = {
@@ -289,7 +278,6 @@ def _alone(
 def _judge_gradients(
     case: Attention, problem: Problem, sequences: Any, actual: dict[str, Tensor]
 ) -> list[Measure]:
-    """Measures of the gradients of q, k, v and of what is added to the scores."""
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
     assert dout is not None
     added = [n for n in _ADDED if n in actual]
@@ -348,7 +336,6 @@ def _judge_gradients(
 
 
 def _policy_slacks(case: Attention, problem: Problem) -> dict[str, float | Tensor]:
-    """What the policy of docs/numerics.md allows of each gradient, by name."""
     assert problem.dout is not None
     terms = largest_terms(problem.q, problem.k, problem.v, problem.dout, _scale(problem))
     slacks: dict[str, float | Tensor] = dict.fromkeys(_ADDED, 0.0)
@@ -360,10 +347,7 @@ def _policy_slacks(case: Attention, problem: Problem) -> dict[str, float | Tenso
 
 
 def _sink_terms(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Of each row, heads last: the sink's weight, and the magnitudes that it is multiplied by.
-
-    The gradient of a sink is the sum of weight times <dout, out>, which may cancel.
-    """
+    """The sink's weight in each row, heads last, and the magnitudes that it multiplies."""
     assert problem.dout is not None
     out, lse = _attend(problem, torch.float64)
     of_rows = (out * problem.dout).abs().sum(-1)
@@ -379,11 +363,7 @@ def _sink_terms(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Tensor]:
-    """Bounds for the rounding errors of the gradients, by name.
-
-    The gradient of a score is dS = P (dP - delta). P has the relative error of its score and of the
-    log-sum-exp, and dP - delta the error of two sums over the columns of v.
-    """
+    """Bounds for the rounding errors of the gradients (docs/design/numerics.md), by name."""
     q, k, v, dout, options = problem.q, problem.k, problem.v, problem.dout, problem.options
     assert dout is not None
     if not q.numel():
@@ -460,5 +440,4 @@ def _weights_and_score_gradients(case: Attention, problem: Problem) -> tuple[Ten
 
 
 def _added(x: Tensor | None) -> bool:
-    """Whether it is added to the scores."""
     return x is not None and x.is_floating_point()

@@ -45,12 +45,7 @@ def _own(r: random.Random, case: "Cascade") -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cascade(Case):
-    """Queries of sequences that have their first pages in common.
-
-    Attributes: shared: pages of all sequences. branched: further ones of every other sequence,
-        which are a second level. own: the keys of each sequence that follow. The others are those
-        of `Attention`.
-    """
+    """Sequences with common pages, of all (shared) or of every other sequence (branched)."""
 
     call: str = call("CascadePlan.attend")
     kv_heads: int = field(1, one_of(1, 1, 2))
@@ -91,7 +86,6 @@ class Cascade(Case):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The keys of each sequence."""
         return tuple((self.shared + self.branched) * self.page + own for own in self.own)
 
     def conflicts(self) -> dict[str, Any]:
@@ -109,7 +103,6 @@ class Cascade(Case):
 
     @property
     def attention(self) -> Attention:
-        """The attention of each sequence alone."""
         return Attention(
             call="flash_decode",
             batch=len(self.own),

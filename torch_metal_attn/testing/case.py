@@ -14,8 +14,7 @@ from torch_metal_attn.testing.judge import Measure
 from torch_metal_attn.testing.tensors import DTYPES, KINDS, Layout, Memory
 from torch_metal_attn.wording import value_text
 
-# A field's value, which may depend on the fields before it. None leaves the default.
-Draw = Callable[[random.Random, Any], Any]
+Draw = Callable[[random.Random, Any], Any]  # None leaves the default
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,7 @@ def kinds() -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case's call.
-
-    Attributes: judge: compares the function's result. written: the tensors in `memory` that the
-        call may write.
-    """
+    """A case's call. written: the tensors in `memory` that it may write."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -195,7 +190,6 @@ class Case:
         }
 
     def __str__(self) -> str:
-        """Python code that makes the case."""
         arguments = (f"{name}={value!r}" for name, value in self.fields().items())
         return f"{type(self).__name__}({', '.join(arguments)})"
 

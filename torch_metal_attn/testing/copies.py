@@ -28,10 +28,7 @@ def _copies(r: random.Random, case: "Copy") -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Copy(Case):
-    """Some pages of a cache, copied to others.
-
-    Attributes: shape: the cache's, pages first. copies: for each copy the source and target page.
-    """
+    """Some pages of a cache, copied to others. copies: for each copy the source and target page."""
 
     call: str = call("copy_pages")
     dtype: str = field("float32", one_of(*DTYPES, "int8", "uint8", "int32", "int64", "bool"))
@@ -61,7 +58,6 @@ class Copy(Case):
 
 
 def prepare_copy(case: Copy, device: torch.device) -> Prepared:
-    """The call, with a cache of random bits."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
     generator = torch.Generator().manual_seed(case.seed)
     if dtype == torch.bool:

@@ -76,7 +76,6 @@ def _set(case: Case, name: str, value: Any) -> None:
 
 
 def _made_wrong(case: Case, r: random.Random) -> Case:
-    """The case with one wrong argument or illegal field, if it can have one."""
     kinds = [[{"invalidated": way} for way in case.ways()], case.wrong()]
     kinds = [changes for changes in kinds if changes]
     for _ in range(_TRIES if kinds else 0):

@@ -23,10 +23,7 @@ def _offset(r: random.Random, case: "IndexScores") -> int:
 
 @dataclass(frozen=True)
 class IndexScores(Case):
-    """Scores of all keys by some heads of an indexer.
-
-    Attributes: weight_dtype: of the heads' weights.
-    """
+    """Scores of all keys by some heads of an indexer."""
 
     call: str = call("index_scores")
     batch: int = field(1, one_of(0, 1, 1, 2), varied=True)

@@ -53,7 +53,6 @@ def largest(x: Tensor) -> float:
 
 
 def worst_of(tensors: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The largest finite difference in any pair."""
     return max((largest(apart(a, b)) for a, b in tensors), default=0.0)
 
 
@@ -88,10 +87,7 @@ def near(
 def near_statistic(
     what: str, actual: Tensor, exact: Tensor, rounding: float, slack: float | Tensor = 0.0
 ) -> Measure:
-    """A float32 number. Its allowed error is relative to 1 plus its magnitude.
-
-    slack: what is also allowed, one number or one per element.
-    """
+    """A float32 number. Its allowed error is relative to 1 plus its magnitude."""
     exact = exact.cpu().double()
     bound = rounding * (1 + exact.abs().nan_to_num(0, 0, 0)) + slack
     return worst(what, apart(actual, exact), bound)
@@ -121,7 +117,6 @@ def worst(what: str, error: Tensor, bound: Tensor) -> Measure:
 
 
 def on(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with their tensors on the device."""
     return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
 
 

@@ -117,7 +117,6 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
 
 
 def _mask(case: Merge) -> Tensor:
-    """The mask of tokens, shared by all heads."""
     rows = (case.length,) if case.packed else (case.batch, case.length)
     return normal(*rows, seed=case.seed + 6) > 0
 

@@ -1,7 +1,4 @@
-"""The oracle of attention: the errors that torch's own attention has on a problem, in its dtype.
-
-What is right is `reference.attention` in float64. A bound is made of what torch itself errs.
-"""
+"""The errors that torch's own attention has on a problem, in its dtype, as the oracle of bounds."""
 
 from typing import Any
 

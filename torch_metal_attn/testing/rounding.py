@@ -13,10 +13,7 @@ STEPS = 8
 
 
 def summing(terms: int) -> float:
-    """The relative error of a float32 sum, of the sum of its terms' magnitudes.
-
-    Blocks of 8 terms are added one after the other (Higham 2002, 4.2).
-    """
+    """The relative error of a float32 sum of blocks of 8 terms (Higham 2002, 4.2)."""
     return (terms / 8 + 8) * _U
 
 

@@ -66,7 +66,6 @@ def run(case: Case, device: torch.device) -> Outcome:
 
 @contextmanager
 def settings_of(case: Case) -> Iterator[None]:
-    """The tiles that the case is for."""
     tiles = tensor_tiles.off() if case.tiles == "8x8" else nullcontext()
     # Float32 is judged as such, whatever the user's setting.
     with allow_tf32(case.tiles == "TF32"), tiles:

@@ -8,7 +8,6 @@ from typing import Any
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.running import Outcome
 
-# The time limit; after it the simplest case so far is returned.
 SHRINK_SECONDS = 120.0
 # Head dims that tiles or the blocks of a format fill.
 _FULL = (8, 32)
@@ -67,7 +66,6 @@ def _without(of_sequences: Any, b: int) -> Any:
 
 
 def _fewer(n: int) -> Iterator[int]:
-    """Smaller counts to try for n, the smallest first."""
     return (less for less in dict.fromkeys((0, 1, n // 2, n - 1)) if 0 <= less < n)
 
 

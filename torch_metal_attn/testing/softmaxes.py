@@ -24,7 +24,6 @@ _CALLS = ("softmax", "softmax_", "apply_causal_mask_")
 
 
 def _shape(r: random.Random, case: "Softmax") -> tuple[int, ...]:
-    """A shape of at most 30000 elements."""
     shape: tuple[int, ...] = (r.choice((1, 2, 5, 33, 1500)),)
     for _ in range(r.choice((0, 1, 1, 2, 3))):
         fits = [n for n in (0, 1, 2, 3, 7, 33, 65, 300) if n * math.prod(shape) <= 30000]
@@ -39,10 +38,7 @@ def _dim(r: random.Random, case: "Softmax") -> int:
 
 @dataclass(frozen=True)
 class Softmax(Case):
-    """A softmax along a dimension of a tensor, or scores with a causal mask.
-
-    Attributes: hidden: the share of -inf. q_offset: for apply_causal_mask_.
-    """
+    """A softmax along a dimension, or scores with a causal mask. hidden: the share of -inf."""
 
     call: str = call(*_CALLS)
     shape: tuple[int, ...] = field((1,), _shape)

@@ -46,7 +46,6 @@ from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 _OPS, _FUNCTION = ("append_kv", "decode_step"), "flash_attn_with_kvcache"
 _ATTENDING = ("decode_step", _FUNCTION)
-# The options of attention that the cases have.
 _OPTIONS = ("causal", "window_size_left", "softcap", "learnable_sink")
 _SHARED = (
     *("dtype", "seed", "heads", "kv_heads", "head_dim", "v_head_dim", "values_in_keys", "q_length"),
@@ -367,7 +366,6 @@ def _packed_rows(case: Step, x: Tensor, side: int) -> Tensor:
 
 
 def _caches(case: Step, dense: list[Tensor]) -> dict[str, Tensor]:
-    """The arguments that hold k and v (B, H, capacity, D), by name."""
     _, (k, v), where = stored(case, *dense)
     tensors = {n: x for n, x in where.items() if isinstance(x, Tensor)}
     return {"k_cache": k, "v_cache": v, **tensors}

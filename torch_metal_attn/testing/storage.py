@@ -12,7 +12,6 @@ _BY_NAME = {family.__name__: family for family in FAMILIES}
 
 
 def to_json(case: Case) -> dict[str, Any]:
-    """A case as plain data for `from_json`."""
     return {"family": type(case).__name__, **case.fields()}
 
 
@@ -47,5 +46,4 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def snippet(case: Case) -> str:
-    """Python code that runs the case by itself."""
     return f"from torch_metal_attn import testing\n\nprint(testing.check(testing.{case}))\n"

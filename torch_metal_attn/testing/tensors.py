@@ -31,7 +31,6 @@ KINDS = (*_SCALES, "constant")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype with this name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -156,7 +155,6 @@ def rotated_blocks(r: random.Random, case: Any) -> int:
 
 
 def wrong_rotation(case: Any) -> dict[str, Any]:
-    """Reasons to refuse a case with hadamard."""
     size = case.hadamard
     return {
         "a rotation of rows that are not quantised": size and not case.format,

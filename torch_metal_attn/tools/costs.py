@@ -43,11 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Seen:
-    """Counts of the keys that the queries of one head of one sequence see.
-
-    Attributes: pairs: number of pairs of a query and a key that it sees. keys: number of keys from
-        the first to the last one that some query sees.
-    """
+    """The pairs of a query and a key that it sees, and keys from the first to the last one seen."""
 
     pairs: int
     keys: int
@@ -65,11 +61,7 @@ def seen(
     seqused_k: int | None = None,
     leftpad_k: int = 0,
 ) -> Seen:
-    """Counts for one head, by the rules of `reference.attention`.
-
-    The options are those of `flash_fwd`; seqused_k and leftpad_k are the sequence's own numbers.
-    With attention_chunk it takes memory linear in q_length.
-    """
+    """Counts for one head of one sequence, by the options of `flash_fwd`."""
     end = kv_length if seqused_k is None else min(seqused_k, kv_length)
     start = max(leftpad_k, 0)
     if q_offset is None:
@@ -179,7 +171,6 @@ def _numbers(tensor: Tensor | None) -> list[int] | None:
 
 
 def _sequences(args: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Lengths of the queries and keys of each sequence."""
     q, k = args["q"], args["k"]
     if "cu_seqlens_k" not in args:
         pages = args.get("block_table")
@@ -197,7 +188,6 @@ def _sequences(args: dict[str, Any]) -> Iterator[tuple[int, int]]:
 
 
 def _packed_queries(args: dict[str, Any]) -> list[int]:
-    """The number of queries of each sequence."""
     ends = _numbers(args["cu_seqlens_q"])
     if ends is None:
         return [args.get("max_seqlen_q", 0)] * (len(args["cu_seqlens_q"]) - 1)

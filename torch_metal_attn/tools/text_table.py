@@ -13,10 +13,7 @@ def aligned(
     numbers: Collection[int],
     indent: int,
 ) -> list[str]:
-    """Rows in columns, each with its notes below, wrapped and indented.
-
-    numbers: the columns that are aligned on the right; the others are text.
-    """
+    """Rows in columns, `numbers` on the right, each with its notes below, wrapped and indented."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for cells, below in zip(table, notes, strict=True):
@@ -34,10 +31,7 @@ def aligned(
 def markdown(
     headings: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Collection[int] = ()
 ) -> Iterator[str]:
-    """The lines of a table in Markdown, each as soon as its row is there.
-
-    numbers: the columns that are aligned on the right.
-    """
+    """The lines of a table in Markdown, each as soon as its row is there."""
     yield f"| {' | '.join(headings)} |"
     yield f"| {' | '.join('---:' if i in numbers else '---' for i in range(len(headings)))} |"
     for row in rows:

@@ -45,7 +45,6 @@ def _square(length: int, heads: int, head_dim: int, dtype: str, **options: Any) 
 
 
 def _language(dtype: str, training: Iterable[int] = (), **heads: Any) -> list[Shape]:
-    """Prompts, decoding and training of a model."""
     causal = {"causal": True, "dtype": dtype, **heads}
     return [
         *(Shape("forward", length=n, kv_length=n, **causal) for n in _LENGTHS),
@@ -79,7 +78,6 @@ COMMON = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `tune`."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--model",
@@ -108,7 +106,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """The shapes that the arguments choose. Raises BadShape."""
     if options.dtype is not None and options.model is None:
         raise BadShape("--dtype is for --model: a file of --shapes has the dtypes")
     if options.model is not None:
@@ -118,11 +115,7 @@ def _shapes_of(options: argparse.Namespace) -> list[Shape]:
 
 
 def tune(options: argparse.Namespace) -> bool:
-    """Measure the chosen shapes, or those of common models, and write a table of the fastest tiles.
-
-    Returns False without a GPU, or if a tile's result was wrong. The table is written after each
-    kernel, so an interrupt keeps what was measured. Raises BadShape, OSError or CacheError.
-    """
+    """Write a table of the fastest tiles; False without a GPU, or if a tile's result was wrong."""
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
     shapes = _shapes_of(options)
@@ -159,7 +152,6 @@ def tune(options: argparse.Namespace) -> bool:
 
 
 def _table_at(path: Path, machine: Machine) -> Table:
-    """The table at this path, which the run adds to, or a new one."""
     try:
         return loading.read(path, machine)
     except FileNotFoundError:
@@ -198,11 +190,7 @@ class _Run:
         return lines
 
     def _measure(self, shape: Shape, lines: list[str]) -> None:
-        """Time each kernel's tiles, then a whole call of ours and of torch.
-
-        A key that several shapes share is measured for the first of them. Raises RuntimeError if
-        there is no memory.
-        """
+        """Time each kernel's tiles for a new key, then a whole call of ours and of torch."""
         with tiles.forced({}):
             kernels = kernels_of(shape, DEVICE)
         forwards, calls = calls_of(shape, DEVICE)
@@ -243,7 +231,6 @@ class _Run:
         call: Callable[[], object],
         lines: list[str],
     ) -> str | None:
-        """The fastest of a kernel's tiles, the first of which is the default; None if none runs."""
         notes: dict[str, str] = {}
         calls: dict[str, Callable[[], object]] = {}
         for tile in candidates:
@@ -320,7 +307,6 @@ def choose(
 
 
 def _check_of(shape: Shape, kernel: str) -> Case:
-    """The kernel on a small problem with the shape's dtype, head dim and mask."""
     sizes: dict[str, Any] = {"head_dim": shape.head_dim, "kv_heads": 1}
     group = shape.heads // shape.kv_heads
     if kernel == "flash_decode":
@@ -339,7 +325,6 @@ def _check_of(shape: Shape, kernel: str) -> Case:
 def _call_of(
     kernel: str, shape: Shape, forward: Callable[[], object], device: torch.device
 ) -> Callable[[], object]:
-    """The op that runs the kernel, on the shape's operands."""
     if not kernel.startswith("flash_bwd"):
         return forward
     q, k, v = (x.detach() for x in shape.operands(device))

@@ -135,13 +135,10 @@ def _generate(model: nn.Module, lengths: Iterable[int]) -> None:
         )
 
 
-# An op of ours with its arguments: returns its launches.
 _Call = Callable[[], list[dict[str, Any]]]
 
 
 class _Collector(TorchDispatchMode):
-    """Keeps one call for each set of programs instead of running our ops."""
-
     def __init__(self, backward: bool) -> None:
         super().__init__()
         self.calls: list[_Call] = []

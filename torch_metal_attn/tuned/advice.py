@@ -15,10 +15,7 @@ _keys: dict[tuple[Any, ...], str] = {}
 
 
 def faster_in_torch(problem: Problem) -> str | None:
-    """Why a call is better left to torch; None if it is not, or if none like it was measured.
-
-    A call that needs gradients is judged by a whole training step.
-    """
+    """Why torch should run a call; None if it should not, or nothing like it was measured."""
     loaded = loading.loaded()
     if not loaded.rows:
         return None
@@ -33,7 +30,6 @@ def faster_in_torch(problem: Problem) -> str | None:
 
 
 def _key(problem: Problem, tensors: tuple[torch.Tensor | None, ...]) -> str:
-    """The key of the call's row; "" if the op refuses or launches nothing."""
     layouts = tuple(
         x if x is None else (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
         for x in tensors

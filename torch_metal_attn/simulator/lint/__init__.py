@@ -1,10 +1,7 @@
 """Lint for Metal shaders: rejects, on any machine, what Apple's compiler would reject.
 
-A shader is preprocessed and rewritten as for the simulator. Its tokens, clang's errors for the host
-form, and clang's syntax tree of it are then checked against the rules of Metal 3.1 and the stricter
-rules of this project's shaders. By those, clang also compiles the text as strictly as it can, in
-each version of Metal that torch may take it for. The simulator finds barriers and SIMD operations
-in divergent flow when the shader runs.
+It checks a text's tokens, clang's errors for the host form, and clang's syntax tree of it against
+the rules of Metal 3.1 and the stricter rules of this project's shaders.
 """
 
 import os
@@ -115,7 +112,6 @@ def _findings(
     strict: bool,
     tree_wanted: bool = True,
 ) -> list[Finding]:
-    """Findings of one compilation, and of its syntax tree if that is wanted."""
     try:
         preprocessed = build.preprocess(source, include_dirs, defines, False, language=language)
         shim, marked, body = preprocessed.partition(END_OF_SHIM)
@@ -197,10 +193,7 @@ def _diagnosed(file: str, line: int, message: str) -> Finding:
 
 
 def _parse(shim: str, text: str, standard: str, tree_wanted: bool) -> tuple[bytes, str]:
-    """Clang's syntax tree of `text`, or nothing if it is not wanted, and clang's messages.
-
-    There is a tree even if there are errors. standard: the C++ whose extensions are errors, if any.
-    """
+    """Clang's syntax tree of `text`, if it is wanted, and clang's messages."""
     command = [*build.host_command(), *QUALIFIERS]
     if standard:
         command.remove(NO_WARNINGS)  # It would hide the warnings that clang has on by default.

@@ -199,11 +199,7 @@ def struct_copies(visit: Visit) -> Iterator[Message]:
 
 
 def temporaries(visit: Visit) -> Iterator[Message]:
-    """Class temporaries that an argument's reference binds to.
-
-    In the compiler of macOS 27 a local variable's type has the address space `thread`, and that of
-    a temporary has none (mlx#4533): a template may not deduce `thread const T&` from it.
-    """
+    """Class temporaries as reference arguments, which macOS 27's compiler may refuse (mlx#4533)."""
     of_class = not SCALAR_OR_VECTOR.search(_without_arguments(visit.type))
     if of_class and visit.parent.get("kind") in CALLS:
         yield "temporary", f"a reference binds to this `{visit.type}`: give it a name first"
@@ -309,14 +305,12 @@ def _declarator(text: str) -> str:
 
 
 def _without_arguments(text: str) -> str:
-    """`text` without its template argument lists."""
     text = text.replace("<=", " ")  # a comparison in such a list
     shorter = re.sub(r"<[^<>]*>", "", text)
     return text if shorter == text else _without_arguments(shorter)
 
 
 def _cast_target(text: str) -> str:
-    """The type between the brackets of a cast."""
     named = re.match(r"\w+_cast\s*<(.*?)>\s*\(", text, re.S)
     plain = re.match(r"\(([^()]*)\)", text)
     result = named or plain

@@ -1,10 +1,8 @@
 """The pass of plain builds: matrix products that follow each other become one meeting of the lanes.
 
-Every `__msl_matrix` is a rendezvous of a SIMD group, and a rendezvous costs far more than an 8x8
-product. A lane needs a result only where code reads it, not where another product adds to it. So
-each product's operands are left in a place for them, and `__msl_products` computes all of them
-where the first result is read, the block ends, or another operation of the SIMD group follows. The
-products and their order are the same, so the results are too, bit for bit.
+A meeting costs far more than an 8x8 product. So each product's operands are left in a place for
+them, and `__msl_products` computes all of them where the first result is read, the block ends, or
+another operation of the SIMD group follows. Their order and bits stay the same.
 """
 
 import re
@@ -105,7 +103,6 @@ class _Pass:
         self.batch.append(_Product(match.group("result"), type_, function, accumulator))
 
     def at(self, product: int, which: int) -> str:
-        """The address of one of a product's a, b, c and result."""
         name = f"{self.place}.{product}.{which}"
         offset = product * PRODUCT_BYTES + which * OPERAND_BYTES
         self.out.append(f"  {name} = getelementptr i8, ptr {self.place}, i64 {offset}")

@@ -1,7 +1,4 @@
-"""Addresses of one private variable or another, as `thread float* p = c ? a : b;` makes them.
-
-Beside such an address the variable's own address and size are chosen, for the checks of accesses.
-"""
+"""Addresses of one private variable or another, with that variable's own address and size."""
 
 from collections.abc import Callable, Iterable, Set
 

@@ -1,9 +1,8 @@
 """The pass of checked builds: rewrites LLVM IR so that the engine is told of every access.
 
-Clang's thread sanitizer puts a call before each access that another thread could see. This pass
-turns these calls into `__msl_access(address, bytes, flags, site)`, adds the site to calls into the
-engine, and counts conversions and exponentials with one call per basic block. A site is an index
-into a table of source locations, which is returned with the text.
+Clang's thread sanitizer puts a call before each access. This pass turns these calls into
+`__msl_access(address, bytes, flags, site)`, adds the site to calls into the engine, and counts
+conversions and exponentials. A site is an index into a table of source locations.
 """
 
 import re
@@ -70,8 +69,6 @@ class InstrumentError(RuntimeError):
 
 
 class _DebugInfo:
-    """The `!DI...` metadata of a module, read on demand."""
-
     def __init__(self, lines: list[str]) -> None:
         self.lines = {line.partition(" ")[0]: line for line in lines if line.startswith("!")}
         self.node = cache(self._node)
@@ -93,7 +90,6 @@ class _DebugInfo:
         return tuple(result)
 
     def _scope(self, scope: str) -> tuple[str, str]:
-        """(file, function) of a lexical scope; the innermost block that names a file decides."""
         file = ""
         while node := self.node(scope):
             kind, fields = node
@@ -139,10 +135,7 @@ class _Pass:
         return self.last_site
 
     def in_entry(self, line: str) -> bool:
-        """True if an access only fetches a kernel's arguments, which is not in the Metal text.
-
-        Line 0 does not count: clang gives it to code that it has moved out of branches.
-        """
+        """True if an access only fetches a kernel's arguments, which is not in the Metal text."""
         match = DEBUG.search(line)
         if not match or "_tsan_mem" in line:
             return False
@@ -212,7 +205,6 @@ class _Pass:
         return module.text().replace(DEBUG_VERSION, '!"Debug Info Version", i32 0', 1)
 
     def report(self, function: Function) -> list[str]:
-        """A function's lines, with the engine told of what they do and where."""
         body = function.body
         out: list[str] = []
         counts: dict[str, list[int]] = {}  # what -> [position in out, number] of this basic block
@@ -262,7 +254,6 @@ class _Pass:
         counts[what][1] += number
 
     def _of_engine(self, node: str) -> bool:
-        """True if a place is in the shim's code for threads, SIMD groups or memory."""
         return any(frame.file.endswith(ENGINE_HEADERS) for frame in self.info.frames(node))
 
     def flush(self, out: list[str], counts: dict[str, list[int]]) -> None:
@@ -274,11 +265,7 @@ class _Pass:
 
 
 def with_padded_variables(text: str) -> str:
-    """The IR with private variables of whole multiples of their alignment.
-
-    A plain build's traps (`-fsanitize=local-bounds`) begin there, so that what is between a
-    variable's end and its trap is the variable's own.
-    """
+    """Pad private variables to their alignment, where `local-bounds` has its traps."""
     module = parse(text)
 
     def padded(match: re.Match[str]) -> str:
@@ -293,11 +280,6 @@ def with_padded_variables(text: str) -> str:
 def instrument(
     text: str, in_shim: Callable[[str], bool], count_all: bool = False
 ) -> tuple[str, list[Site]]:
-    """Rewrite the IR of a checked build; returns it and the table of sites.
-
-    `in_shim(file)` says which frames belong to the simulator and are left out of a site.
-    `count_all`: all arithmetic is counted, and not only conversions and exponentials.
-    Raises InstrumentError for an unknown sanitizer callback.
-    """
+    """The IR of a checked build, rewritten, and the table of sites, without frames `in_shim`."""
     work = _Pass(text, in_shim, count_all)
     return work.run(), work.sites

@@ -60,7 +60,6 @@ class Module:
     structs: dict[str, str] = field(default_factory=dict)  # what named types are
 
     def text(self) -> str:
-        """The whole. Definitions may stand in any order."""
         lines = [*self.outside]
         for function in self.functions:
             lines += [function.head, *function.body, "}", ""]
@@ -80,7 +79,6 @@ def with_bool_elements(text: str) -> str:
 
 
 def parse(text: str) -> Module:
-    """The module of a text."""
     lines = text.split("\n")
     module = Module([], [])
     instrumented: set[str] = set()  # attribute groups of functions that the sanitizer looks at
@@ -158,7 +156,6 @@ def lanes_of(type_text: str) -> int:
 
 
 def element(type_text: str) -> str:
-    """The type of an element of an array or a vector."""
     return type_text[1:-1].partition(" x ")[2]
 
 
@@ -178,7 +175,6 @@ def fields(type_text: str, structs: dict[str, str]) -> list[tuple[int, str]]:
 
 
 def scalars(type_text: str, structs: dict[str, str]) -> set[str]:
-    """The types that a type is made of."""
     type_text = structs.get(type_text, type_text)
     if match := _ARRAY.match(type_text) or _VECTOR.match(type_text):
         return scalars(match.group(2), structs)

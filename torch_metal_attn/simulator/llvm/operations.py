@@ -1,8 +1,7 @@
 """The kinds of operation that counted builds count, for each line of LLVM IR.
 
-Moves are none of them: loads, addresses at a constant distance, casts of bits or between integers,
-and parts of vectors. Nor are the negation and the absolute value of a float, which GPUs apply to an
-operand for nothing. An operation on a vector is one for each element.
+Moves are not counted: loads, constant addresses, casts of bits, parts of vectors, and signs of
+floats. An operation on a vector is one for each element.
 """
 
 import re

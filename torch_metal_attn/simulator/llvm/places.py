@@ -1,7 +1,4 @@
-"""The private variable and the offset of an address in LLVM IR, if constants alone show them.
-
-An access that is always inside of its variable needs no check when the kernel runs.
-"""
+"""The private variable and the offset of an address in LLVM IR, if constants alone show them."""
 
 from .ir import DEBUG, FLAGS, INSTRUCTION, METADATA, element, fields, layout, operand, split, typed
 
@@ -10,8 +7,6 @@ MOST_DEEP = 40  # addresses that are computed from others
 
 
 class Places:
-    """The places of the addresses in a function's body."""
-
     def __init__(self, body: list[str], structs: dict[str, str]) -> None:
         self.body = body
         self.structs = structs

@@ -1,9 +1,8 @@
 """The order of a kernel's meetings of lanes, and the rounds of the loops around them.
 
-A GPU runs the lanes of a SIMD group together, and those that a branch left out wait. Here each
-lane runs by itself until it meets the others, at a SIMD operation or a barrier. Two lanes are at
-the same meeting if they are at the same call in the same rounds of all loops around it. Where lanes
-wait at different ones, the one that comes first in the program is first.
+Each lane runs until a SIMD operation or a barrier. Two lanes are at the same meeting if they are at
+the same call in the same rounds of all loops. Where lanes wait at different ones, the one that
+comes first in the program is first.
 """
 
 import re
@@ -24,8 +23,6 @@ UNKNOWN = -1  # the order of a meeting in a function that is not inlined
 
 
 class _Graph:
-    """The blocks of a function, and where each may go."""
-
     def __init__(self, function: Function) -> None:
         lines = function.body
         numbers = [int(number) for number in re.findall(r"%(\d+)", function.head)]

@@ -36,7 +36,6 @@ TARGET = re.compile(rf"label ({NAME})")
 
 
 def find_undefined(function: Function) -> list[str]:
-    """A function's lines with the calls added."""
     body = function.body
     out: list[str] = []
     if function.is_kernels and "@__msl_" not in function.head:

@@ -1,11 +1,9 @@
 """Reads of private variables that were not written, found in checked builds.
 
-A variable that is declared without a value begins as the result of `__msl_unset_*`, which the
-compiler cannot look into. Each value that depends on such a call after optimisation gets a flag for
-each lane, which says whether it is defined. Where the value decides something (a branch, a store,
-an address, a call), the engine is told the flag. So copies and unused values are no faults. An
-array that stays in memory gets a second array, with a mark for each byte that was not written, or
-whose scope has ended.
+A variable without a value begins as the result of `__msl_unset_*`, which the compiler cannot look
+into. Each value that depends on such a call after optimisation has a flag for each lane. Where the
+value decides something (a branch, a store, an address, a call), the engine is told the flag. An
+array that stays in memory gets a second array, with a mark for each byte.
 
 Accesses to private variables that may be outside of them are checked here too.
 """
@@ -64,17 +62,12 @@ MOST_MARKED = 4096  # bytes of a variable: stacks are small
 
 
 def find_unset(body: list[str], structs: dict[str, str], keep_counts: bool) -> list[str]:
-    """A function's lines with flags and calls added; the calls have `$site` for their place.
-
-    `keep_counts`: accesses that need no check are still reported to the engine, which counts them.
-    """
+    """A function's lines with flags and calls added; the calls have `$site` for their place."""
     return _Function(body, structs, keep_counts).run()
 
 
 @dataclass
 class _Private:
-    """A variable in memory."""
-
     bytes: int
     captured: bool = False  # another function may write to it
     unset: bool = False  # there are times at which it has not been written
@@ -82,8 +75,6 @@ class _Private:
 
 
 class _Function(Flags):
-    """A function's values, and its variables in memory."""
-
     def __init__(self, body: list[str], structs: dict[str, str], keep_counts: bool) -> None:
         super().__init__()
         self.body = body
@@ -98,7 +89,6 @@ class _Function(Flags):
         self.patterns: list[tuple[str, int]] = []  # variables, and lines that give them a pattern
 
     def run(self) -> list[str]:
-        """The body with the flags."""
         begins = [
             number
             for number, line in enumerate(self.body)
@@ -141,7 +131,6 @@ class _Function(Flags):
             self.find_outlived(name)
 
     def find_addresses(self, variable: str) -> None:
-        """Note what is done to a variable in memory, by all addresses computed from its own."""
         private, matches = self.private[variable], [variable]
         for name in matches:
             for number in self.users[name]:
@@ -202,7 +191,6 @@ class _Function(Flags):
         return False
 
     def variable_of(self, address: str) -> Variable:
-        """The variable that an address which is not mixed is in."""
         size = self.private[self.root[address]].bytes if address in self.root else 0
         return (self.root[address], str(size)) if size else None
 
@@ -235,10 +223,7 @@ class _Function(Flags):
         return {number for number, name, size in self.watched if self.inside(name, size)}
 
     def is_pattern(self, line: str) -> bool:
-        """True if a line gives a variable without a value the compiler's pattern.
-
-        A struct with fields of both kinds has a pattern that is no fill, and is not followed.
-        """
+        """True if a line gives a variable without a value the compiler's pattern."""
         match = FILL.match(line)
         if not match or match.group(1) not in self.private:
             return False
@@ -247,7 +232,6 @@ class _Function(Flags):
         return whole and match.group(2) in (("-1", "255") if floats else ("-86", "170"))
 
     def find_values(self) -> None:
-        """Every value that may be undefined, from those that were not written on."""
         matches = list(self.unset)
         for variable, private in self.private.items():
             if private.outlived and not private.unset:
@@ -282,10 +266,7 @@ class _Function(Flags):
         return [match.group(1)]
 
     def note_unset(self, variable: str, number: int) -> list[str]:
-        """Note that after a line some bytes of a variable have no value, so it needs marks.
-
-        Returns the values that are read from the variable, unless they were noted before.
-        """
+        """Mark bytes that a line leaves without a value; returns what newly reads the variable."""
         private = self.private[variable]
         if private.unset or self.overwritten(variable, number):
             return []
@@ -293,7 +274,6 @@ class _Function(Flags):
         return self.find_loads(variable) if self.has_marks(variable) else []
 
     def bytes_written(self, variable: str, line: str) -> set[int]:
-        """The bytes of a variable that a line writes in any case."""
         if match := STORE.match(line):
             address, size = match.group(2), layout(typed(match.group(1))[0], self.structs)[0]
         elif (match := FILL.match(line) or COPY.match(line)) and match.group(3).isdigit():
@@ -325,7 +305,6 @@ class _Function(Flags):
         return False
 
     def find_loads(self, variable: str) -> list[str]:
-        """The values that are read from a variable that has marks."""
         matches = []
         for address in [name for name, root in self.root.items() if root == variable]:
             for number in self.users[address]:
@@ -342,14 +321,12 @@ class _Function(Flags):
         return matches
 
     def has_marks(self, address: str) -> bool:
-        """True if the variable at an address has marks."""
         private = self.private.get(self.root.get(address, ""))
         if private is None or private.captured or private.bytes > MOST_MARKED:
             return False
         return private.unset
 
     def add_line(self, line: str) -> None:
-        """Add a line and what it needs."""
         if match := UNSET.match(line):
             name = match.group(1)
             bits = 8 * SCALARS.get(match.group(2), 0) or match.group(2)[1:]
@@ -425,7 +402,6 @@ class _Function(Flags):
         return self.emit(f"trunc i64 {size} to i32") if size.startswith("%") else size
 
     def copy(self, match: re.Match[str], line: str) -> None:
-        """A copy of bytes, whose marks go with them where both sides have some."""
         target, source, length = match.groups()
         self.use_values(line, VALUE.findall(length))
         size = self.as_int(length)
@@ -441,7 +417,6 @@ class _Function(Flags):
         self.out.append(line)
 
     def mark_of(self, address: str) -> str:
-        """The address of an address's mark."""
         base = self.root[address]
         here, begin = (self.emit(f"ptrtoint ptr {x} to i64") for x in (address, base))
         at = self.emit(f"sub i64 {here}, {begin}")

@@ -73,7 +73,6 @@ def number(tokens: TokenList, position: int, text: str, names: Enumerators) -> i
 
 
 def _integer(text: str, names: Enumerators) -> int | None:
-    """The value of an expression of integers and enumerators, if it is known."""
     try:
         decimal = re.sub(r"(?<=[0-9A-Fa-f])[uUlL]+\b", "", re.sub(r"\b0(?=\d)", "0o", text))
         tree = ast.parse(decimal, mode="eval")
@@ -115,13 +114,7 @@ def enumerators(tokens: TokenList) -> Enumerators:
 def specialise(
     tokens: TokenList, values: Mapping[int | str, ConstantValue]
 ) -> tuple[list[FunctionConstant], set[str]]:
-    """Write the values of function constants into the text.
-
-    Returns the constants that the text declares, and the names of those without a value
-    (they read as zero: kernels that need one must not be called).
-    Raises ValueError for a constant that the text does not declare, and for a value that does not
-    fit.
-    """
+    """Write the constants' values into the text; returns all constants, and those without."""
     asked = {tokens.text(i + 2) for i in tokens.find("is_function_constant_defined")}
     names = enumerators(tokens)
     declared: list[FunctionConstant] = []
@@ -214,10 +207,7 @@ def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
 
 
 def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
-    """The names in `missing` that each function, struct and constant of the text reaches.
-
-    By name only. If one name means two things, it may report too much, but never too little.
-    """
+    """The names in `missing` that each function, struct and constant of the text reaches."""
     if not missing:
         return {}
     uses: dict[str, set[str]] = {}
@@ -239,7 +229,6 @@ def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
 
 
 def _definitions(tokens: TokenList) -> list[tuple[int, int, str]]:
-    """(start, end, name) of function bodies with parameters, structs, and initialised constants."""
     result: list[tuple[int, int, str]] = []
     index = 0
     while index < len(tokens):

@@ -29,8 +29,6 @@ ARGUMENT_BUFFER = (
 
 @dataclass
 class Parameter:
-    """One parameter of a kernel."""
-
     name: str
     kind: str  # buffer, threadgroup, attribute
     index: int = 0  # of [[buffer(index)]] or [[threadgroup(index)]]
@@ -66,12 +64,10 @@ class Kernel:
 
     @property
     def type(self) -> str:
-        """The function's type, in C++."""
         return self.signature or f"decltype({self.callee})"
 
     @cached_property
     def buffers(self) -> dict[int, Parameter]:
-        """The parameters that are buffers, by their indices."""
         return {p.index: p for p in self.parameters if p.kind == "buffer"}
 
     @property
@@ -113,7 +109,6 @@ class _Function:
 
 
 def _parts(text: str) -> list[str]:
-    """The parts of a list between its top-level commas."""
     tokens = TokenList(lex(text))
     spans = tokens.split(0, len(tokens) - 1)
     return [tokens.source(start, end) for start, end in spans]
@@ -206,7 +201,6 @@ def _named_by(
 
 
 def _attribute_end(tokens: TokenList, index: int) -> int:
-    """The index after `[[...]]` at `index`, or `index` if there is none."""
     if tokens.text(index) == "[" and tokens.text(index + 1) == "[":
         return tokens.close(index) + 1
     return index
@@ -233,10 +227,7 @@ def _host_name(attributes: str) -> str:
 
 
 def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
-    """At the first of `[[attributes]] kernel`: strip it.
-
-    Returns the attributes, the index of the return type, and whether it is a template.
-    """
+    """Strip `[[attributes]] kernel`; returns attributes, the return type's index, is template."""
     after = index
     while (end := _attribute_end(tokens, after)) > after:
         after = end
@@ -262,11 +253,7 @@ def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
 
 
 def _most_threads(tokens: TokenList, index: int, attributes: str, template: bool) -> str:
-    """Declare a constant of the kernel's max_total_threads_per_threadgroup before the kernel.
-
-    index: of its return type. Returns the constant's name, or "" if there is no such attribute. A
-    template's constant is a template with the same parameters.
-    """
+    """Declare the constant of max_total_threads_per_threadgroup; its name, or ""."""
     _, marker, rest = attributes.partition(f"{MOST_THREADS} (")
     if not marker:
         return ""
@@ -314,7 +301,6 @@ def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str, str] |
 
 
 def _namespaces(tokens: TokenList, index: int) -> list[str]:
-    """The namespaces around the token at `index`, outermost first."""
     around: list[str] = []
     while (index := tokens.seek_back(index - 1, ("{",))) >= 0:
         if tokens.text(index - 2) == "namespace":
@@ -323,7 +309,6 @@ def _namespaces(tokens: TokenList, index: int) -> list[str]:
 
 
 def _signature(tokens: TokenList, index: int, names: Enumerators) -> tuple[int, list[Parameter]]:
-    """Parse `void name(parameters)` from its return type on; strips the attributes."""
     opening = tokens.next(index, ("(", ";", "{"))
     if tokens.text(opening) != "(" or tokens[opening - 1].kind != "name":
         raise tokens.error(index, "`kernel` is not followed by a function")
@@ -403,7 +388,6 @@ def _parameter(
 
 
 def _unsupported(text: str) -> str | None:
-    """Why a parameter of this type and attributes is refused, if the simulator lacks it."""
     return next(filter(None, map(unsupported.reason, re.findall(r"\w+", text))), None)
 
 

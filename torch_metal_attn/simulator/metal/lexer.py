@@ -74,10 +74,7 @@ def segments(text: str) -> Iterator[tuple[str, str, int, bool, str]]:
 
 
 def lex(text: str) -> list[Token]:
-    """Tokens of `clang -E` output; system headers pass through untouched, as trivia.
-
-    The last token is an empty one of kind "end" that carries the trailing trivia.
-    """
+    """Tokens of `clang -E` output, with system headers as trivia; the last one is of kind "end"."""
     tokens: list[Token] = []
     begin = text.find(END_OF_SHIM) + 1
     space, file, line = text[:begin], "", 1
@@ -102,10 +99,7 @@ def lex(text: str) -> list[Token]:
 # Specialisations of a kernel have most of their text in common.
 @lru_cache(maxsize=1024)
 def _pieces(body: str) -> tuple[list[tuple[str, str, str, int]], str, int]:
-    """(kind, text, space before, line) of each token, the trivia after the last, and its line.
-
-    Lines are counted from 0.
-    """
+    """(kind, text, space before, line from 0) of each token, the last trivia, and its line."""
     result: list[tuple[str, str, str, int]] = []
     kinds: dict[str, str] = {}
     space, line = "", 0
@@ -129,7 +123,6 @@ def _kind(token: str) -> str:
 
 
 def join(tokens: list[Token]) -> str:
-    """The text of the tokens, trivia included."""
     return "".join([token.space + token.text for token in tokens])
 
 
@@ -182,7 +175,6 @@ class TokenList:
         return MetalSourceError(message, token.file, token.line)
 
     def close(self, index: int) -> int:
-        """The index of the bracket that closes the one at `index`."""
         depth: list[str] = []
         tokens = self.tokens
         for at in range(index, len(tokens)):
@@ -199,7 +191,6 @@ class TokenList:
         raise self.error(index, f"`{self.text(index)}` is never closed")
 
     def open(self, index: int) -> int:
-        """The index of the bracket that opens the one closed at `index`."""
         depth = 0
         tokens = self.tokens
         for at in range(index, -1, -1):
@@ -211,11 +202,9 @@ class TokenList:
         raise self.error(index, f"`{self.text(index)}` closes nothing")
 
     def after(self, index: int) -> int:
-        """The index after the token, or after the brackets that it opens."""
         return (self.close(index) if self.text(index) in OPENERS else index) + 1
 
     def before(self, index: int) -> int:
-        """The index before the token, or before the brackets that it closes."""
         return (self.open(index) if self.text(index) in CLOSERS else index) - 1
 
     def seek(self, index: int, words: Collection[str]) -> int:

@@ -50,10 +50,7 @@ class _Declared:
 
 
 def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
-    """Make whole reads and stores of structs in any address space valid.
-
-    types: the text's template parameters and aliases.
-    """
+    """Make whole reads and stores of structs in any address space valid."""
     declared = _Declared(
         set(CONSTRUCTED),
         types,
@@ -111,10 +108,7 @@ def _constructors(tokens: TokenList, name: str, body: int, end: int) -> list[int
 
 
 def _aggregate_constructor(tokens: TokenList, name: str, body: int, end: int) -> str:
-    """A constructor from the fields, for a struct whose other constructors are defaulted.
-
-    Such a struct is an aggregate, until it gets constructors for each memory.
-    """
+    """A constructor from the fields, for an aggregate that gets constructors."""
     fields: list[tuple[str, str]] = []
     at = body + 1
     while (last := tokens.seek(at, (";", "{", "}"))) < end:
@@ -141,11 +135,7 @@ def _add_constructors(tokens: TokenList, name: str, end: int, made: str) -> None
 
 
 def sole_constructors(tokens: TokenList) -> None:
-    """Drop the address spaces of a struct's constructors, if every constructor has one.
-
-    Their parameters of type `constant char*` take string literals, which C++ keeps in no address
-    space.
-    """
+    """Drop the address spaces of a struct's constructors, if every constructor has one."""
     for name, body, end in list(structs(tokens))[::-1]:
         spaces = [tokens.skip(at, QUALIFIERS) for at in _constructors(tokens, name, body, end)]
         if not spaces or not all(tokens.text(at) in ADDRESS_SPACES for at in spaces):
@@ -158,7 +148,6 @@ def sole_constructors(tokens: TokenList) -> None:
 
 
 def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """Note what the declaration with an address space at `index` declares, if it is of structs."""
     at = index + 1
     words = []
     while tokens[at].kind == "name" or tokens.text(at) in ("::", "<", "*", "&"):
@@ -181,10 +170,7 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
 
 
 def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """`constant T x = T(1);` where T has constructors, or is a template's and may have some.
-
-    C++ constructs no object in an address space, so x becomes a plain constant.
-    """
+    """`constant T x = T(1);` becomes a plain constant if T may have constructors."""
     start = at = tokens.skip(index + 1, QUALIFIERS)
     while tokens.text(at + 1) == "::":
         at += 2
@@ -224,10 +210,7 @@ def _by_reference(tokens: TokenList) -> set[str]:
 
 
 def _field_types(tokens: TokenList) -> dict[str, set[int]]:
-    """The fields of structs that have one of Metal's types with constructors.
-
-    By name: how many subscripts it takes to an object.
-    """
+    """Fields of structs that have a Metal type with constructors, and their subscripts."""
     result: dict[str, set[int]] = {}
     for _, body, end in structs(tokens):
         for index in range(body + 1, end):
@@ -244,10 +227,7 @@ def _field_types(tokens: TokenList) -> dict[str, set[int]]:
 
 
 def _path(tokens: TokenList, index: int) -> tuple[int, list[int]]:
-    """The first token of `name[i][j]`, and the last of each of `name`, `name[i]` and `name[i][j]`.
-
-    What selects the name, as in `this->name`, belongs to it.
-    """
+    """The first token of `name[i][j]`, and the last of `name`, `name[i]` and `name[i][j]`."""
     ends = [index]
     while tokens.text(ends[-1] + 1) == "[":
         ends.append(tokens.close(ends[-1] + 1))
@@ -255,10 +235,7 @@ def _path(tokens: TokenList, index: int) -> tuple[int, list[int]]:
 
 
 def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """`((device S*)p)[i]`, `*((device S*)p + i)` and `*(device S*)p`, as if p were declared so.
-
-    The cast may also be a `reinterpret_cast` or a `static_cast`.
-    """
+    """`((device S*)p)[i]`, `*((device S*)p + i)` and `*(device S*)p`, with any C++ cast."""
     cast = index - 1 if tokens.text(index - 1) in ("(", "<") else index - 2
     is_named = tokens.text(cast) == "<" and tokens.text(cast - 1) in CASTS
     if tokens.text(cast) != "(" and not is_named:
@@ -291,7 +268,6 @@ def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
 
 
 def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """Rewrite the object that the name at `index` belongs to, if it is one."""
     name = tokens.text(index)
     start, ends = _path(tokens, index)
     if tokens.text(index - 1) in (".", "->") and name in declared.fields:
@@ -320,12 +296,7 @@ def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
 def _around(
     tokens: TokenList, start: int, end: int, declared: _Declared, space: str
 ) -> tuple[str, ...]:
-    """The text around [start, end], an object in an address space; none if it can stay.
-
-    `p[i] = v;` becomes `::metal::__target(p[i]) = v;`, a value becomes a call of `__read`, an
-    argument of `__passed` and what is subscripted of `__elements`. space: the object's memory; ""
-    for that of any struct.
-    """
+    """The text to put around [start, end], an object in memory `space`; none if it can stay."""
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if after == "=" and before in BEFORE_STATEMENT:
         return "::metal::__target(", ")"
@@ -341,13 +312,11 @@ def _around(
 
 
 def _is_call(tokens: TokenList, opening: int) -> bool:
-    """True if the parenthesis at `opening` has a call's arguments."""
     before = tokens[opening - 1]
     return (before.kind == "name" and before.text not in NOT_CALLED) or before.text in (">", "]")
 
 
 def _is_argument(tokens: TokenList, start: int, end: int) -> bool:
-    """True if [start, end] is an argument of a call."""
     if tokens.text(start - 1) not in ("(", ",") or tokens.text(end + 1) not in (",", ")"):
         return False
     opening = tokens.seek_back(start - 1, ("(", "{", "[", ";"))
@@ -370,7 +339,6 @@ def _is_value(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) 
 
 
 def _returns_reference(tokens: TokenList, index: int) -> bool:
-    """True if the function around `index` has a `&` before its parameters."""
     at = head = index
     while at > 0:
         at = tokens.seek_back(tokens.before(at), ("{",))
@@ -385,6 +353,5 @@ def _returns_reference(tokens: TokenList, index: int) -> bool:
 
 
 def _wrap(tokens: TokenList, first: int, last: int, before: str = "", after: str = "") -> None:
-    """Put text around [first, last]. As trivia, so that its tokens stay what they are."""
     tokens[first].space += before
     tokens[last + 1].space = after + tokens[last + 1].space

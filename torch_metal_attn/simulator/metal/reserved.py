@@ -1,9 +1,7 @@
 """Words of Metal that a text may not use as names, and how a token is known to be a name.
 
-Sources: the Metal Shading Language specification (2.1 to 2.6 types, 4 address spaces, 5.1
-functions, 6 constants), the reserved words of naga (wgpu) and of SPIRV-Cross, and the working draft
-N4431 of C++ (2.5 alternative tokens, 2.11 keywords). Many of these words are ordinary names for
-clang, or macros of the simulator, so clang alone would accept them or say little.
+Sources: the Metal Shading Language specification, the reserved words of naga (wgpu) and of
+SPIRV-Cross, and the working draft N4431 of C++. clang alone would accept many of these words.
 """
 
 import re
@@ -79,14 +77,11 @@ UNEXPANDED = "".join(f"#undef {word}\n#define {word} {word}\n" for word in sorte
 
 
 class ReservedNameError(MetalSourceError):
-    """A reserved word is used as a name."""
-
     def __init__(self, word: str, file: str, line: int) -> None:
         super().__init__(message(word), file, line)
 
 
 def message(word: str) -> str:
-    """Why the word may not be a name."""
     return f"`{word}` is {KINDS[word]} and cannot be a name: rename it, for example to `{word}_`"
 
 
@@ -110,11 +105,7 @@ def may_define(source: str) -> bool:
 
 
 def check_directives(preprocessed: str) -> None:
-    """Raise MetalSourceError for a keyword, a qualifier or a type that becomes a macro.
-
-    A macro of Metal's headers may be defined anew: clang only warns. preprocessed: what
-    `clang -E -dD` writes.
-    """
+    """Raise for a keyword, a qualifier or a type that becomes a macro (`clang -E -dD`)."""
     for directive in _DIRECTIVE.finditer(preprocessed):
         if directive[1] in NO_MACROS:
             *_, (_, file, line, _, body) = segments(preprocessed[: directive.start()])

@@ -43,10 +43,7 @@ def rewrite(
     language: str = versions.DEFAULT,
     check: bool = False,
 ) -> Rewritten:
-    """Rewrite the output of `clang -E`; raises MetalSourceError with the Metal file and line.
-
-    check: for a checked build, where shifts are checked (`shifts.py`).
-    """
+    """Rewrite the output of `clang -E`; raises MetalSourceError with the Metal file and line."""
     tokens = TokenList(lex(preprocessed))
     versions.refuse_newer(tokens, language)
     refuse_names(tokens)
@@ -118,7 +115,6 @@ def threadgroup_variables(tokens: TokenList) -> None:
 
 
 def _statement_start(tokens: TokenList, index: int) -> int | None:
-    """The first token of the declaration whose address space stands at `index`, if it is one."""
     start = index
     while True:
         before = tokens.text(start - 1)
@@ -132,10 +128,7 @@ def _statement_start(tokens: TokenList, index: int) -> int | None:
 
 
 def declarator_end(tokens: TokenList, index: int) -> int | None:
-    """The `;`, `,`, `=` or `{` after the first declarator of what `threadgroup` declares.
-
-    None if it declares no variable: a pointer, a reference, a function, a member's qualifier.
-    """
+    """The token after the first declarator of a `threadgroup` variable; None for others."""
     end = index + 1
     while tokens.text(end) not in (";", ",", "=", "{"):
         text = tokens.text(end)
@@ -183,7 +176,6 @@ def _threadgroup_variable(tokens: TokenList, start: int, index: int) -> None:
 
 
 def _declarator(tokens: TokenList, start: int, end: int) -> int:
-    """The index of the declared name in `type name[extents]`."""
     at = end - 1
     while tokens.text(at) == "]":
         at = tokens.open(at) - 1
@@ -272,10 +264,7 @@ def _drop_method(tokens: TokenList, index: int) -> int:
 
 
 def _is_sole_method(tokens: TokenList, start: int, opening: int) -> bool:
-    """True if the member, whose parameters open at `opening`, is the only one of its name.
-
-    It stays without a body, so that a call of it has a message of its own.
-    """
+    """True if the member is the only one of its name; a call of it has its own message."""
     name = tokens.text(opening - 1)
     before = tokens.text(opening - 2)
     if tokens[opening - 1].kind != "name" or before in ("operator", "::", "~", "{", ";", "}", ":"):

@@ -1,9 +1,7 @@
 """Shifts in checked builds become operators of the shim, which check the amounts of vectors.
 
 `a << b` becomes `a << ::metal::__checked << b`, which keeps precedence and order (`__msl_shift.h`).
-The text does not say what is a vector, so shifts of scalars pass through these operators unchanged;
-clang's sanitizer checks them. The IR is too late: LLVM moves shifts out of branches, and makes a
-rotation of `x << n | x >> (32 - n)`, which is defined for any n.
+Shifts of scalars pass through unchanged; clang's sanitizer checks them.
 """
 
 import re
@@ -21,12 +19,7 @@ ALWAYS_VALID = re.compile(r"[0-7][uUlL]*")  # no element has fewer than 8 bits
 
 
 def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
-    """(first token, last token) of each operator to check.
-
-    To be called before vectors are rewritten, which changes the tokens of template arguments. None
-    are found in a text that declares such operators itself: these may need references to operands,
-    which are passed by value here.
-    """
+    """(first, last token) of each operator to check, unless the text declares such operators."""
     result: list[tuple[int, int]] = []
     for index in tokens.where(FIRST):
         last = index
@@ -45,7 +38,6 @@ def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
 
 
 def check_shifts(tokens: TokenList, shifts: list[tuple[int, int]]) -> None:
-    """Rewrite the operators."""
     for first, last in shifts:
         operator, amount = tokens[last], tokens[last + 1]
         if operator.text.endswith("="):
@@ -59,7 +51,6 @@ def check_shifts(tokens: TokenList, shifts: list[tuple[int, int]]) -> None:
 
 
 def _closes_arguments(tokens: TokenList, index: int) -> bool:
-    """True if the `>>` at `index` closes two template argument lists."""
     at, lists = index - 1, 2
     while lists and at > 0 and tokens.text(at) not in ENDS:
         text = tokens.text(at)

@@ -15,7 +15,6 @@ SEVERAL = frozenset("unsigned signed long short int char".split())
 
 
 def unset_variables(tokens: TokenList) -> None:
-    """Mark the variables that functions declare without a value."""
     kinds: list[bool] = []  # of the open braces: is it in a function?
     marks: list[tuple[int, str]] = []
     closes_type = False
@@ -51,7 +50,6 @@ def _in_function(tokens: TokenList, index: int, kinds: list[bool]) -> bool:
 
 
 def _declared(tokens: TokenList, index: int) -> list[str]:
-    """The names in `type name, name[2];`; none if it is anything else."""
     if tokens.text(index) in OTHERS:
         return []
     at = index + 1

@@ -73,7 +73,6 @@ def _braced_arguments(tokens: TokenList) -> None:
 
 
 def _is_argument(tokens: TokenList, index: int) -> bool:
-    """True if the token at `index` is in the parentheses of a call."""
     at = tokens.seek_back(index - 1, ("(", "{", "[", ";"))
     is_call = tokens[at - 1].kind == "name" or tokens.text(at - 1) in (">", "]", ")")
     return tokens.text(at) == "(" and is_call
@@ -135,7 +134,6 @@ def _cast(tokens: TokenList, start: int, end: int, call: str, aliases: Collectio
 
 
 def _is_cast(tokens: TokenList, close: int, aliases: Collection[str]) -> bool:
-    """True if the parenthesis that ends at `close` holds a type alone."""
     begin = tokens.open(close) + 1
     while tokens.text(begin + 1) == "::":
         begin += 2
@@ -171,7 +169,6 @@ def _directly_initialised(tokens: TokenList, start: int, end: int) -> list[int]:
 
 
 def _in_function(tokens: TokenList, start: int) -> bool:
-    """True if a declaration that begins at `start` is in a function's body."""
     before = start - 2 if tokens.text(start - 1) in ("const", "thread") else start - 1
     if tokens.text(before) not in (*STATEMENT_ENDS, "("):
         return False
@@ -189,7 +186,6 @@ def _is_operand(tokens: TokenList, index: int) -> bool:
 
 
 def _is_expression(tokens: TokenList, index: int, end: int) -> bool:
-    """True if the name [index, end], followed by `(`, constructs a value there."""
     start = _qualified_start(tokens, index)
     if start != index or tokens.text(start - 1) not in BEFORE_EXPRESSION:
         return False

@@ -65,5 +65,4 @@ def refuse_newer(tokens: TokenList, language: str) -> None:
 
 
 def advice(version: str) -> str:
-    """How to compile for a version."""
     return f'give compile_shader language="{version}"'

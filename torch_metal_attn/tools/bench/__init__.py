@@ -1,8 +1,4 @@
-"""`python -m torch_metal_attn bench`: our attention next to torch's, on the user's machine.
-
---out also writes a JSON file.
---memory shows the bytes of training steps instead, which needs no GPU.
-"""
+"""`python -m torch_metal_attn bench`: our attention next to torch's, or bytes of training steps."""
 
 import argparse
 import json
@@ -33,7 +29,6 @@ _STEM = "torch_metal_attn-bench"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     add_arguments(parser)
     add_rounds(parser)
     parser.add_argument(
@@ -53,11 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(options: argparse.Namespace) -> bool:
-    """Time the chosen shapes, or a few typical ones; True if all ran and agreed with torch.
-
-    False without a GPU. Raises BadShape, OSError if --out cannot be made, or KeyboardInterrupt
-    after it has written what was measured before.
-    """
+    """Time the chosen or typical shapes; True if all ran on a GPU and agreed with torch."""
     shapes = chosen(options) or (memory.DEFAULT_SHAPES if options.memory else DEFAULT_SHAPES)
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
@@ -97,7 +88,6 @@ def bench(options: argparse.Namespace) -> bool:
 
 
 def _memory(shapes: Sequence[Shape], folder: Path | None) -> bool:
-    """Print the bytes of each shape, and plot them into the folder."""
     sizes = [memory.memory(shape) for shape in shapes]
     print(f"{memory.LEGEND}\n")
     for line in markdown(("length", "metal_attn", "torch, at least"), map(memory.row, sizes)):

@@ -51,7 +51,6 @@ def memory(shape: Shape) -> Bytes:
 
 
 def row(one: Bytes) -> tuple[str, ...]:
-    """A row of the table that is printed."""
     sizes = (f"{scaled(size)}B" for size in (one.ours, one.torch))
     return f"{one.shape.length} x {one.shape.kv_length}", *sizes
 

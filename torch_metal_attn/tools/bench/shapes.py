@@ -78,7 +78,6 @@ class Shape:
 
     @property
     def series(self) -> str:
-        """Everything but the lengths, in words."""
         seen = "causal" if self.causal else "full"
         if self.window >= 0:
             seen = f"{seen}, window {self.window}"
@@ -109,7 +108,6 @@ class Shape:
 
     @property
     def sizes(self) -> list[tuple[int, int, int, int]]:
-        """The shapes of q, k and v."""
         keys = (self.batch, self.kv_heads, self.kv_length, self.head_dim)
         return [(self.batch, self.heads, self.length, self.head_dim), keys, keys]
 
@@ -123,7 +121,6 @@ def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape
     ]
 
 
-# Prompts, training, and decoding over short and long contexts.
 DEFAULT_SHAPES = (
     *_several("forward", (512, 2048, 8192)),
     *_several("forward", (512, 2048, 8192), heads=16, kv_heads=16, head_dim=64),
@@ -136,7 +133,6 @@ DEFAULT_SHAPES = (
 )
 
 
-# The fields of --shape, in its order.
 _Q_SHAPE = ("batch", "heads", "length", "head_dim")
 
 
@@ -237,7 +233,6 @@ def chosen(options: argparse.Namespace) -> list[Shape] | None:
 
 
 def _shape(fields: dict[str, Any]) -> Shape:
-    """A shape by some of its fields, with the defaults of the options. Raises BadShape."""
     filled = dict(fields)
     if "heads" in fields:
         filled.setdefault("kv_heads", fields["heads"])
@@ -249,7 +244,6 @@ def _shape(fields: dict[str, Any]) -> Shape:
 
 
 def from_file(path: Path) -> list[Shape]:
-    """The shapes in a JSON file. Raises BadShape."""
     listed = _json(path)
     names = [field.name for field in dataclasses.fields(Shape)]
     if not isinstance(listed, list) or not listed:
@@ -268,10 +262,7 @@ def from_file(path: Path) -> list[Shape]:
 
 
 def of_model(model: Path) -> dict[str, int]:
-    """Heads and head dim of a transformers model, from its config or the folder that has it.
-
-    Raises BadShape.
-    """
+    """Heads and head dim of a transformers model, from its config or its folder; or BadShape."""
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
         raise BadShape(
@@ -291,7 +282,6 @@ def of_model(model: Path) -> dict[str, int]:
 
 
 def _number(path: Path, config: dict[str, Any], name: str, missing: int | None = None) -> int:
-    """A size of a model's config; `missing` if it is not there, or null."""
     value = config.get(name)
     value = missing if value is None else value
     if type(value) is not int or (value < 1 and value != missing):

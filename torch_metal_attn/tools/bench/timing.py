@@ -16,7 +16,6 @@ _MOST_CALLS = 1 << 16  # in a sample
 
 
 def add_rounds(parser: argparse.ArgumentParser) -> None:
-    """Add the option --rounds."""
     help_text = f"samples of each time (default: {_ROUNDS})"
     parser.add_argument("--rounds", type=int, default=_ROUNDS, metavar="N", help=help_text)
 
@@ -49,12 +48,7 @@ class Times:
 
 
 def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[str, Times]:
-    """Each call's times, with one sample of each call per round.
-
-    If a call raises, as torch's may for lack of memory, it has the error instead of times. Each
-    call first runs once, which compiles what it needs. A sample repeats the call until it takes at
-    least 10 ms.
-    """
+    """Each call's times, or its error, with one sample of at least 10 ms of each per round."""
     failed: dict[str, Times] = {}
     counts: dict[str, int] = {}
     for name, call in calls.items():
@@ -82,7 +76,6 @@ def _calls_of_a_sample(call: Call, timer: Timer) -> int:
 
 
 def _sample(call: Call, timer: Timer, count: int) -> float:
-    """Seconds per call."""
     timer.synchronise()
     start = timer.now()
     for _ in range(count):

@@ -24,10 +24,7 @@ HEADING = f"{'shape':<{WIDTH}} {'ours, ms':>10} {'torch, ms':>10} {'ratio':>6}"
 
 @dataclass(frozen=True)
 class Compared:
-    """A shape's times, by OURS and TORCHS.
-
-    Attributes: difference: the largest difference between their outputs; None if one has none.
-    """
+    """A shape's times, by OURS and TORCHS, and the largest difference between their outputs."""
 
     shape: Shape
     times: dict[str, Times]
@@ -45,7 +42,6 @@ class Compared:
         return self.difference is None or self.difference <= _TOLERANCE[self.shape.dtype]
 
     def __str__(self) -> str:
-        """Medians, and torch's divided by ours, as in HEADING."""
         cells = [
             f"{'-' if times.error else f'{times.median * 1e3:.3f}':>10}"
             for times in self.times.values()
@@ -60,7 +56,6 @@ class Compared:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """The shape, and seconds per call of each sample, for the JSON file."""
         return {
             "shape": asdict(self.shape),
             "ratio": self.ratio,
@@ -88,10 +83,7 @@ def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Co
 def calls_of(
     shape: Shape, device: torch.device
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Callable[[], Any]]]:
-    """The forwards of a shape, and what is timed: these, or in training a whole step.
-
-    Both by OURS and TORCHS. Raises RuntimeError if there is no memory for the operands.
-    """
+    """The forwards of a shape, and the calls to time: these, or whole steps in training."""
     operands = shape.operands(device)
     forwards: dict[str, Callable[[], Tensor]] = {
         OURS: functools.partial(_ours, shape, operands),
@@ -116,12 +108,7 @@ def _torchs(shape: Shape, operands: list[Tensor]) -> Tensor:
     q, k, v = operands
     mask, causal = _torch_mask(shape, q.device)
     return torch_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=causal,
-        enable_gqa=shape.heads != shape.kv_heads,
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shape.heads != shape.kv_heads
     )
 
 

@@ -25,12 +25,7 @@ _INTEGRATIONS = {
 
 @dataclass(frozen=True)
 class Attention:
-    """Calls that are the same.
-
-    shapes: those of query and key, or of the scores. options: other arguments. place: file and line
-    of the caller. goes_to: OURS, TORCHS or BY_HAND, on mps. scores_bytes: size of one array of all
-    scores; 0 for OURS. why, change: lines of the report, "" for none. device: type of the device.
-    """
+    """Calls that are the same. scores_bytes: of one array of all scores; 0 for OURS."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -44,14 +39,12 @@ class Attention:
 
 
 def ours(op: str, arguments: dict[str, Any], place: str) -> Attention:
-    """A call of our op, with its arguments by name."""
     q, k = arguments["q"], arguments.get("k_cache", arguments["k"])
     shapes = (tuple(q.shape), tuple(k.shape))
     return Attention(shapes, q.dtype, op, place, OURS, device=q.device.type)
 
 
 def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attention:
-    """A call of torch's function that our ops did not take."""
     arguments = replacement.given_by_name(args, kwargs)
     mask = arguments.get("attn_mask")
     causal = bool(arguments.get("is_causal", False))
@@ -75,7 +68,8 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
         _scores_bytes(query.shape, key.shape, torch.float32 if gradients else query.dtype),
         device=query.device.type,
     )
-    refusal = _refusal(args, kwargs)
+    problem, reason = replacement.problem_or_reason(args, kwargs, on_mps=True)
+    refusal = reason if problem is None else problem.refusal()
     if refusal is not None:
         return replace(attention, why=f"metal_attn refuses it: {refusal}")
     if replacement.open_here():
@@ -134,18 +128,11 @@ def _mask_text(mask: Tensor) -> str:
 
 
 def _scores_bytes(query: Sequence[int], key: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of one array of all scores. With gradients torch computes them in float32."""
     try:
         leading = torch.broadcast_shapes(query[:-2], key[:-2])
     except RuntimeError:  # grouped heads
         leading = torch.Size(query[:-2])
     return leading.numel() * query[-2] * key[-2] * dtype.itemsize
-
-
-def _refusal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why our kernels would not run the call on mps."""
-    problem, reason = replacement.problem_or_reason(args, kwargs, on_mps=True)
-    return reason if problem is None else problem.refusal()
 
 
 def _switch(place: str) -> str:

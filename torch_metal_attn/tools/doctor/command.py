@@ -30,10 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run the script or module, and report to stderr.
-
-    What it raises passes, also sys.exit() and Ctrl-C. Returns 2 if there is no such script.
-    """
+    """Run the script or module, and report to stderr; its errors pass. 2 if there is none."""
     name, *arguments = options.target
     try:
         code, file, folder, spec = (_module if options.module else _script)(name)
@@ -111,10 +108,7 @@ def _main_module(
 
 
 def _begin_traceback_at(code: CodeType | None) -> None:
-    """Let the traceback that ends this process begin at this code, as `python` would show it.
-
-    None: it shows no frames.
-    """
+    """Begin the traceback that ends this process at this code; None shows no frames."""
     excepthook = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

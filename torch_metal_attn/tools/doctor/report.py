@@ -62,7 +62,6 @@ def text(name: str, watch: Watch) -> str:
 
 
 def _groups(seen: Counter[Attention]) -> list[list[Attention]]:
-    """Attentions that differ in lengths only, as those of a growing cache do."""
     groups: dict[tuple[object, ...], list[Attention]] = {}
     for one in seen:
         length = -3 if one.options == PACKED else -2  # the dimension
@@ -80,7 +79,6 @@ def _groups(seen: Counter[Attention]) -> list[list[Attention]]:
 
 
 def _shapes(alike: list[Attention]) -> str:
-    """Query and key, or the scores; lengths that differ as ranges."""
     shown = []
     for shapes in zip(*(one.shapes for one in alike), strict=True):
         ranges = [sorted({min(sizes), max(sizes)}) for sizes in zip(*shapes, strict=True)]
@@ -89,7 +87,6 @@ def _shapes(alike: list[Attention]) -> str:
 
 
 def _largest_first(alike: list[Attention]) -> tuple[bool, int, str]:
-    """Those that hold most scores come first, and ours last."""
     first = alike[0]
     return first.goes_to == OURS, -max(one.scores_bytes for one in alike), first.place
 

@@ -1,12 +1,8 @@
 """Sees every attention of a process, without changing it.
 
-Four kinds of calls are seen, in all threads: torch's `scaled_dot_product_attention`, our ops, the
-fused layers of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, and softmaxes that are
-part of an attention written out by hand. The functions are replaced by ones that call them and note
-the call. Modes of torch would see more, but `nn.MultiheadAttention` takes another way inside them,
-and they belong to one thread.
-
-`torch.compile` compiles nothing meanwhile, because compiled code calls none of these functions.
+It replaces torch's `scaled_dot_product_attention`, our ops, the fused layers of torch.nn, and
+softmaxes by functions that call them and note the call, in all threads. `torch.compile` compiles
+nothing meanwhile, because compiled code calls none of these functions.
 """
 
 import functools
@@ -42,11 +38,7 @@ class _Thread(threading.local):
 
 
 class Watch:
-    """The attentions since `__enter__`.
-
-    seen: their calls, counted. compiled: True if torch.compile was called, which is off.
-    undescribed: errors of ours, by their text, for calls that are not in `seen`.
-    """
+    """The attentions since `__enter__`. undescribed: errors of ours, by their text."""
 
     def __init__(self) -> None:
         self.seen: Counter[Attention] = Counter()
@@ -93,7 +85,9 @@ class Watch:
         original = getattr(owner, name)
         defined_here = name in vars(owner)
         replaced = functools.wraps(original)(noting(original))
-        _tell_torchscript(original, replaced)
+        # So torch.jit.script takes the replacement for the function that it replaces.
+        if id(original) in _scripted():
+            _scripted()[id(replaced)] = _scripted()[id(original)]
         setattr(owner, name, replaced)
 
         def undo() -> None:
@@ -111,10 +105,7 @@ class Watch:
     def _note(
         self, what: str, values: tuple[Any, ...], attention: Callable[[str], Attention]
     ) -> None:
-        """Count a call; `attention` describes it, unless one with the same signature came before.
-
-        `attention` takes the caller's file and line. An error in here must not end the script.
-        """
+        """Count a call; `attention` describes the first of a signature. It must not raise."""
         self._thread.noted += 1
         try:
             place = caller.place()
@@ -194,7 +185,6 @@ class Watch:
 
     @contextmanager
     def _inside(self) -> Iterator[bool]:
-        """A call of our op; yields True if no other one encloses it."""
         self._thread.within += 1
         try:
             yield self._thread.within == 1
@@ -208,7 +198,6 @@ def _real(tensor: object) -> bool:
 
 
 def _signature(value: Any) -> Any:
-    """Equal for arguments that lead to the same description."""
     if isinstance(value, Tensor):
         strided = value.layout == torch.strided and not value.is_nested
         size = (tuple(value.shape), value.stride()) if strided else ()
@@ -221,10 +210,3 @@ def _scripted() -> dict[int, str]:
     """torch.jit.script's names of operators, by the id of the function in Python."""
     table: dict[int, str] = sys.modules["torch.jit._builtins"]._get_builtin_table()
     return table
-
-
-def _tell_torchscript(original: Any, replaced: Any) -> None:
-    """Let torch.jit.script take the replacement for the function that it replaces."""
-    table = _scripted()
-    if id(original) in table:
-        table[id(replaced)] = table[id(original)]

@@ -10,10 +10,7 @@ from torch_metal_attn.tools.explain import Explanation, explain
 
 
 def explain_shapes(options: argparse.Namespace) -> bool:
-    """Print what each shape of the options would run; False if one of them would be refused.
-
-    Raises BadShape.
-    """
+    """Print what each shape would run; False for a refusal. Raises BadShape."""
     refused = 0
     with best_device() as device:
         for shape in chosen(options) or [Shape()]:
@@ -24,7 +21,6 @@ def explain_shapes(options: argparse.Namespace) -> bool:
 
 
 def explained(shape: Shape, device: torch.device) -> Explanation:
-    """The explanation of a shape. Allocates next to nothing."""
     # One row each, expanded, so that large shapes take no memory. A row that k and v share would
     # be a cache with v in k, which has a kernel of its own.
     q, k, v = (

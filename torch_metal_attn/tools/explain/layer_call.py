@@ -39,5 +39,4 @@ class LayerCall:
 
 
 def known_cost(rows: Iterable[LayerCall]) -> Cost:
-    """The sum over the rows whose cost is known."""
     return sum((row.cost for row in rows if row.cost is not None), Cost(0, 0))

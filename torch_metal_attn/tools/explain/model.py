@@ -104,8 +104,6 @@ def _layer_names(model: object) -> Iterator[list[str]]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Explains our ops instead of running them, and notes torch's attention."""
-
     def __init__(self, layers: list[str]) -> None:
         super().__init__()
         self.rows: list[LayerCall] = []
@@ -167,7 +165,6 @@ class _Recorder(TorchDispatchMode):
         return blank_result(func, args, kwargs)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Add an op of torch, if it is attention."""
         if name.startswith(_FUSED) and not name.endswith("backward"):
             shapes = tuple(tuple(a.shape) for a in args[:2] if isinstance(a, Tensor))
             words, cost = f"torch's {name}", None
@@ -192,7 +189,6 @@ class _Recorder(TorchDispatchMode):
         self._add(_SOFTMAX, (tuple(weights.shape),), words, None)
 
     def _add(self, op: str, shapes: Any, elsewhere: str, cost: Cost | None) -> None:
-        """Add an attention that is not ours."""
         self.rows.append(LayerCall(self._layers[-1], op, shapes, None, elsewhere, cost))
 
 
@@ -201,7 +197,6 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost | None:
-    """The cost of torch's fused attention, with the op's own argument names."""
     schema = getattr(torch.ops.aten, name).default._schema
     names = [argument.name for argument in schema.arguments]
     by_name = dict(zip(names, args, strict=False)) | kwargs

@@ -1,7 +1,4 @@
-"""Explains a call of an op without running it: its kernels, or why it would be refused.
-
-For training, also what its backward would run and the memory that a step would take.
-"""
+"""Explains a call of an op, and its backward, without running it; or why it would be refused."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -145,12 +142,10 @@ class Explanation:
 
 
 def shown(defines: dict[str, str]) -> str:
-    """A specialisation in one line."""
     return " ".join(f"{name}={value}" for name, value in defines.items())
 
 
 def cost_text(cost: Cost) -> str:
-    """Both numbers, with their units."""
     return f"at least {scaled(cost.flops)} FLOP of matrix products, {scaled(cost.bytes)} bytes"
 
 
@@ -178,10 +173,7 @@ def short_name(op: Any) -> str | None:
 
 
 def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The op's arguments by name, without the missing ones.
-
-    Numbers are Python's, also for numbers of NumPy and tensors of one element.
-    """
+    """The op's arguments by name, without the missing ones, and numbers as Python's."""
     schema = getattr(torch.ops.metal_attn, name).default._schema
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     numbers = {one.name for one in schema.arguments if "Tensor" not in str(one.type)}
@@ -241,7 +233,6 @@ def explain_op(
 
 
 def _check_names(name: str, by_name: dict[str, Any]) -> None:
-    """Raise TypeError unless all arguments are the op's, and none that it needs is missing."""
     schema = getattr(torch.ops.metal_attn, name).default._schema.arguments
     unknown = [one for one in by_name if one not in {argument.name for argument in schema}]
     missing = [
@@ -279,7 +270,6 @@ def _backend(by_name: dict[str, Any]) -> str:
 
 
 def _kernels(launches: list[dict[str, Any]], *, of_gradients: bool) -> dict[str, Kernel]:
-    """The kernels by their names. of_gradients: without those that prepare and add up."""
     shown = [one for one in launches if not of_gradients or "registers" in one]
     return {
         one["kernel"] + (f"[{one['share']}]" if "share" in one else ""): Kernel(

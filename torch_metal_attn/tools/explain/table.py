@@ -63,7 +63,6 @@ def _groups(rows: Sequence[LayerCall]) -> list[list[LayerCall]]:
 
 
 def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
-    """The cells of some calls, and the lines below them."""
     first = alike[0]
     cost = known_cost(alike)
     known = all(row.cost is not None for row in alike)
@@ -109,7 +108,6 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _lengths(alike: list[LayerCall]) -> str:
-    """Queries and keys, or their ranges where calls differ."""
     sizes = []
     for row in alike:
         if row.elsewhere and len(row.shapes) == 1:  # of scores

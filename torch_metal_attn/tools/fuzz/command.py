@@ -20,7 +20,6 @@ _MOST_CASES = 10**9
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `fuzz`."""
     parser.add_argument(
         "--minutes", type=_positive(float), default=1.0, help="run for this long (default: 1)"
     )
@@ -78,10 +77,7 @@ def _positive(kind: type[int] | type[float], most: float = math.inf) -> "type[in
 
 
 def fuzz(options: argparse.Namespace) -> bool:
-    """Run the cases; True if none failed.
-
-    Raises OSError if a report cannot be written or read, and BadRequest if no case ran.
-    """
+    """Run the cases; True if none failed. Raises OSError for a report, BadRequest if none ran."""
     _check(options)
     if options.replay is not None:
         return _replay(options.replay)

@@ -25,7 +25,6 @@ class Report:
     seconds: float = 0.0
 
     def add(self, ran: Ran) -> None:
-        """Add a case that has been run."""
         self.ran[f"{type(ran.case).__name__} {ran.case.call}"] += 1
         self.refused += bool(ran.case.refused())
         if not ran.outcome.ok:
@@ -41,14 +40,12 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """How many cases ran, and how many failed."""
         if not self.ran:
             return f"no case ended within {self.seconds:.0f} s"
         cases = f"{count_text(self.ran.total(), 'case')} ran in {self.seconds:.0f} s"
         return f"{cases}, seed {self.seed}: {len(self.failures) or 'none'} failed"
 
     def write(self, path: Path) -> None:
-        """Write the file. Raises OSError."""
         data = {
             "machine": self.machine,
             "seed": self.seed,

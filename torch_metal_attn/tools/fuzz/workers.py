@@ -24,11 +24,7 @@ _READY = "ready"
 
 @dataclass(frozen=True)
 class Ran:
-    """A case that was run.
-
-    Attributes: index: the case's in the run. shrunk: the simplest case that fails in the same way,
-        and its outcome; None if the case did not fail, or ended its process.
-    """
+    """A case that was run. shrunk: the simplest case that fails in the same way; or None."""
 
     index: int
     case: Case
@@ -72,12 +68,7 @@ def run(
     case_seconds: float,
     ends: float,
 ) -> Iterator[Ran | None]:
-    """Each case when it has run, or None if none has finished for a while.
-
-    A process that dies, or that takes longer than case_seconds for a case, is replaced by another,
-    which goes on with the next case. No case begins after time.monotonic() == ends. Raises
-    RuntimeError if a worker cannot start.
-    """
+    """Each case when it has run, or None after a while without one; none begins after `ends`."""
     begun, clock = 0, _Clock()
     workers = [_start() for _ in range(count)]
     try:
@@ -89,7 +80,9 @@ def run(
                 news = None
                 if worker.pipe in ready:
                     news = _receive(worker, now)
-                elif worker.case and now - worker.since > _limit(worker, case_seconds):
+                elif worker.case and now - worker.since > case_seconds + (
+                    0 if worker.shrinking is None else SHRINK_SECONDS
+                ):
                     news = _lost(worker, running.HUNG, f"no end after {case_seconds:.0f} s")
                 if isinstance(news, Ran):
                     results.append(news)
@@ -135,12 +128,7 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _limit(worker: _Worker, case_seconds: float) -> float:
-    return case_seconds if worker.shrinking is None else case_seconds + SHRINK_SECONDS
-
-
 def _receive(worker: _Worker, now: float) -> "Ran | str | None":
-    """The worker's message: READY or the result of its case; None while it shrinks."""
     try:
         message = worker.pipe.recv()
     except EOFError:
@@ -170,7 +158,6 @@ def _lost(worker: _Worker, status: str, words: str) -> Ran:
 
 
 def _work(pipe: Connection) -> None:
-    """The worker's loop: it runs the cases that it is sent."""
     torch.set_num_threads(1)
     try:
         with best_device(check=True) as device:

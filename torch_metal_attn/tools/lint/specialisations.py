@@ -1,8 +1,4 @@
-"""Specialisations of each kernel family in which every define has each of its values.
-
-They are some of the launches of `verify --full`, of a few cases that reach what these do not or as
-much as several of them, of flex attention, and of a tile that only `tune` chooses. Nothing runs.
-"""
+"""Specialisations of each kernel family in which every define has each of its values."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -119,11 +115,7 @@ _ALONE: dict[str, list[Defines]] = {
 
 @cache
 def specialisations() -> dict[str, list[Defines]]:
-    """Defines by family: few launches in which each define has each of its values, and is missing.
-
-    Sizes, numbers above 1, are alike, as are groups of 32 and of 64 columns. What some launch has
-    in 16 bits is read in 16 bits: in float32 a missing conversion does not show.
-    """
+    """Defines by family: few launches in which each define has each value, and is missing."""
     recorded: dict[str, list[Defines]] = {}
     with simulate(record=True) as run:
         for _ in _calls():
@@ -202,7 +194,6 @@ def _call(case: Case) -> None:
 
 
 def _flex(queries: int) -> None:
-    """Attention that uses all of shaders/flex.h; of more than one query its gradients too."""
     q, k, v = (torch.zeros(1, 2, n, 64, requires_grad=queries > 1) for n in (queries, 256, 256))
     table = torch.zeros(4, requires_grad=queries > 1)
     numbers = torch.arange(4)

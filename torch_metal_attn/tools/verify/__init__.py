@@ -20,11 +20,7 @@ REPORT = Path("torch_metal_attn-verify.md")
 
 
 def verify() -> bool:
-    """Run a few cases in every dtype, print a line for each, and return whether all are in bounds.
-
-    A bound is twice the error of torch's own attention in the same dtype on the same problem, plus
-    one rounding of the result. Raises ToolchainError or CacheError if nothing can be compiled.
-    """
+    """Run a few cases in every dtype, print a line for each; True if all are within bounds."""
     start = time.perf_counter()
     with best_device(check=True) as device:
         print(f"The kernels on {_where(device)}; errors against float64")
@@ -37,12 +33,7 @@ def verify() -> bool:
 
 
 def verify_full(path: Path = REPORT) -> bool:
-    """Run every case, write the report to `path`, and return whether none failed.
-
-    Failures are printed as they happen. The report is written after each case and names the next
-    one, so it has all results so far if the run is interrupted or the process dies. Raises OSError
-    if the report cannot be written, and the errors of `verify`.
-    """
+    """Run every case, write the report after each, and return whether none failed."""
     start = time.perf_counter()
     cases = listed.full()
     results: list[Result] = []
@@ -71,7 +62,6 @@ def verify_full(path: Path = REPORT) -> bool:
 def _results(
     cases: Sequence[Listed], device: torch.device, *, every_line: bool
 ) -> Iterator[Result]:
-    """Run the cases with a progress line; print every result's line, or only those of failures."""
     with Progress(len(cases)) as progress:
         for case in cases:
             group, text = ("", str(case)) if every_line else (case.family, case.words)

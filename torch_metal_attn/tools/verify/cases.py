@@ -119,7 +119,6 @@ def _features(names: tuple[str, ...] = tuple(FEATURES), **more: Any) -> list[Spe
 
 
 def _sizes() -> tuple[list[Special], list[Special]]:
-    """Head dims and lengths of forward and backward."""
     head_dims: list[Special] = [{"head_dim": d, "feature": "causal"} for d in _HEAD_DIMS]
     head_dims.append({"head_dim": 64, "v_head_dim": 40})
     return head_dims, [{"q_length": q, "kv_length": k} for q, k in _LENGTHS]

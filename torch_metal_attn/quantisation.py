@@ -84,7 +84,6 @@ def hadamard(x: Tensor, size: int) -> Tensor:
 
 
 def check_columns(name: str, columns: int, format: str) -> None:
-    """Raise ValueError if the format has no whole scales for so many columns."""
     shared = shared_columns(format)
     if columns % shared != 0:
         raise ValueError(f"{name} is {columns}; {format} needs a multiple of {shared}")
@@ -206,7 +205,6 @@ def dequantise(
 
 
 def _values(data: Tensor, scale: Tensor | None, heads_dim: int) -> Tensor:
-    """The values in float32."""
     format = format_of(data, scale)
     if format == "fp8_e4m3":
         values = _fp8_values(data)
@@ -456,7 +454,6 @@ def _fp8_bits(x: Tensor) -> Tensor:
 
 
 def _fp8_values(data: Tensor) -> Tensor:
-    """float32 of float8_e4m3fn or its bits."""
     if data.dtype == torch.float8_e4m3fn:
         return data.float()
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()

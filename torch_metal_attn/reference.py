@@ -226,10 +226,7 @@ def scores(
     alibi_slopes: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """The scores whose softmax `attention` takes: (B, Hq, Lq, Lk), -inf where a query sees no key.
-
-    In float32, without gradients, with the options that flash-attn's functions have.
-    """
+    """What `attention` takes the softmax of: (B, Hq, Lq, Lk) float32, -inf for hidden keys."""
     with torch.no_grad():
         keys = torch.arange(k.shape[2], device=q.device)
         position = positions_of(q.shape[2], k.shape[2], None, None, q.device)[..., None]
@@ -384,17 +381,13 @@ def _recomputed(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def _alibi(slopes: Tensor | None, position: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias of slopes (H,) or (B, H), broadcastable to (B, H, rows, Lk), for such positions.
-
-    0 without slopes.
-    """
+    """The bias of slopes (H,) or (B, H), broadcastable to (B, H, rows, Lk); 0 without slopes."""
     if slopes is None:
         return torch.zeros((), dtype=dtype, device=keys.device)
     return -slopes.to(dtype)[..., None, None] * (position - keys).abs()[:, None]
 
 
 def _rows(mask: Tensor, rows: slice, q_length: int) -> Tensor:
-    """The part of a broadcastable (B, Hq, Lq, Lk) tensor for a block of queries."""
     return mask[..., rows, :] if mask.dim() > 1 and mask.shape[-2] == q_length != 1 else mask
 
 
@@ -432,7 +425,6 @@ def _dropout_factors(
     kv_length: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """The factors of some queries' weights under dropout: (B, Hq, rows, Lk), or None."""
     if rng_state is None:
         return None
     batch, heads = range(first_batch, first_batch + q.shape[0]), q.shape[1]
@@ -442,10 +434,7 @@ def _dropout_factors(
 
 
 def transformed(scores: Tensor, *, softcap: float = 0.0) -> Tensor:
-    """The scores by the options that are functions of a score, before anything is added to them.
-
-    softcap > 0: softcap * tanh(score / softcap) (Gemma 2, 2024).
-    """
+    """The scores by functions of a score. softcap > 0: Gemma 2's (2024)."""
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     return scores

@@ -60,7 +60,6 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
 
 
 def _seq_len(value: int | None) -> int:
-    """The longest sequence, 0 if none is given."""
     length: int = 0 if value is None else as_int_at_least("seq_len", value, 0, INT32_MAX)
     return length
 

@@ -120,10 +120,7 @@ def scaled_dot_product_attention(
 def _run_without_plan(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> Tensor | None:
-    """Run a plain call without a plan, which takes longer than the call; None if it is not plain.
-
-    What the op refuses also gives None, so that the plan raises in torch's words.
-    """
+    """Run a plain call without a plan, which takes longer; None for all that the op refuses."""
     if not (
         type(is_causal) is bool
         and (scale is None or type(scale) is float)
@@ -199,7 +196,6 @@ class Problem:
             return extension.launches(recorded)
 
     def _arguments(self, rng_state: Tensor | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Those of the op."""
         options = {
             "softmax_scale": self.scale,
             "causal": self.is_causal,
@@ -212,10 +208,7 @@ class Problem:
 
 
 def plan(arguments: Arguments) -> Problem:
-    """The op's arguments for a call of `scaled_dot_product_attention`, or its error. Runs nothing.
-
-    Sizes near 2^31 and numbers that are not finite are checked by the op.
-    """
+    """The op's arguments for a call, or its error. Leaves large sizes and numbers to the op."""
     for name in ("dropout_p", "scale"):
         value = getattr(arguments, name)
         refuse_gradient(name, value)
@@ -249,10 +242,7 @@ def plan(arguments: Arguments) -> Problem:
 
 
 def is_causal_bias(attn_mask: object) -> bool:
-    """True if a mask is a torch.nn.attention.bias.CausalBias, which has no elements.
-
-    Importing that module takes seconds and is not needed: if such a mask exists, it is imported.
-    """
+    """True for torch's CausalBias; does not import its module, which takes seconds."""
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
@@ -320,10 +310,7 @@ def _check_as_torch(
 
 
 def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
-    """Some of the op's checks, so that errors show the shapes that were given.
-
-    torch.compile knows from them whether the op takes a call that `sdpa_replaced` sees.
-    """
+    """Some of the op's checks, so that errors show the user's shapes, also in torch.compile."""
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in [*tensors, ("attn_mask", attn_mask)]:
         if tensor is None:
@@ -449,10 +436,7 @@ def _fold(
 
 
 def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
-    """A mask expanded to `leading` before `split`, and from `split` up to the rows.
-
-    Each of these groups stays as it is if all its dimensions are 1.
-    """
+    """A mask expanded to `leading` on each side of `split`, unless it is 1 all over there."""
     shape = list(mask.shape)
     for dims in (range(split), range(split, len(leading))):
         if any(mask.shape[dim] != 1 for dim in dims):
@@ -462,10 +446,7 @@ def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
 
 
 def _folded(tensor: Tensor, split: int) -> Tensor | None:
-    """`tensor` with the dimensions before `split` merged, and those from `split` up to the rows.
-
-    None if there is no such view.
-    """
+    """The dimensions before and after `split` merged each; None if there is no such view."""
     rows = tensor.dim() - 2
     if tensor.numel() > 0 and not (
         _merges(tensor, range(split)) and _merges(tensor, range(split, rows))

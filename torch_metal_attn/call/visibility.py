@@ -15,7 +15,6 @@ def existing_keys(
 
 
 def _exist(keys: Tensor, ends: Tensor | None, pads: Tensor | None) -> Tensor:
-    """True for keys that exist; sequences broadcast to them."""
     exist = torch.ones_like(keys, dtype=torch.bool)
     if ends is not None:
         exist = exist & (keys < ends)

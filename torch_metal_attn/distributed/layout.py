@@ -23,7 +23,6 @@ def check_layout(layout: object) -> None:
 
 
 def bounds_of(cu_seqlens: Tensor) -> list[int]:
-    """The values of cu_seqlens, checked."""
     check_integers("cu_seqlens", cu_seqlens, "(sequences + 1)")
     bounds: list[int] = cu_seqlens.tolist()
     if not bounds or bounds[0] != 0:

@@ -38,11 +38,7 @@ class Blocks:
         return kept | {"q_block_size": self.q_size, "kv_block_size": self.kv_size}
 
     def ordered(self, over_keys: bool, over_queries: bool) -> dict[str, Tensor]:
-        """The orders of the walks, as the op's options, without those of a single list.
-
-        They are computed once for each BlockMask. If its lists change later, results stay right,
-        and only the order is not the best any more.
-        """
+        """The orders of the walks, computed once: if lists change later, only the speed suffers."""
         results = {}
         if over_keys:
             results["kv_order"] = self._order("kv", 1)

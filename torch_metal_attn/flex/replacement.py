@@ -53,7 +53,6 @@ class FlexReplaced:
 
 
 def _simulated() -> bool:
-    """True if the simulator is on; for Dynamo a constant."""
     return session.active()
 
 
@@ -71,7 +70,6 @@ def flex_replaced() -> FlexReplaced:
 
 
 def called(query: Any, *arguments: Any, **options: Any) -> Any:
-    """A call of torch's function inside a block."""
     if not isinstance(query, Tensor):
         raise TypeError(f"query is {type_text(query)}; it must be a tensor")
     device = query.device.type

@@ -83,11 +83,7 @@ def trace(
 
 
 class Tracer(Traced, TorchDispatchMode):
-    """Makes nodes of the ops that run on its scalars.
-
-    name, function: what is traced, for errors. captured: where the tensors that it indexes go,
-    which must be on `device`.
-    """
+    """Makes nodes of the ops that run on its scalars; what these index goes into `captured`."""
 
     # Ops that return their argument, in another dtype or place of memory.
     same_value = frozenset(
@@ -193,7 +189,6 @@ class Tracer(Traced, TorchDispatchMode):
         return dict(zip(names, args, strict=False)) | kwargs
 
     def applied(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The node of one op on scalars, or the nodes of its results."""
         values = self.arguments(func, args, kwargs)
         name = _NAMES.get(name, name)
         if name in self.same_value:
@@ -304,8 +299,6 @@ class Tracer(Traced, TorchDispatchMode):
         return self.graph.cast(node, with_shape.dtype)
 
     def on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """The op's result without values."""
-
         numbers = tree_flatten((args, kwargs))[0]
 
         def meta(x: Any) -> Any:
@@ -434,7 +427,6 @@ class Tracer(Traced, TorchDispatchMode):
         return replace(part, indices=tuple(nodes))
 
     def indexed(self, tensor: Tensor, indices: list[Any]) -> Tensor:
-        """`tensor[indices]`, of the leading dimensions."""
         value = self.value(tensor)
         if isinstance(value, Node | Row) or any(not isinstance(i, Tensor | int) for i in indices):
             raise self.unsupported("index", "scalars index the leading dimensions of a tensor")
@@ -529,10 +521,7 @@ def _any_value(x: Any) -> Any:
 
 
 def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
-    """`dtype`, or int64 for an int32 that meets a larger number, or one that may be larger.
-
-    Positions are int64 in torch's own attention, where such a number does not wrap.
-    """
+    """`dtype`, or int64 for an int32 that meets a larger number: torch's positions do not wrap."""
     numbers = [x for x in operands if isinstance(x, int) and not isinstance(x, bool)]
     wide = any(isinstance(x, torch.SymInt) for x in operands)
     wide = wide or not all(map(_fits_int32, numbers))
@@ -540,7 +529,6 @@ def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
 
 
 def _arity(name: str) -> int:
-    """The number of operands of an op of the table."""
     row = OPS[name]
     return len(set(re.findall(r"\{\d\}", row.floating or row.integer or row.boolean or "")))
 

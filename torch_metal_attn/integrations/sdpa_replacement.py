@@ -77,18 +77,7 @@ class _Thread(threading.local):
 
 
 class _Blocks:
-    """The blocks that are open in all threads, and what they have changed in torch.
-
-    Attributes:
-        lock: guards everything but `this_thread`, and the counts of every context.
-        open: the number of open blocks.
-        process_wide: the contexts that apply to every thread.
-        in_every_thread: True if there is one of these; torch.compile guards on this.
-        attributes: our replacements in torch, as (owner, name, replacement).
-        renaming: the renaming of torch's C function, if there is one.
-        compiled: True if torch.compile has ever replaced a call.
-        warned: the past warnings, without their numbers.
-    """
+    """The blocks that are open in all threads, and what they have changed in torch."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -198,7 +187,6 @@ class SdpaReplaced(TorchFunctionMode):
         return f"SdpaReplaced(replaced={self.replaced}, left_alone={self.left_alone})"
 
     def _count(self, reason: str | None) -> None:
-        """Count a call that ran here, or that torch ran for a reason. Needs the lock."""
         if reason is None:
             self.replaced += 1
         else:
@@ -267,11 +255,7 @@ def await_causal_bias() -> None:
 
 
 def _pass_original_to_causal_bias() -> None:
-    """Let CausalBias recognise torch's original function, whatever torch.nn.functional has now.
-
-    While a block is open in any thread, it would mistake torch's function for another one and
-    return its own elements, which are not initialised.
-    """
+    """Without this CausalBias mistakes torch's function, and returns elements that are not set."""
     bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
     original = bias.__torch_function__.__func__
 
@@ -302,10 +286,7 @@ def _replacement_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _let_torchscript_compile(replacement: Callable[..., Tensor]) -> None:
-    """Let torch.jit.script compile torch's own function in place of `replacement`.
-
-    It would look for the source of what `replacement` wraps, and raise a TypeError.
-    """
+    """Let torch.jit.script compile torch's own function, as `replacement` has no source for it."""
     table = _builtins._get_builtin_table()
     table[id(replacement)] = "aten::scaled_dot_product_attention"
     weakref.finalize(replacement, table.pop, id(replacement)).atexit = False
@@ -361,11 +342,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 
 
 def _run_by_compiler(function: _Function) -> _Function:
-    """Let torch.compile call `function` once, while compiling, and treat its result as constant.
-
-    torch.compiler.assume_constant_result does the same, but imports the compiler, which takes
-    seconds.
-    """
+    """As torch.compiler.assume_constant_result, without importing the compiler, which is slow."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
@@ -373,7 +350,6 @@ def _run_by_compiler(function: _Function) -> _Function:
 def _decide(
     original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Run a call here, or leave it to `original`."""
     # A block that ends during the call counts it too. While compiling, they are looked up later.
     contexts = None if torch.compiler.is_compiling() else _blocks.of_this_thread()
     _blocks.this_thread.deciding = True  # other contexts ignore this call
@@ -392,7 +368,6 @@ def _decide(
 
 
 def given_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of torch's function by their names."""
     return dict(zip(Arguments._fields, args, strict=False)) | kwargs
 
 

@@ -34,7 +34,6 @@ def _write(
     places: tuple[Tensor, Tensor],
     hadamard: int,
 ) -> None:
-    """Write new rows (B, H, L, D) to their places in the cache, rounded or quantised as it is."""
     batch, row = places
     if cache.dtype in ELEMENTS:
         cache[batch, :, row] = new.transpose(1, 2).to(cache.dtype)
@@ -71,10 +70,7 @@ def reference(
     rotary_first_column: int = 0,
     hadamard: int = 0,
 ) -> None:
-    """The op composed of `rope`, `quantise` and an indexed copy.
-
-    steps: (B or 1, L): how far behind the first new token each one is rotated, if not by its index.
-    """
+    """The op in torch. steps: (B or 1, L), how far behind the first token each one is rotated."""
     first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
     if cache_seqlens is not None:
         first = cache_seqlens.long()

@@ -43,8 +43,6 @@ _ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 
 @dataclass(frozen=True)
 class _Call:
-    """A call without its arguments' values."""
-
     name: str  # of the op
     names: tuple[str, ...]  # of the arguments, in the order of the Function's inputs
     positional: int
@@ -61,8 +59,6 @@ class _Call:
 
 
 class _FlashFwd(torch.autograd.Function):
-    """out and softmax_lse, and the gradients of every argument that has one."""
-
     @staticmethod
     def forward(call: _Call, *values: Any) -> tuple[Tensor, Tensor]:
         return call.run(values)
@@ -97,7 +93,6 @@ def _gradients(
     arguments: dict[str, Any],
     needed: dict[str, bool],
 ) -> dict[str, Tensor]:
-    """The gradients by argument name; at least those that are needed."""
     q, k, v = (arguments[name] for name in _OPERANDS)
     if k.dtype != q.dtype:
         raise NotImplementedError(

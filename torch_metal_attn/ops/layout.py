@@ -4,11 +4,7 @@ from torch import SymInt, Tensor
 
 
 def empty_like_query(q: Tensor, head_dim: int) -> Tensor:
-    """An uninitialised dense tensor of q's shape except for its last size, with q's memory order.
-
-    So a (B, L, H, D) tensor viewed as (B, H, L, D) gives a result that is contiguous when viewed as
-    (B, L, H, Dv).
-    """
+    """An uninitialised dense tensor of q's shape but for its last size, in q's memory order."""
 
     order = memory_order(q)
     strides: list[int | SymInt] = [1] * q.dim()

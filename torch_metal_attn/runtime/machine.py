@@ -49,7 +49,6 @@ def _transformers() -> str:
 
 
 def system() -> str:
-    """The operating system and the architecture."""
     mac = macos.version()
     name = f"macOS {mac}" if mac else platform.system()
     return f"{name} {platform.machine()}"

@@ -29,7 +29,6 @@ def version() -> str:
 
 
 def at_least(major: int, minor: int) -> bool:
-    """True if this is that version of macOS, or a later one."""
     numbers = [int(number) for number in version().split(".")[:2] if number.isdigit()]
     return tuple(numbers) >= (major, minor)
 

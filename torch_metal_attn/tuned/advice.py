@@ -15,10 +15,7 @@ _keys: dict[tuple[Any, ...], str] = {}
 
 
 def faster_in_torch(problem: Problem) -> str | None:
-    """Why a call is better left to torch; None if it is not, or if none like it was measured.
-
-    A call that needs gradients is judged by a whole training step.
-    """
+    """Why a call, or its training step, is better left to torch; None if it is not."""
     loaded = loading.loaded()
     if not loaded.rows:
         return None

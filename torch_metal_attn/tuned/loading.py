@@ -34,11 +34,7 @@ class BadTable(ValueError):
 
 
 class Machine(NamedTuple):
-    """The Macs that a table is for. Those with GPUs of one name differ in their cores.
-
-    Versions of the system and of torch have two numbers: the last ones change monthly, and the
-    Metal compiler hardly ever changes with them.
-    """
+    """The Macs that a table is for. The last numbers of versions hardly ever matter."""
 
     gpu: str
     cores: str
@@ -49,10 +45,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """The tile for a key (csrc/tiles/tuned.h).
-
-    Attributes: torch: the time of torch's attention divided by ours, by kind of shape.
-    """
+    """The tile for a key. torch: the time of torch's attention over ours, by kind of shape."""
 
     tile: str
     torch: dict[str, float] = field(default_factory=dict)
@@ -60,8 +53,6 @@ class Row:
 
 @dataclass
 class Table:
-    """The rows of a machine, by key."""
-
     machine: Machine
     rows: dict[str, Row] = field(default_factory=dict)
 
@@ -107,11 +98,7 @@ def read(path: Path, machine: Machine) -> Table:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The table in use.
-
-    Attributes: source: where its rows come from. words: the same for a person. ignored: a line that
-        says why a table is not used, or "".
-    """
+    """The table in use. words: its source for a person. ignored: why a table is not used."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     source: str = ""
@@ -123,7 +110,6 @@ _loaded = Loaded()
 
 
 def loaded() -> Loaded:
-    """The table in use."""
     return _loaded
 
 

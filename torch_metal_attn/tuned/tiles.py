@@ -14,11 +14,7 @@ _in_use: ctypes.c_void_p | None = None
 def make(
     rows: Iterable[tuple[str, str, str]], library: ctypes.CDLL | None = None
 ) -> ctypes.c_void_p | None:
-    """A table of rows of key, tile and source, for `use`; None for no rows.
-
-    A key that is a kernel's name alone is for all of its launches. The extension never frees it.
-    Raises ValueError for a malformed row.
-    """
+    """A table for `use`, or None. A kernel's name alone is the key of all its launches."""
     library = library or extension.load()
     text = "\n".join("\t".join(row) for row in rows)
     if not text:

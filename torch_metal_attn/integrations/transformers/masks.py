@@ -76,10 +76,7 @@ _REMAPPED = _remapped_code()
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A mask function that is a band, inside of each sequence if a row packs several.
-
-    chunk_start: (B,), the token from which chunks count. sequences: (B, L), by token.
-    """
+    """A band. chunk_start: (B,), where chunks count from. sequences: (B, L), of packed tokens."""
 
     left: int = -1
     right: int = -1
@@ -227,10 +224,7 @@ class _Forward:
 
 
 def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern | None:
-    """The band that a mask function stands for, or None.
-
-    packed: another function separates the sequences of a row.
-    """
+    """A mask function's band, or None. packed: another function separates a row's sequences."""
     if function is causal_mask_function:
         return _Pattern(right=0)
     if function is bidirectional_mask_function:

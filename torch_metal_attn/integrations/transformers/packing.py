@@ -34,10 +34,7 @@ def hidden(tensor: Tensor) -> bool:
 
 @dataclass
 class Packing:
-    """The bounds of sequences, and the window inside each of them.
-
-    cu_seqlens: int32 (sequences + 1,), for the batch's rows concatenated.
-    """
+    """Bounds, int32 (sequences + 1,), of all rows concatenated, and the window in each sequence."""
 
     cu_seqlens: Tensor
     max_length: int
@@ -45,7 +42,6 @@ class Packing:
     window_size_right: int
 
     def bounds(self) -> dict[str, Any]:
-        """The bounds by transformers' names."""
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
@@ -55,11 +51,7 @@ class Packing:
 
 
 def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Tensor:
-    """The descriptor of a batch of rows.
-
-    Args: sequences: (B, L), the number of each token's sequence, from 0 up. window_size_left,
-        window_size_right: as in `Band`, inside each sequence.
-    """
+    """The descriptor of rows of packed tokens. sequences: (B, L), the number of each token's."""
     batch, length = sequences.shape
     band = bands.Band(0, length, length, window_size_left, window_size_right)
     descriptor = bands.table(band, batch * length, sequences.device).view(batch, 1, length, -1)
@@ -79,12 +71,7 @@ def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Te
 
 
 def packing_of(mask: Tensor | None, q_length: int, kv_length: int) -> Packing | None:
-    """The packing attached to a descriptor with a row per query, or read from its values.
-
-    None for any other mask, and in a compiled graph, which cannot read values on the host.
-
-    Raises: ValueError: an int32 mask that `pack` did not make.
-    """
+    """The packing of a descriptor with a row per query; None for other masks and in graphs."""
     if (
         mask is None
         or torch.compiler.is_compiling()

@@ -109,10 +109,7 @@ def refuse_weights(module: nn.Module, asked: bool | None) -> None:
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The transformers model in torch.compile's, PEFT's or a data-parallel wrapper, or in several.
-
-    Raises: TypeError: there is none.
-    """
+    """The transformers model in wrappers such as torch.compile's and PEFT's, or TypeError."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "_orig_mod"):  # torch.compile
@@ -210,10 +207,7 @@ def source(kind: type) -> str:
 
 @functools.cache
 def _class_texts(module: str) -> dict[str, str]:
-    """The text of each class of a Python module, by its qualified name.
-
-    Until Python 3.13 `inspect.getsource` parses the whole module anew for each class.
-    """
+    """By qualified name. Until 3.13 `inspect.getsource` parses the module for every class."""
     text = module_source(module)
     lines, texts = text.splitlines(keepends=True), dict[str, str]()
 

@@ -29,13 +29,11 @@ codes of its neighbours (Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference 
 These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the same bits.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from torch_metal_attn.call import arguments
-from torch_metal_attn.call.autocast import autocasts
+from torch_metal_attn.call.autocast import without_autocast
 from torch_metal_attn.wording import count_text, value_text
 
 __all__ = [
@@ -78,8 +76,8 @@ def hadamard(x: Tensor, size: int) -> Tensor:
     if not check_hadamard(size, {"x": x.shape[-1] if x.dim() else 0}, "size"):
         raise ValueError(f"size is 0; it must be one of {', '.join(map(str, HADAMARD))}")
     # Made where x is: a copy from the host would wait for the GPU.
-    matrix, kind = rotated(torch.eye(size, device=x.device), size), x.device.type
-    with torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext():
+    matrix = rotated(torch.eye(size, device=x.device), size)
+    with without_autocast(x.device.type):
         return (x.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
 
 

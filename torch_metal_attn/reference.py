@@ -5,7 +5,7 @@ call these functions, so that there is one definition of what the kernels have t
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.autocast import autocasts
+from torch_metal_attn.call.autocast import without_autocast
 from torch_metal_attn.call.visibility import (
     depths,
     existing_keys,
@@ -28,8 +28,6 @@ from torch_metal_attn.quantisation import columns, dequantise, rotated
 # Scores held at once. 2**23 float32 scores take 32 MiB, little next to any model and enough for
 # full-speed matmuls.
 _SCORES_PER_BLOCK = 2**23
-
-_Block = Callable[[slice], tuple[Tensor, Tensor]]  # out and lse of some rows of q
 
 
 def attention(
@@ -206,13 +204,12 @@ def attention(
     alone = indices is not None and not all(bool(x.isfinite().all()) for x in (k, v))
     rows = 1 if alone else max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
     starts = range(0, max(q_length, 1), rows)
-    run = _recomputed if len(starts) > 1 and torch.is_grad_enabled() else _run
-    with (
-        torch.autocast(q.device.type, enabled=False) if autocasts(q.device.type) else nullcontext()
-    ):
-        # Autocast would do the products in half precision, whatever the dtypes here are, and on the
-        # CPU its torch.cat refuses float16.
-        blocks = [run(block, slice(start, min(start + rows, q_length))) for start in starts]
+    run: Callable[[slice], tuple[Tensor, Tensor]] = block
+    if len(starts) > 1 and torch.is_grad_enabled():
+        # Saves nothing for its backward, which computes the block again.
+        run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+    with without_autocast(q.device.type):  # whose torch.cat refuses float16 on the CPU
+        blocks = [run(slice(start, min(start + rows, q_length))) for start in starts]
         out = torch.cat([out.to(out_dtype) for out, _ in blocks], 2)
         return out, torch.cat([lse for _, lse in blocks], 2)
 
@@ -366,18 +363,6 @@ def _values(x: Tensor, scale: Tensor | None) -> Tensor:
     """K or V, in float32 if they are quantised."""
     quantised = not x.is_floating_point() or x.dtype == torch.float8_e4m3fn
     return dequantise(x, scale, torch.float32) if quantised else x
-
-
-def _run(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
-    return block(rows)
-
-
-def _recomputed(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
-    """`block(rows)`, checkpointed: it saves nothing for its backward, which computes it again."""
-    result: tuple[Tensor, Tensor] = checkpoint(
-        block, rows, use_reentrant=False, preserve_rng_state=False
-    )
-    return result
 
 
 def _alibi(slopes: Tensor | None, position: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:

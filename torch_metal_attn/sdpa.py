@@ -230,7 +230,13 @@ def plan(arguments: Arguments) -> Problem:
     _check_as_torch(query, key, value, attn_mask, dropout_p, is_causal)
     _check_limits(query, key, value, attn_mask)
     if causal_bias is not None:
-        _check_causal_bias(causal_bias, query.shape[-2], key.shape[-2])
+        q_length, k_length = query.shape[-2], key.shape[-2]
+        if (causal_bias.seq_len_q, causal_bias.seq_len_kv) != (q_length, k_length):
+            raise RuntimeError(
+                f"attn_mask is a CausalBias of {count_text(causal_bias.seq_len_q, 'query')} and "
+                f"{count_text(causal_bias.seq_len_kv, 'key')}; query has a length of {q_length} "
+                f"and key of {k_length}"
+            )
 
     batch, heads = _leading_shape(query, key, value, enable_gqa)
     has_heads = max(query.dim(), key.dim(), value.dim()) > 2
@@ -313,9 +319,8 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     """Some of the op's checks, so that errors show the user's shapes, also in torch.compile."""
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in [*tensors, ("attn_mask", attn_mask)]:
-        if tensor is None:
-            continue
-        refuse_layout(name, tensor)
+        if tensor is not None:
+            refuse_layout(name, tensor)
     if query.dtype not in ELEMENTS:
         raise ValueError(f"query has dtype {query.dtype}; it must be float32, float16 or bfloat16")
     for name, tensor in tensors:
@@ -344,15 +349,6 @@ def _check_mask_shape(mask: Tensor, scores: tuple[int, ...]) -> None:
         raise RuntimeError(
             f"attn_mask has shape {tuple(mask.shape)}; it must broadcast to {scores}, the shape "
             "of the scores"
-        )
-
-
-def _check_causal_bias(bias: Any, q_length: int, k_length: int) -> None:
-    if (bias.seq_len_q, bias.seq_len_kv) != (q_length, k_length):
-        raise RuntimeError(
-            f"attn_mask is a CausalBias of {count_text(bias.seq_len_q, 'query')} and "
-            f"{count_text(bias.seq_len_kv, 'key')}; query has a length of {q_length} and key of "
-            f"{k_length}"
         )
 
 
@@ -399,11 +395,7 @@ def _fold(
     batch: tuple[int, ...],
     heads: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Views (B, H, L, D), leading dimensions merged: the first ones into B, the rest into H.
-
-    As many as possible go into B. A mask like (B, 1, 1, 1, Lk) cannot have B and the next dimension
-    merged, so then the next dimension goes into the heads.
-    """
+    """Views (B, H, L, D), with as many leading dimensions as possible in B, the others in H."""
     named = {"query": query, "key": key, "value": value}
     views = {
         name: x.expand((*batch, count, *x.shape[-2:]))

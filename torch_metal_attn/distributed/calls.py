@@ -61,10 +61,7 @@ def calls(
     packed: bool,
     device: torch.device,
 ) -> list[Call]:
-    """The calls for the keys of one process.
-
-    is_local: they are this process' keys. earlier: their first chunk is before this process' first.
-    """
+    """The calls for one process' keys. earlier: its first chunk is before this process' first."""
     if visible.by_distance:
         return _of_pairs(queries, keys, visible)
     last_queries = first_keys = False

@@ -19,12 +19,7 @@ SMALLEST, LARGEST = 8, 1024
 
 @dataclass(frozen=True)
 class Blocks:
-    """The lists of a BlockMask.
-
-    Attributes: lists: by the names of the op's options; the transposed ones and those of full
-        blocks may be missing. q_size, kv_size: rows and columns of a block. group: query heads that
-        share a KV head. orders: what `ordered` has computed of this BlockMask.
-    """
+    """The lists of a BlockMask, by the op's options. group: query heads of a KV head."""
 
     lists: dict[str, Tensor]
     q_size: int

@@ -30,7 +30,7 @@ class Node:
     op: str
     args: tuple["Node", ...]
     dtype: torch.dtype
-    value: Any = None
+    value: Any = None  # an input's name, a number, the number of a capture, or a `Composed`
 
 
 class Graph:

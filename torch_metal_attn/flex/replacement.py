@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from torch_metal_attn.flex.attention import flex_attention
-from torch_metal_attn.runtime import session
+from torch_metal_attn.integrations.sdpa_replacement import simulating
 from torch_metal_attn.wording import type_text
 
 _TORCH = torch_flex.flex_attention
@@ -52,13 +52,6 @@ class FlexReplaced:
                 _TORCH.__code__ = _TORCH_CODE
 
 
-def _simulated() -> bool:
-    return session.active()
-
-
-_simulated._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def flex_replaced() -> FlexReplaced:
     """Return a context in which torch's `flex_attention` runs on our kernels, in every thread.
 
@@ -73,7 +66,7 @@ def called(query: Any, *arguments: Any, **options: Any) -> Any:
     if not isinstance(query, Tensor):
         raise TypeError(f"query is {type_text(query)}; it must be a tensor")
     device = query.device.type
-    ours = device == "mps" or (device == "cpu" and _simulated())
+    ours = device == "mps" or (device == "cpu" and simulating())
     if not torch.compiler.is_dynamo_compiling():
         with _lock:
             for each in _open:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Op:
-    """Texts by the dtype that the op computes in, None if it cannot; evaluate: it in torch."""
+    """Texts by the dtype that the op computes in, or None; evaluate: the op in torch."""
 
     floating: str | None
     integer: str | None

@@ -55,16 +55,7 @@ def trace(
     captured: Captured,
     device: torch.device,
 ) -> Node:
-    """The graph of `function`. name: "score_mod" or "mask_mod".
-
-    Captured tensors that it indexes are added to `captured`; they must be on `device`.
-
-    Raises:
-        NotImplementedError: an op that has no text, a captured tensor of a dtype that Metal lacks.
-        TypeError: another number of arguments; a result of another dtype.
-        ValueError: a result that is no scalar; a captured tensor on another device.
-        RuntimeError: control flow that depends on a value.
-    """
+    """The graph of "score_mod" or "mask_mod", or an error that shows the user's line."""
     tracer = Tracer(name, function, graph, captured, device)
     dtypes = dict.fromkeys(POSITIONS, torch.int32)
     if name == "score_mod":
@@ -151,16 +142,15 @@ class Tracer(Traced, TorchDispatchMode):
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Run what depends on no score and no position."""
-        if not all(id(x) in self.constants for x in tensors):
-            self.captured.depends_on_values = True
+        is_constant = all(id(x) in self.constants for x in tensors)
+        self.captured.depends_on_values |= not is_constant
         if getattr(kwargs.get("device"), "type", None) == "meta":
             # Asked for on the device of a scalar, which stands for the device of the call.
             kwargs = kwargs | {"device": self.device}
-        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
-            if not all(id(x) in self.constants for x in tensors):
-                raise self.unsupported(func._schema.name, "it would write into a captured tensor")
+        if not is_constant and func._schema.is_mutable:
+            raise self.unsupported(func._schema.name, "it would write into a captured tensor")
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and all(id(x) in self.constants for x in tensors):
+        if is_constant and isinstance(result, Tensor):
             self.constants[id(result)] = result
         return result
 
@@ -291,8 +281,7 @@ class Tracer(Traced, TorchDispatchMode):
 
     def same(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Node:
         node = self.operand(args[0])
-        # A scalar has no device.
-        with_shape = self.on_meta(func, args, {k: v for k, v in kwargs.items() if k != "device"})
+        with_shape = self.on_meta(func, args, kwargs)
         if with_shape.shape != ():
             raise self.unsupported(name, f"its result has shape {tuple(with_shape.shape)}")
         self.check_dtype(f"the result of {name}", with_shape.dtype)
@@ -306,12 +295,13 @@ class Tracer(Traced, TorchDispatchMode):
                 return _any_value(x)
             return torch.empty((), dtype=_wide(x.dtype, numbers), device="meta")
 
+        kwargs = {name: x for name, x in kwargs.items() if name != "device"}  # a scalar has none
         with torch.no_grad():
             result: Tensor = func(*tree_map(meta, args), **tree_map(meta, kwargs))
         return result
 
     def dtype_of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype:
-        result = self.on_meta(func, args, {k: v for k, v in kwargs.items() if k != "device"})
+        result = self.on_meta(func, args, kwargs)
         if not isinstance(result, Tensor):
             raise self.unsupported(func._schema.name.removeprefix("aten::"))
         return result.dtype

@@ -80,15 +80,15 @@ class _Blocks:
     """The blocks that are open in all threads, and what they have changed in torch."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # of all but `this_thread`, and of every context's counts
         self.this_thread = _Thread()
-        self.open = 0
+        self.open = 0  # blocks
         self.process_wide: tuple[SdpaReplaced, ...] = ()
-        self.in_every_thread = False
-        self.attributes: list[tuple[Any, str, Any]] = []
-        self.renaming: Renaming | None = None
-        self.compiled = False
-        self.warned: set[str] = set()
+        self.in_every_thread = False  # if one is process_wide; torch.compile guards on this
+        self.attributes: list[tuple[Any, str, Any]] = []  # ours in torch: owner, name, replacement
+        self.renaming: Renaming | None = None  # of torch's C function
+        self.compiled = False  # whether torch.compile has ever replaced a call
+        self.warned: set[str] = set()  # past warnings without their numbers
 
     def begin(self, everywhere: "SdpaReplaced | None") -> None:
         with self.lock:
@@ -168,8 +168,15 @@ class SdpaReplaced(TorchFunctionMode):
             if not self._process_wide:
                 _blocks.this_thread.entered = _blocks.this_thread.entered[:-1]
             _blocks.end(self if self._process_wide else None)
-        if self.replaced == 0 and error[:1] == (None,):
-            self._warn_of_no_call()
+        # A compiled function may have run, which does not count; reasons were warned of.
+        if error[:1] == (None,) and not (self.replaced or self.left_alone or _blocks.compiled):
+            why = "there was none. The model may have an attention of its own"
+            if not self._process_wide:
+                why = (
+                    "there was none in this thread. If the model runs in other threads, use "
+                    "sdpa_replaced(process_wide=True)"
+                )
+            _warn(f"sdpa_replaced() replaced no call of scaled_dot_product_attention: {why}")
 
     def __torch_function__(
         self,
@@ -191,18 +198,6 @@ class SdpaReplaced(TorchFunctionMode):
             self.replaced += 1
         else:
             count_reason(self.left_alone, reason)
-
-    def _warn_of_no_call(self) -> None:
-        # A compiled function may have run, which does not count; reasons were warned of.
-        if _blocks.compiled or self.left_alone:
-            return
-        why = "there was none. The model may have an attention of its own"
-        if not self._process_wide:
-            why = (
-                "there was none in this thread. If the model runs in other threads, use "
-                "sdpa_replaced(process_wide=True)"
-            )
-        _warn(f"sdpa_replaced() replaced no call of scaled_dot_product_attention: {why}")
 
 
 def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> SdpaReplaced:
@@ -255,7 +250,7 @@ def await_causal_bias() -> None:
 
 
 def _pass_original_to_causal_bias() -> None:
-    """Without this CausalBias mistakes torch's function, and returns elements that are not set."""
+    """Let CausalBias know torch's function in a block; else it returns uninitialised elements."""
     bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
     original = bias.__torch_function__.__func__
 
@@ -425,7 +420,7 @@ def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
         return "forward-mode derivatives are not implemented"
     for tensor in tensors:
         device = tensor.device.type
-        if device == "cpu" and not on_mps and not _simulating():
+        if device == "cpu" and not on_mps and not simulating():
             return "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
         if device not in ("cpu", "mps"):
             return f"there are no kernels for tensors on {device}"
@@ -433,7 +428,7 @@ def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
 
 
 @_run_by_compiler
-def _simulating() -> bool:
+def simulating() -> bool:
     return session.active()
 
 

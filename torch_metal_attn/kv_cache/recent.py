@@ -46,7 +46,7 @@ class NoRecentRows:
 
 
 class _Held(NamedTuple):
-    """Rows [first, end) of a sequence; those from `start` on were here, and are overwritten."""
+    """The rows [first, end) that a slot has of its sequence. It once had those from `start` on."""
 
     first: int = 0
     end: int = 0
@@ -226,12 +226,7 @@ class RecentRows:
         where: dict[str, Any],
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Attention to rows that are there, of queries that are no older than those kept here.
-
-        options: `softmax_scale`, `softcap` and `learnable_sink` of `flash_decode`, and visibility
-        that is the same for all older rows: causal or window_size_right of 0, q_offset, leftpad_k
-        and seqused_k.
-        """
+        """Attention to rows that are there; options must hide the same of all older rows."""
         held = self._after(layer, lengths, slots, 0)
         pad, used, first = options.get("leftpad_k"), options.get("seqused_k"), self._first(held)
         near = options | {

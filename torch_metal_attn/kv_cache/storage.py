@@ -82,12 +82,7 @@ class LayerCache:
 
 @dataclass
 class ExportedSequence:
-    """One sequence of a `PagedKVCache`, outside of it. It can be pickled.
-
-    layout: what a cache must have in common to import it. namespace, tokens, lengths, accepted: as
-    the cache had them. held: which pages of each group are here. pages: those pages of each tensor
-    of a layer. recent: the sequence's recent rows.
-    """
+    """One sequence of a `PagedKVCache`, outside of it. It can be pickled."""
 
     layout: dict[str, Any]
     namespace: Any
@@ -198,11 +193,9 @@ class Storage:
         self._kind |= {"values_in_keys": values_in_keys, "recent": recent}
 
         def empty(blocks: int, columns: int, dtype: torch.dtype) -> Tensor:
-            if layout == "NHD":
-                shape = (blocks, rows, num_kv_heads, columns)
-                return torch.zeros(shape, dtype=dtype, device=device)
-            shape = (blocks, num_kv_heads, rows, columns)
-            return torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
+            sizes = (rows, num_kv_heads) if layout == "NHD" else (num_kv_heads, rows)
+            x = torch.zeros((blocks, *sizes, columns), dtype=dtype, device=device)
+            return x if layout == "NHD" else x.transpose(1, 2)
 
         def operand(
             blocks: int, columns: int, format: str | None, scale: Tensor | None

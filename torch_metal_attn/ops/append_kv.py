@@ -78,18 +78,13 @@ def reference(
         rotary_first = first
         if leftpad_k is not None and rotary_from_leftpad:
             rotary_first = first - leftpad_k
-        ops = torch.ops.metal_attn
-
-        def rows(x: Tensor, advance: bool) -> Tensor:
-            each = torch.arange(x.shape[2], device=x.device) if steps is None else steps
-            return rotary_first[:, None] + (each if advance else torch.zeros_like(each))
-
-        tables = (rotary_cos, rotary_sin)
-        options: dict[str, Any] = {"interleaved": rotary_interleaved}
 
         def rotate_(x: Tensor, advance: bool) -> None:
+            each = torch.arange(x.shape[2], device=x.device) if steps is None else steps
+            rows = rotary_first[:, None] + (each if advance else torch.zeros_like(each))
+            options = {"positions": rows, "interleaved": rotary_interleaved}
             columns = x[..., rotary_first_column:]
-            ops.rope_(columns, None, *tables, positions=rows(x, advance), **options)
+            torch.ops.metal_attn.rope_(columns, None, rotary_cos, rotary_sin, **options)
 
         k = k.clone()
         rotate_(k, True)

@@ -23,11 +23,6 @@ _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale", "
 _WRITTEN = ("k_cache", "v_cache", "cache_seqlens")
 
 
-def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    append = {n: x for n, x in options.items() if n in (*_ROTARY, *_CACHE)}
-    return append, {n: x for n, x in options.items() if n not in _ROTARY}
-
-
 def _dense(packed: Tensor, rows: slice) -> Tensor:
     return packed[rows].transpose(0, 1)[None]
 
@@ -72,7 +67,8 @@ def reference(
     **options: Any,
 ) -> FlashFwdResult:
     """The op composed of `rope`, `append_kv`, and attention to what the cache then holds."""
-    append, attend = _split(options)
+    append = {n: x for n, x in options.items() if n in (*_ROTARY, *_CACHE)}
+    attend = {n: x for n, x in options.items() if n not in _ROTARY}
     rotates = append.get("rotary_cos") is not None
     q = q.clone() if rotates else q
     written = (k_cache, v_cache, cache_seqlens)

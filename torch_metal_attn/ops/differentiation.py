@@ -41,11 +41,7 @@ def batched(tensor: Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply`, which also works inside torch.func's transforms.
-
-    torch's own `apply` is for code above the dispatcher: inside a transform it would look for a
-    kernel of every transform. Here, below the dispatcher, only one level is left to differentiate.
-    """
+    """`function.apply` below the dispatcher, where torch.func leaves one level to differentiate."""
     if not transforming():
         return function.apply(*arguments)
     with enable_single_level_autograd_function():
@@ -76,11 +72,8 @@ def saved(ctx: Any) -> list[Any]:
 
 @contextmanager
 def below_autograd() -> Iterator[None]:
-    """A context for the op in a Function's forward.
-
-    Gradients are off in a forward. Inside a transform, torch.func's next level would see that,
-    record nothing, and give zero as its derivative. So gradients are enabled there.
-    """
+    """A context for the op in a Function's forward."""
+    # Gradients are off there. Inside a transform torch.func's next level would then give zero.
     grad_mode = torch.enable_grad() if transforming() else nullcontext()
     with grad_mode, torch._C._AutoDispatchBelowAutograd():
         yield
@@ -229,11 +222,7 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 class _Overwritten(torch.autograd.Function):
-    """A tensor some of whose elements were written by an op without a gradient.
-
-    `origin` requires grad, so the tensor does from now on. The written values have no edge to where
-    they come from, so that a cache does not keep the graph of each step alive.
-    """
+    """A tensor that an op without a gradient has written; keeps no step's graph alive."""
 
     @staticmethod
     def forward(message: str, origin: Tensor, tensor: Tensor) -> Tensor:
@@ -315,18 +304,13 @@ def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -
 
 def _mark_overwritten(tensor: Tensor, message: str) -> None:
     whole = _whole(tensor)
-    if (
-        type(whole.grad_fn).__name__ != f"{_Overwritten.__name__}Backward"
-    ):  # unless it is marked already
+    marked = type(whole.grad_fn).__name__ == f"{_Overwritten.__name__}Backward"
+    if not marked:
         _Overwritten.apply(message, torch.empty(0, requires_grad=True), whole)
 
 
 def refuse(name: str, advice: str, written: Written | None = None) -> None:
-    """Give an op an Autograd kernel without a derivative: backward raises NotImplementedError.
-
-    `written`: if an argument of those that are written requires grad, or one that is written there,
-    the written tensor requires it afterwards, as with torch's own operators. Writes are counted.
-    """
+    """Let an op's derivative, and that of what it writes, raise NotImplementedError."""
     if written is not None:
         _refused[name] = advice, written
         count_writes(name, written)

@@ -28,12 +28,7 @@ from torch_metal_attn.ops.listed_bwd import listed_gradients
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 # Tensors without a gradient. Integers and bools cannot ask for one.
-_CONSTANTS = (
-    "q_rotary_cos",
-    "q_rotary_sin",
-    "k_rotary_cos",
-    "k_rotary_sin",
-)
+_CONSTANTS = tuple(f"{side}_rotary_{table}" for side in "qk" for table in ("cos", "sin"))
 # Options of a cache, whose keys are those of other calls too.
 _CACHE = ("block_table", "cache_batch_idx", "k_scale", "v_scale")
 _LISTS = ("indices", "kv_block_size", "q_block_size")

@@ -144,7 +144,6 @@ def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     return result
 
 
-_register_cpu("flex_fwd")
-_register_cpu("flex_bwd")
-_register_cpu("flex_bwd_captures")
+for _name in ("flex_fwd", "flex_bwd", "flex_bwd_captures"):
+    _register_cpu(_name)
 refuse_second_derivative("flex_bwd", "flex_bwd_captures")

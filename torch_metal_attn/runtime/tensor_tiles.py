@@ -130,10 +130,7 @@ def on_m5() -> Iterator[None]:
 
 
 def _record(version: str) -> str:
-    """The file that says that both kinds of tile agreed on this machine; "" if there is no place.
-
-    The text of the kernels counts too: in a source checkout it changes without the version.
-    """
+    """The file that notes that both tiles agreed here with these kernels; "" if it has no place."""
     gpu = torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else ""
     parts = [gpu, macos.version(), torch.__version__, version]
     parts += map(shaders.source, FAMILIES)

@@ -432,9 +432,8 @@ def flash_varlen(
     record("packed", module, query, key, f"in {len(bounds['cu_seq_lens_q']) - 1} sequences")
     packed = (x[0].transpose(0, 1) for x in (query, key, value))
     ends = (bounds[name].to(torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    out: Tensor = call(torch.ops.metal_attn.flash_varlen_fwd, (*packed, *ends, *longest), options)[
-        0
-    ]
+    op = torch.ops.metal_attn.flash_varlen_fwd
+    out: Tensor = call(op, (*packed, *ends, *longest), options)[0]
     return out[None].contiguous()
 
 

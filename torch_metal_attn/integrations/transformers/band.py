@@ -125,11 +125,7 @@ def is_causal(mask: Tensor) -> bool:
 
 
 def is_descriptor(mask: Tensor, kv_length: int) -> bool:
-    """True if `mask` is a descriptor and cannot be a mask, whose last size is kv_length.
-
-    `metal_attention_mask` makes no descriptor for 8 keys or fewer. So whatever a model does to a
-    descriptor as if it were a mask (slices, sums, concatenations), the result has another shape.
-    """
+    """True for a descriptor, but for no part of one: there is none for 8 keys or fewer."""
     return (
         mask.dtype == torch.int32
         and mask.dim() == 4

@@ -127,10 +127,6 @@ class Latents:
         k, v = expand(self._module, *parts)
         return k, v
 
-    def rows(self) -> Tensor:
-        """(B, 1, Lk, C + R): a copy, as transformers' own caches hold both parts by themselves."""
-        return torch.cat([self.latents, self.k_rotated], -1)
-
     def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor | HeldRows, Tensor | HeldRows]:
         """The queries (B, H, Lq, C + R), keys and values of attention to the rows."""
         first = self._module.qk_nope_head_dim
@@ -139,7 +135,7 @@ class Latents:
             blocks = held.layer.storage.layers[0].by_block()
             self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in blocks), q)
             return q, held, held
-        rows = self.rows()
+        rows = torch.cat([self.latents, self.k_rotated], -1)  # (B, 1, Lk, C + R)
         self._tell_of_bytes(rows.shape[-1] * rows.element_size(), q)
         return q, rows, rows[..., : self.latents.shape[-1]]
 

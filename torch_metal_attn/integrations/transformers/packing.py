@@ -26,10 +26,8 @@ SEQUENCES = ("seq_idx", "packed_seq_lengths", "cu_seqlens")
 
 def hidden(tensor: Tensor) -> bool:
     """True if the host cannot read the values: in a graph, on meta, or inside of torch.func."""
-    if is_tracing(tensor) or tensor.is_meta:
-        return True
-    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return wrapped
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return bool(is_tracing(tensor) or tensor.is_meta or wrapped(tensor))
 
 
 @dataclass
@@ -51,7 +49,7 @@ class Packing:
 
 
 def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Tensor:
-    """The descriptor of rows of packed tokens. sequences: (B, L), the number of each token's."""
+    """The descriptor of a batch of rows. sequences: (B, L), each token's sequence, from 0 up."""
     batch, length = sequences.shape
     band = bands.Band(0, length, length, window_size_left, window_size_right)
     descriptor = bands.table(band, batch * length, sequences.device).view(batch, 1, length, -1)
@@ -109,11 +107,7 @@ def unpacked(mask: Tensor) -> Tensor:
 
 
 def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """True if `position_ids` (B, L) say that a row of an `unpacked` mask holds several sequences.
-
-    The positions then begin at 0, grow by 1 and fall back to 0. Every layer asks with the same
-    tensors, so only the first one waits for the device.
-    """
+    """True if positions (B, L) begin at 0 and fall back to 0: a row of several sequences."""
     if torch.compiler.is_compiling():
         return False
     checked = getattr(mask, _UNPACKED, None)

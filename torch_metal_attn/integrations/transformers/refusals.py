@@ -96,11 +96,7 @@ def _refuse_weights_of_model(part: PreTrainedModel, args: Any, kwargs: dict[str,
 
 
 def refuse_weights(module: nn.Module, asked: bool | None) -> None:
-    """Raises NotImplementedError if attention weights are requested, which no kernel computes.
-
-    asked: `output_attentions`, if the model passes it on. Other models only collect what their
-    attention modules return, and would return an empty tuple.
-    """
+    """Raises NotImplementedError for attention weights, asked for or only collected."""
     # Graphs cannot read a context; transformers sets this for them.
     compiling = torch.compiler.is_compiling()
     collected = _active_collector.global_var if compiling else _active_collector.get()

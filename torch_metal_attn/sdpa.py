@@ -169,7 +169,6 @@ class Problem:
         return whole
 
     def run_or_refusal(self) -> tuple[Tensor, None] | tuple[None, str]:
-        """The result, or why the op refuses the call."""
         try:
             return self.run(), None
         except ValueError:
@@ -284,7 +283,6 @@ def _check_as_torch(
     dropout_p: float,
     is_causal: bool,
 ) -> None:
-    """torch's checks, with its messages."""
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
     if min(query.dim(), key.dim(), value.dim()) < 2:
@@ -428,7 +426,7 @@ def _fold(
 
 
 def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
-    """A mask expanded to `leading` on each side of `split`, unless it is 1 all over there."""
+    """A mask expanded to `leading` on each side of `split`, unless all sizes there are 1."""
     shape = list(mask.shape)
     for dims in (range(split), range(split, len(leading))):
         if any(mask.shape[dim] != 1 for dim in dims):

@@ -226,7 +226,7 @@ class RecentRows:
         where: dict[str, Any],
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Attention to rows that are there; options must hide the same of all older rows."""
+        """Attention to rows that are there; options must treat all older rows alike."""
         held = self._after(layer, lengths, slots, 0)
         pad, used, first = options.get("leftpad_k"), options.get("seqused_k"), self._first(held)
         near = options | {

@@ -63,7 +63,6 @@ class WindowGroups:
         return {"window_size_left": limit, **options}
 
     def cascade_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
-        """The same for `CascadePlan`."""
         if (limit := self.windows[layer]) < 0:
             return options
         size = options.get("window_size", (limit, -1))

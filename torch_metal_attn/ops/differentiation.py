@@ -170,7 +170,7 @@ def by_name(
 def by_schema(
     op: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> list[tuple[Any, Any]]:
-    """The arguments of an op's schema, with values. op: also a function whose first one it is."""
+    """The arguments in an op's schema, with values. op: or a function that takes one first."""
     if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         op, *arguments = arguments
     op = getattr(op, "default", op)

@@ -61,7 +61,7 @@ def _flash_bwd_fake(*arguments: Any, exact_delta: bool = False, **options: Any) 
 def rotary_rows(
     x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tables and positions, None if row i is token i's, with which `rope` rotates as flash_fwd."""
+    """Tables and positions with which `rope` rotates as flash_fwd; None if row i is token i's."""
     rows = min(cos.shape[-2], sin.shape[-2])
     cos, sin = torch.broadcast_tensors(cos[..., :rows, :], sin[..., :rows, :])
     if cu_seqlens is None:

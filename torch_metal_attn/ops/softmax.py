@@ -50,7 +50,7 @@ def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
 
 
 def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
-    """Run the op with gradients: torch.compile drops those of an input that is mutated without."""
+    """Run the op with gradients on: else torch.compile drops those of an input that is mutated."""
     with torch.enable_grad():
         result: Tensor = below(op, tensor, argument)
         return result

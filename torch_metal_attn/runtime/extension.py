@@ -132,7 +132,7 @@ def _without_comments(text: bytes) -> list[bytes]:
 
 
 def tell_gpu(library: ctypes.CDLL) -> None:
-    """Tell the extension the GPU's name, which tells a virtual one, and its number of cores."""
+    """Tell the extension the GPU's cores, and its name, by which it knows a virtual one."""
     if hasattr(torch.backends.mps, "get_name"):
         library.metal_attn_set_gpu_name(torch.backends.mps.get_name().encode())
     if hasattr(torch.backends.mps, "get_core_count"):

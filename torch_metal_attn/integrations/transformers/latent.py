@@ -127,6 +127,9 @@ class Latents:
         k, v = expand(self._module, *parts)
         return k, v
 
+    def rows(self) -> Tensor:
+        return torch.cat([self.latents, self.k_rotated], -1)  # (B, 1, Lk, C + R)
+
     def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor | HeldRows, Tensor | HeldRows]:
         """The queries (B, H, Lq, C + R), keys and values of attention to the rows."""
         first = self._module.qk_nope_head_dim
@@ -135,7 +138,7 @@ class Latents:
             blocks = held.layer.storage.layers[0].by_block()
             self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in blocks), q)
             return q, held, held
-        rows = torch.cat([self.latents, self.k_rotated], -1)  # (B, 1, Lk, C + R)
+        rows = self.rows()
         self._tell_of_bytes(rows.shape[-1] * rows.element_size(), q)
         return q, rows, rows[..., : self.latents.shape[-1]]
 

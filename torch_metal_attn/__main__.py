@@ -101,12 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _verify(options: argparse.Namespace) -> bool:
-    if options.full:
-        return verify_full(options.report or REPORT)
-    return verify()
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 on success, 1 for a wrong result, 2 if the command cannot run."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -120,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         return doctor.doctor(options)  # what the script raises passes
     commands = {
         "info": info,
-        "verify": _verify,
+        "verify": lambda _: verify_full(options.report or REPORT) if options.full else verify(),
         "fuzz": fuzzing.fuzz,
         "explain": explain_shapes,
         "bench": bench,

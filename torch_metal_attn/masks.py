@@ -37,15 +37,13 @@ class Mask:
         _check_function("&", other)
         return Mask(partial(_both, self, other))
 
-    def __rand__(self, other: MaskMod) -> "Mask":
-        return self & other
+    __rand__ = __and__
 
     def __or__(self, other: MaskMod) -> "Mask":
         _check_function("|", other)
         return Mask(partial(_either, self, other))
 
-    def __ror__(self, other: MaskMod) -> "Mask":
-        return self | other
+    __ror__ = __or__
 
     def __invert__(self) -> "Mask":
         return Mask(partial(_not, self))

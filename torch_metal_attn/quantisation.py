@@ -29,13 +29,11 @@ codes of its neighbours (Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference 
 These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the same bits.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from torch_metal_attn.call import arguments
-from torch_metal_attn.call.autocast import autocasts
+from torch_metal_attn.call.autocast import without_autocast
 from torch_metal_attn.wording import count_text, value_text
 
 __all__ = [
@@ -78,13 +76,12 @@ def hadamard(x: Tensor, size: int) -> Tensor:
     if not check_hadamard(size, {"x": x.shape[-1] if x.dim() else 0}, "size"):
         raise ValueError(f"size is 0; it must be one of {', '.join(map(str, HADAMARD))}")
     # Made where x is: a copy from the host would wait for the GPU.
-    matrix, kind = rotated(torch.eye(size, device=x.device), size), x.device.type
-    with torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext():
+    matrix = rotated(torch.eye(size, device=x.device), size)
+    with without_autocast(x.device.type):
         return (x.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
 
 
 def check_columns(name: str, columns: int, format: str) -> None:
-    """Raise ValueError if the format has no whole scales for so many columns."""
     shared = shared_columns(format)
     if columns % shared != 0:
         raise ValueError(f"{name} is {columns}; {format} needs a multiple of {shared}")
@@ -206,7 +203,6 @@ def dequantise(
 
 
 def _values(data: Tensor, scale: Tensor | None, heads_dim: int) -> Tensor:
-    """The values in float32."""
     format = format_of(data, scale)
     if format == "fp8_e4m3":
         values = _fp8_values(data)
@@ -456,7 +452,6 @@ def _fp8_bits(x: Tensor) -> Tensor:
 
 
 def _fp8_values(data: Tensor) -> Tensor:
-    """float32 of float8_e4m3fn or its bits."""
     if data.dtype == torch.float8_e4m3fn:
         return data.float()
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()

@@ -5,7 +5,7 @@ call these functions, so that there is one definition of what the kernels have t
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.autocast import autocasts
+from torch_metal_attn.call.autocast import without_autocast
 from torch_metal_attn.call.visibility import (
     depths,
     existing_keys,
@@ -28,8 +28,6 @@ from torch_metal_attn.quantisation import columns, dequantise, rotated
 # Scores held at once. 2**23 float32 scores take 32 MiB, little next to any model and enough for
 # full-speed matmuls.
 _SCORES_PER_BLOCK = 2**23
-
-_Block = Callable[[slice], tuple[Tensor, Tensor]]  # out and lse of some rows of q
 
 
 def attention(
@@ -206,13 +204,12 @@ def attention(
     alone = indices is not None and not all(bool(x.isfinite().all()) for x in (k, v))
     rows = 1 if alone else max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
     starts = range(0, max(q_length, 1), rows)
-    run = _recomputed if len(starts) > 1 and torch.is_grad_enabled() else _run
-    with (
-        torch.autocast(q.device.type, enabled=False) if autocasts(q.device.type) else nullcontext()
-    ):
-        # Autocast would do the products in half precision, whatever the dtypes here are, and on the
-        # CPU its torch.cat refuses float16.
-        blocks = [run(block, slice(start, min(start + rows, q_length))) for start in starts]
+    run: Callable[[slice], tuple[Tensor, Tensor]] = block
+    if len(starts) > 1 and torch.is_grad_enabled():
+        # Saves nothing for its backward, which computes the block again.
+        run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+    with without_autocast(q.device.type):  # whose torch.cat refuses float16 on the CPU
+        blocks = [run(slice(start, min(start + rows, q_length))) for start in starts]
         out = torch.cat([out.to(out_dtype) for out, _ in blocks], 2)
         return out, torch.cat([lse for _, lse in blocks], 2)
 
@@ -226,10 +223,7 @@ def scores(
     alibi_slopes: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """The scores whose softmax `attention` takes: (B, Hq, Lq, Lk), -inf where a query sees no key.
-
-    In float32, without gradients, with the options that flash-attn's functions have.
-    """
+    """What `attention` takes the softmax of: (B, Hq, Lq, Lk) float32, -inf for hidden keys."""
     with torch.no_grad():
         keys = torch.arange(k.shape[2], device=q.device)
         position = positions_of(q.shape[2], k.shape[2], None, None, q.device)[..., None]
@@ -371,30 +365,14 @@ def _values(x: Tensor, scale: Tensor | None) -> Tensor:
     return dequantise(x, scale, torch.float32) if quantised else x
 
 
-def _run(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
-    return block(rows)
-
-
-def _recomputed(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
-    """`block(rows)`, checkpointed: it saves nothing for its backward, which computes it again."""
-    result: tuple[Tensor, Tensor] = checkpoint(
-        block, rows, use_reentrant=False, preserve_rng_state=False
-    )
-    return result
-
-
 def _alibi(slopes: Tensor | None, position: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias of slopes (H,) or (B, H), broadcastable to (B, H, rows, Lk), for such positions.
-
-    0 without slopes.
-    """
+    """The bias of slopes (H,) or (B, H), broadcastable to (B, H, rows, Lk); 0 without slopes."""
     if slopes is None:
         return torch.zeros((), dtype=dtype, device=keys.device)
     return -slopes.to(dtype)[..., None, None] * (position - keys).abs()[:, None]
 
 
 def _rows(mask: Tensor, rows: slice, q_length: int) -> Tensor:
-    """The part of a broadcastable (B, Hq, Lq, Lk) tensor for a block of queries."""
     return mask[..., rows, :] if mask.dim() > 1 and mask.shape[-2] == q_length != 1 else mask
 
 
@@ -432,7 +410,6 @@ def _dropout_factors(
     kv_length: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """The factors of some queries' weights under dropout: (B, Hq, rows, Lk), or None."""
     if rng_state is None:
         return None
     batch, heads = range(first_batch, first_batch + q.shape[0]), q.shape[1]
@@ -442,10 +419,7 @@ def _dropout_factors(
 
 
 def transformed(scores: Tensor, *, softcap: float = 0.0) -> Tensor:
-    """The scores by the options that are functions of a score, before anything is added to them.
-
-    softcap > 0: softcap * tanh(score / softcap) (Gemma 2, 2024).
-    """
+    """The scores by functions of a score. softcap > 0: Gemma 2's (2024)."""
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     return scores

@@ -59,12 +59,6 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
     return powers
 
 
-def _seq_len(value: int | None) -> int:
-    """The longest sequence, 0 if none is given."""
-    length: int = 0 if value is None else as_int_at_least("seq_len", value, 0, INT32_MAX)
-    return length
-
-
 def default(dim: int, base: float = 10000.0, *, device: Any = None) -> Frequencies:
     """Unscaled frequencies: base ** (-2 i / dim) for pair i of the `dim` rotated columns.
 
@@ -117,7 +111,8 @@ def dynamic_ntk(
     """
     factor = as_positive("factor", factor)
     max_position_embeddings = as_positive("max_position_embeddings", max_position_embeddings)
-    length = max(_seq_len(seq_len), max_position_embeddings)
+    longest = 0 if seq_len is None else as_int_at_least("seq_len", seq_len, 0, INT32_MAX)
+    length = max(longest, max_position_embeddings)
     stretch = (factor * length / max_position_embeddings) - (factor - 1)
     return _inv_freq(dim, _scaled_base(dim, base, stretch), device), 1.0
 

@@ -120,10 +120,7 @@ def scaled_dot_product_attention(
 def _run_without_plan(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> Tensor | None:
-    """Run a plain call without a plan, which takes longer than the call; None if it is not plain.
-
-    What the op refuses also gives None, so that the plan raises in torch's words.
-    """
+    """Run a plain call without a plan, which takes longer; None for all that the op refuses."""
     if not (
         type(is_causal) is bool
         and (scale is None or type(scale) is float)
@@ -172,7 +169,6 @@ class Problem:
         return whole
 
     def run_or_refusal(self) -> tuple[Tensor, None] | tuple[None, str]:
-        """The result, or why the op refuses the call."""
         try:
             return self.run(), None
         except ValueError:
@@ -199,7 +195,6 @@ class Problem:
             return extension.launches(recorded)
 
     def _arguments(self, rng_state: Tensor | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Those of the op."""
         options = {
             "softmax_scale": self.scale,
             "causal": self.is_causal,
@@ -212,10 +207,7 @@ class Problem:
 
 
 def plan(arguments: Arguments) -> Problem:
-    """The op's arguments for a call of `scaled_dot_product_attention`, or its error. Runs nothing.
-
-    Sizes near 2^31 and numbers that are not finite are checked by the op.
-    """
+    """The op's arguments for a call, or its error. Leaves large sizes and numbers to the op."""
     for name in ("dropout_p", "scale"):
         value = getattr(arguments, name)
         refuse_gradient(name, value)
@@ -237,7 +229,13 @@ def plan(arguments: Arguments) -> Problem:
     _check_as_torch(query, key, value, attn_mask, dropout_p, is_causal)
     _check_limits(query, key, value, attn_mask)
     if causal_bias is not None:
-        _check_causal_bias(causal_bias, query.shape[-2], key.shape[-2])
+        q_length, k_length = query.shape[-2], key.shape[-2]
+        if (causal_bias.seq_len_q, causal_bias.seq_len_kv) != (q_length, k_length):
+            raise RuntimeError(
+                f"attn_mask is a CausalBias of {count_text(causal_bias.seq_len_q, 'query')} and "
+                f"{count_text(causal_bias.seq_len_kv, 'key')}; query has a length of {q_length} "
+                f"and key of {k_length}"
+            )
 
     batch, heads = _leading_shape(query, key, value, enable_gqa)
     has_heads = max(query.dim(), key.dim(), value.dim()) > 2
@@ -249,10 +247,7 @@ def plan(arguments: Arguments) -> Problem:
 
 
 def is_causal_bias(attn_mask: object) -> bool:
-    """True if a mask is a torch.nn.attention.bias.CausalBias, which has no elements.
-
-    Importing that module takes seconds and is not needed: if such a mask exists, it is imported.
-    """
+    """True for torch's CausalBias; does not import its module, which takes seconds."""
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
@@ -288,7 +283,6 @@ def _check_as_torch(
     dropout_p: float,
     is_causal: bool,
 ) -> None:
-    """torch's checks, with its messages."""
     if attn_mask is not None and is_causal:
         raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
     if min(query.dim(), key.dim(), value.dim()) < 2:
@@ -320,15 +314,11 @@ def _check_as_torch(
 
 
 def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
-    """Some of the op's checks, so that errors show the shapes that were given.
-
-    torch.compile knows from them whether the op takes a call that `sdpa_replaced` sees.
-    """
+    """Some of the op's checks, so that errors show the user's shapes, also in torch.compile."""
     tensors = [("query", query), ("key", key), ("value", value)]
     for name, tensor in [*tensors, ("attn_mask", attn_mask)]:
-        if tensor is None:
-            continue
-        refuse_layout(name, tensor)
+        if tensor is not None:
+            refuse_layout(name, tensor)
     if query.dtype not in ELEMENTS:
         raise ValueError(f"query has dtype {query.dtype}; it must be float32, float16 or bfloat16")
     for name, tensor in tensors:
@@ -357,15 +347,6 @@ def _check_mask_shape(mask: Tensor, scores: tuple[int, ...]) -> None:
         raise RuntimeError(
             f"attn_mask has shape {tuple(mask.shape)}; it must broadcast to {scores}, the shape "
             "of the scores"
-        )
-
-
-def _check_causal_bias(bias: Any, q_length: int, k_length: int) -> None:
-    if (bias.seq_len_q, bias.seq_len_kv) != (q_length, k_length):
-        raise RuntimeError(
-            f"attn_mask is a CausalBias of {count_text(bias.seq_len_q, 'query')} and "
-            f"{count_text(bias.seq_len_kv, 'key')}; query has a length of {q_length} and key of "
-            f"{k_length}"
         )
 
 
@@ -412,11 +393,7 @@ def _fold(
     batch: tuple[int, ...],
     heads: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Views (B, H, L, D), leading dimensions merged: the first ones into B, the rest into H.
-
-    As many as possible go into B. A mask like (B, 1, 1, 1, Lk) cannot have B and the next dimension
-    merged, so then the next dimension goes into the heads.
-    """
+    """Views (B, H, L, D), with as many leading dimensions as possible in B, the others in H."""
     named = {"query": query, "key": key, "value": value}
     views = {
         name: x.expand((*batch, count, *x.shape[-2:]))
@@ -449,10 +426,7 @@ def _fold(
 
 
 def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
-    """A mask expanded to `leading` before `split`, and from `split` up to the rows.
-
-    Each of these groups stays as it is if all its dimensions are 1.
-    """
+    """A mask expanded to `leading` on each side of `split`, unless all sizes there are 1."""
     shape = list(mask.shape)
     for dims in (range(split), range(split, len(leading))):
         if any(mask.shape[dim] != 1 for dim in dims):
@@ -462,10 +436,7 @@ def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
 
 
 def _folded(tensor: Tensor, split: int) -> Tensor | None:
-    """`tensor` with the dimensions before `split` merged, and those from `split` up to the rows.
-
-    None if there is no such view.
-    """
+    """The dimensions before and after `split` merged each; None if there is no such view."""
     rows = tensor.dim() - 2
     if tensor.numel() > 0 and not (
         _merges(tensor, range(split)) and _merges(tensor, range(split, rows))

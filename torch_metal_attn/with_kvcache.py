@@ -219,12 +219,7 @@ def flash_attn_with_kvcache(
 
 @dataclass
 class _Call:
-    """A call whose arguments have the ops' form. All of it is checked before a row is written.
-
-    Attributes: operands: q, k_cache and v_cache. few: one op takes all queries and new rows.
-        options: of attention. cache: where and how the cache has its rows. new: new keys and
-        values, if any. rotary: their rotation.
-    """
+    """A call in the ops' form. few: one op takes all queries and new rows."""
 
     operands: tuple[Tensor, Tensor, Tensor]
     seqlens: Any  # None only without new rows
@@ -237,7 +232,6 @@ class _Call:
     rotary: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """out and the log-sum-exp."""
         if not self.few:
             self._check_options_of_few()
         if self._is_one_step():
@@ -258,7 +252,6 @@ class _Call:
         return self.new[0].numel() > 0 or not _STEP_ALONE.isdisjoint(self.options)
 
     def _check_options_of_few(self) -> None:
-        """Check the options of flash_decode that flash_fwd does not have."""
         if not 0 <= self.num_splits <= _MAX_SPLITS:
             raise ValueError(
                 f"num_splits is {self.num_splits}; it must be 0 (chosen for you) or in "
@@ -313,7 +306,6 @@ class _Call:
         return rotated_in_blocks(swapped(out), blocks) if blocks else swapped(out), lse
 
     def _attention(self, op: Any, q: Tensor, seqlens: Any, cache: dict[str, Any]) -> Any:
-        """Run an op of attention to the cache, or its checks alone."""
         options = self.options | cache | only_given(seqused_k=seqlens)
         return _CACHED_NAMES.run(op, (*map(swapped, (q, *self.operands[1:])),), options)
 
@@ -354,7 +346,6 @@ def _packing(
     appends: bool,
     cu_seqlens_k_new: Tensor | None,
 ) -> dict[str, Any]:
-    """The ops' options of packed queries."""
     if cu_seqlens_k_new is not None and (cu_seqlens_q is None or not appends):
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "k and v"
         raise ValueError(f"cu_seqlens_k_new is given without {missing}; it is of packed new rows")
@@ -404,7 +395,6 @@ def _fast_with_kvcache(
 def _new_rows(
     k: Tensor | None, v: Tensor | None, seqlens: Tensor | None, packed: bool
 ) -> tuple[Tensor, Tensor]:
-    """New keys and values, cast to autocast's dtype."""
     if k is None or v is None:
         raise ValueError("only one of k and v is given; give both or neither")
     for name, tensor in (("k", k), ("v", v)):

@@ -47,7 +47,6 @@ def refuse_layout(name: str, tensor: Tensor) -> None:
 
 
 def refuse_dtensor(name: str, value: object) -> None:
-    """Raise NotImplementedError for a DTensor."""
     if is_dtensor(value):
         raise NotImplementedError(
             unmarked(
@@ -104,7 +103,6 @@ def check_tensors(**values: object) -> None:
 
 
 def check_one_device(**tensors: Any) -> None:
-    """They are tensors, on the device of the first."""
     check_tensors(**tensors)
     (first, like), *rest = tensors.items()
     for name, tensor in rest:
@@ -116,7 +114,6 @@ def check_one_device(**tensors: Any) -> None:
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """A tensor whose numbers the host reads."""
     check_tensor(name, tensor)
     if tensor.is_meta:
         raise ValueError(f"{name} is on meta, where tensors have no values")
@@ -197,7 +194,6 @@ def as_int_at_least(name: str, value: Any, least: int = 0, most: int = 2**63 - 1
 
 
 def on_device(device: Any) -> torch.device:
-    """The argument `device`."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -294,10 +290,7 @@ def window(window_size: Any) -> tuple[int, int]:
 
 
 def first_options(softmax_scale: object, causal: object, window_size: Any) -> tuple[Any, ...]:
-    """The first options of a plain op; nothing if all are at their defaults.
-
-    Raises TypeError for what is not plain.
-    """
+    """The first options of a plain op, () at their defaults; TypeError if they are not plain."""
     if softmax_scale is None and causal is False and window_size == NO_WINDOW:
         return ()
     if type(causal) is not bool or (softmax_scale is not None and type(softmax_scale) is not float):

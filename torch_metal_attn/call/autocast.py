@@ -1,5 +1,8 @@
 """Casts tensors as torch's autocast does for its own attention function."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,11 @@ _DEVICES = frozenset(
 def autocasts(device: str) -> bool:
     """True if autocast is on for this device type; False for one without autocast, such as meta."""
     return device in _DEVICES and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context in which products are in the dtypes of their operands."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

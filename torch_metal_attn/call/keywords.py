@@ -77,7 +77,6 @@ def without_unknown(function: _Function) -> _Function:
 
 
 def check_keywords(function: str, names: Iterable[str]) -> None:
-    """Raise TypeError for the first keyword that the function does not have."""
     for name in names:
         if name not in _KNOWN[function]:
             advice = _advice(function, _KNOWN[function], name)

@@ -83,10 +83,7 @@ def check_newer(function: str, newer: Iterable[str]) -> None:
 
 
 def score_options(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """The op's keywords for these `ScoreOptions`, without those that are off.
-
-    Each keyword costs the op time. Types are tested first, because a conversion costs time too.
-    """
+    """The op's keywords for these options, without those that are off: each costs time."""
     options: dict[str, Any] = {}
     for name, value in scores.items():
         if name in _FLASH_ATTN_3:
@@ -105,10 +102,7 @@ def score_options(scores: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def limit_options(causal: bool, left: int, right: int) -> dict[str, Any]:
-    """The op's keywords for these limits, -1 where there is none.
-
-    The op refuses two limits on the right; in flash-attn causal wins.
-    """
+    """The op's keywords for these limits, -1 where there is none; causal wins over `right`."""
     options: dict[str, Any] = {"causal": True} if causal else {}
     if left >= 0:
         options["window_size_left"] = left
@@ -125,10 +119,7 @@ def op_options(
     limits: tuple[int, int],
     score: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All of the op's keywords, without those at their defaults; random numbers are drawn.
-
-    limits: as `arguments.window` returns them. score: `ScoreOptions`.
-    """
+    """All of the op's keywords, without those at their defaults; draws random numbers."""
     options = score_options(score)
     if softmax_scale is not None:
         if type(softmax_scale) is not float:
@@ -156,11 +147,7 @@ def named_options(function: _Function) -> _Function:
 def options_of(
     other: Callable[..., Any], operands: int, without: str = ""
 ) -> Callable[[_Function], _Function]:
-    """Let them show the parameters of `other` for `*positional` and `**options`.
-
-    operands: the number of `other`'s parameters that the function has its own for. without: the
-    name of one that it does not have.
-    """
+    """Let help() show the parameters of `other` from number `operands` on, but not `without`."""
     parameters = list(inspect.signature(other).parameters.values())[operands:]
     passed_on = [p for p in parameters if p.name != without]
 

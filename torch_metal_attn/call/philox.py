@@ -21,13 +21,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Four random 32-bit words for each counter.
-
-    Args: counter: four int64 tensors. key: two int64 tensors. Their values are in 0..2**32-1, and
-        their shapes broadcast.
-
-    Returns: four int64 tensors of values in 0..2**32-1.
-    """
+    """Four random 32-bit words, as int64 tensors, for each counter; the shapes broadcast."""
     a, b, c, d = counter
     first_key, second_key = key
     for _ in range(_ROUNDS):
@@ -47,12 +41,7 @@ def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
-    """The op's rng_state, drawn from torch's default generator of `device`; None without dropout.
-
-    Raises:
-        TypeError: dropout_p is not a number.
-        ValueError: dropout_p is outside 0..1.
-    """
+    """The op's rng_state, from the default generator of `device`; None without dropout."""
     if type(dropout_p) is float and dropout_p == 0.0:
         return None
     _check_probability(dropout_p)
@@ -133,5 +122,4 @@ def keep_mask(
 
 
 def _words(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The low and the high word of an int64."""
     return x & _WORD, (x >> 32) & _WORD

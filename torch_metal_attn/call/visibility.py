@@ -15,7 +15,6 @@ def existing_keys(
 
 
 def _exist(keys: Tensor, ends: Tensor | None, pads: Tensor | None) -> Tensor:
-    """True for keys that exist; sequences broadcast to them."""
     exist = torch.ones_like(keys, dtype=torch.bool)
     if ends is not None:
         exist = exist & (keys < ends)
@@ -92,11 +91,7 @@ def visible_listed(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The keys of some lists of indices (B, H, all lists, entries), and which queries see them.
-
-    Returns:
-        keys (B, H, lists, K) int64, and bool (B, H, lists, q_block_size, K).
-    """
+    """Listed keys (B, H, lists, K) int64, and who sees them: (B, H, lists, q_block_size, K)."""
     keys = _listed_keys(indices[:, :, lists], kv_block_size)
     batch, heads, count, _ = keys.shape
     queries = torch.arange(

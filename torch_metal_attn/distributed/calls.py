@@ -20,10 +20,7 @@ Packing = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k and the 
 
 @dataclass(frozen=True)
 class Call:
-    """Rows of the process' queries, rows of the visiting keys, and options of the kernel.
-
-    sequence: the index of the packed sequence, if the call is for one.
-    """
+    """Rows of queries and of keys, the kernel's options, and the number of a packed sequence."""
 
     q: slice
     k: slice
@@ -43,11 +40,9 @@ class Visible:
 
     @property
     def by_distance(self) -> bool:
-        """True if kernels need the distance of the chunks."""
         return self.alibi or self.left >= 0 or self.right >= 0
 
     def reaches(self, queries: range, keys: range) -> bool:
-        """True if any of the queries sees any of the keys."""
         if not queries or not keys:
             return False
         right = 0 if self.causal else self.right
@@ -66,10 +61,7 @@ def calls(
     packed: bool,
     device: torch.device,
 ) -> list[Call]:
-    """The calls for the keys of one process.
-
-    is_local: they are this process' keys. earlier: their first chunk is before this process' first.
-    """
+    """The calls for one process' keys. earlier: its first chunk is before this process' first."""
     if visible.by_distance:
         return _of_pairs(queries, keys, visible)
     last_queries = first_keys = False
@@ -99,10 +91,7 @@ def calls(
 def _entries(
     q_spans: list[range], k_spans: list[range], last_queries: bool, first_keys: bool
 ) -> list[tuple[int, int]]:
-    """A sequence as entries of a packed call: rows that take no part meet no rows.
-
-    The chunks stay where they are, so nothing is gathered.
-    """
+    """A sequence in a packed call, without a copy: rows that take no part meet no rows."""
     queries, keys = rows([q_spans]), rows([k_spans])
     if last_queries:
         first = len(q_spans[0])

@@ -17,8 +17,6 @@ from torch_metal_attn.wording import type_text
 
 @dataclass(frozen=True)
 class Ring:
-    """A group, and this process' place in it."""
-
     group: Any  # torch.distributed.ProcessGroup
     rank: int
     processes: int

@@ -23,7 +23,6 @@ def check_layout(layout: object) -> None:
 
 
 def bounds_of(cu_seqlens: Tensor) -> list[int]:
-    """The values of cu_seqlens, checked."""
     check_integers("cu_seqlens", cu_seqlens, "(sequences + 1)")
     bounds: list[int] = cu_seqlens.tolist()
     if not bounds or bounds[0] != 0:
@@ -51,13 +50,7 @@ def shares(bounds: list[int], processes: int, rank: int, layout: str) -> Spans:
 def shares_of_all(
     name: str, lengths: list[int], layout: str, bounds: list[int] | None
 ) -> list[Spans]:
-    """The rows that each process holds, from the number of its rows, `lengths`.
-
-    bounds: the bounds of packed sequences. Without them it is one sequence, whose contiguous shares
-    may have any lengths.
-
-    Raises: ValueError: a process has rows that `shares` would not give it. name: of the tensor.
-    """
+    """The rows that each process holds. ValueError if `lengths` are not those of `shares`."""
     if bounds is None and layout == "contiguous":
         starts = accumulate(lengths, initial=0)
         return [[[range(start, start + n)]] for start, n in zip(starts, lengths, strict=False)]

@@ -54,8 +54,6 @@ class Problem:
 
 
 class RingAttention(torch.autograd.Function):
-    """out and the log-sum-exp of this process' queries over the keys of all processes."""
-
     @staticmethod
     def forward(
         ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
@@ -101,10 +99,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yields (owner, [k, v]) for the keys and values of each process, its own first.
-
-    The next ones are under way while the caller computes.
-    """
+    """Yields (owner, [k, v]), this process' own first; the next ones are already under way."""
     ring, flat = problem.ring, _packed_flat(k, v)
     for step in range(ring.processes):
         owner, last = ring.previous(step), step + 1 == ring.processes
@@ -119,10 +114,7 @@ def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[
 def _gradients(
     problem: Problem, of_queries: list[Tensor | None], k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, accumulated in float32 in the order of the ring: always the same bits.
-
-    of_queries: dout, dlse, q, out and the log-sum-exp.
-    """
+    """dq, dk and dv, added in float32 in the order of the ring: always the same bits."""
     ring, q = problem.ring, of_queries[2]
     assert q is not None
     dq = torch.zeros_like(q, dtype=torch.float32)
@@ -155,7 +147,6 @@ def _nothing_seen(q: Tensor, v: Tensor, sink: Tensor | None = None) -> tuple[Ten
 def _sink_gradient(
     dout: Tensor, dlse: Tensor | None, lse: Tensor, sink: Tensor, out: Tensor
 ) -> Tensor:
-    """The gradient of learnable_sink from this process' rows. out: in float32."""
     delta = (dout.float() * out).sum(-1)
     if dlse is not None:
         delta = delta - dlse
@@ -179,7 +170,6 @@ def _forward(
 def _backward(
     problem: Problem, call: Call, of_queries: list[Tensor | None], k: Tensor, v: Tensor
 ) -> list[Tensor]:
-    """dq, dk and dv of the call's rows, where the log-sum-exp is that of all keys."""
     options = problem.options_of(call)
     dout, dlse, q, out, lse = (x if x is None else x[:, :, call.q] for x in of_queries)
     k, v = k[:, :, call.k], v[:, :, call.k]
@@ -201,7 +191,6 @@ def _packed_flat(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sizes(problem: Problem, owner: int, k: Tensor, v: Tensor) -> list[torch.Size]:
-    """The shapes of the owner's k and v; k and v: this process' tensors."""
     length = rows(problem.spans[owner])
     return [torch.Size((*x.shape[:2], length, x.shape[3])) for x in (k, v)]
 

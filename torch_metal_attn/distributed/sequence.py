@@ -109,7 +109,6 @@ def unshard_sequence(
 
 
 def _dim(x: Tensor, dim: int | None, cu_seqlens: Tensor | None) -> int:
-    """The dimension of the sequence, counted from the first."""
     if dim is None:
         dim = 1 if cu_seqlens is None else 0
     dim = as_int("dim", dim)

@@ -173,7 +173,6 @@ def _check_none(**arguments: Any) -> None:
 
 
 def _options(q: Tensor, named: dict[str, Any], *must_be_none: str) -> dict[str, Any]:
-    """The op's options without packing and caches."""
     _check_none(**{name: named[name] for name in must_be_none})
     return op_options(
         q,
@@ -186,7 +185,6 @@ def _options(q: Tensor, named: dict[str, Any], *must_be_none: str) -> dict[str, 
 
 
 def _options_of_backward(q: Tensor, named: dict[str, Any]) -> dict[str, Any]:
-    """Those of `_options`, with the dropout of the forward."""
     options = _options(q, named | {"p_dropout": 0.0}, "gen")
     p_dropout, rng_state = named["p_dropout"], named["rng_state"]
     if p_dropout == 0.0:

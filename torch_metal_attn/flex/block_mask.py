@@ -19,12 +19,7 @@ SMALLEST, LARGEST = 8, 1024
 
 @dataclass(frozen=True)
 class Blocks:
-    """The lists of a BlockMask.
-
-    Attributes: lists: by the names of the op's options; the transposed ones and those of full
-        blocks may be missing. q_size, kv_size: rows and columns of a block. group: query heads that
-        share a KV head. orders: what `ordered` has computed of this BlockMask.
-    """
+    """The lists of a BlockMask, by the op's options. group: query heads of a KV head."""
 
     lists: dict[str, Tensor]
     q_size: int
@@ -38,11 +33,7 @@ class Blocks:
         return kept | {"q_block_size": self.q_size, "kv_block_size": self.kv_size}
 
     def ordered(self, over_keys: bool, over_queries: bool) -> dict[str, Tensor]:
-        """The orders of the walks, as the op's options, without those of a single list.
-
-        They are computed once for each BlockMask. If its lists change later, results stay right,
-        and only the order is not the best any more.
-        """
+        """The orders of the walks, computed once: if lists change later, only the speed suffers."""
         results = {}
         if over_keys:
             results["kv_order"] = self._order("kv", 1)

@@ -73,7 +73,6 @@ class Call:
         return options
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """out and the log-sum-exp."""
         options = self.options()
         on_cpu = self.query.device.type == "cpu"
         if on_cpu and not session.active():
@@ -152,7 +151,6 @@ def _refuse_vmap() -> None:
 def _check_shapes(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor]:
-    """key and value with query's batch, as views."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(

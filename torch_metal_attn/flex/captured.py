@@ -44,10 +44,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Part:
-    """A captured tensor that has fewer indices yet than dimensions, or a view of one.
-
-    source: the tensor of which it is a view, or None if it is that itself.
-    """
+    """A captured tensor that has fewer indices than dimensions, or a view of `source`."""
 
     tensor: Tensor
     name: str
@@ -83,10 +80,7 @@ def loaded_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """True if two views have the same elements and the same graph.
-
-    Tensors of other types, such as those of a graph that is being made, may have no address.
-    """
+    """True if two views have the same elements and graph; tensors of a graph have no address."""
     plain = (Tensor, torch.nn.Parameter)
     return (
         type(a) in plain

@@ -23,12 +23,7 @@ SLOT = _Slot()
 
 @dataclass(frozen=True)
 class Composed:
-    """The function of a node of op "composed".
-
-    Attributes: function: torch's op. constants, spec: its arguments, flat, with SLOT in place of
-        those of the node, and how they nest. item: which of several results. body: the same as a
-        graph, which kernels run.
-    """
+    """A composed node's op and arguments (SLOT for a node), and `body`, which kernels run."""
 
     function: Callable[..., Any]
     constants: tuple[Any, ...]

@@ -43,7 +43,6 @@ def derivative(graph: Graph, result: Node, by: Node) -> Node:
 
 
 def parts_of(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...]:
-    """The arguments' gradients, from that of the node."""
     if node.op == "cast":
         return (gradient,)
     if node.op == "composed":
@@ -73,10 +72,7 @@ def parts_of(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...
 def _of_row(
     op: str, dtypes: tuple[torch.dtype, ...], result: torch.dtype
 ) -> tuple[Node | None, ...]:
-    """`by_autograd` of an op whose inputs are numbered. The gradient is the last one.
-
-    Autograd takes milliseconds, and functions that may depend on anything are traced in each call.
-    """
+    """`by_autograd` of an op with numbered inputs, the gradient last. Autograd takes long."""
     graph = Graph()
     *args, gradient = (
         graph.node("input", (), dtype, i) for i, dtype in enumerate((*dtypes, torch.float32))

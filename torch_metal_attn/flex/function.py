@@ -19,8 +19,6 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class Traced:
-    """name: "score_mod" or "mask_mod"."""
-
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         super().__init__()
         self.name = name
@@ -49,7 +47,6 @@ class Traced:
         return name_in(self.function, tensor)
 
     def place(self) -> str:
-        """The user's line that is running."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             path = frame.f_code.co_filename

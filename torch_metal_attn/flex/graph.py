@@ -25,17 +25,12 @@ DTYPE_NAMES = "bool, int8, uint8, int16, int32, int64, float32, float16 or bfloa
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A scalar.
-
-    Attributes: op: "input", "constant", "load", "cast", "composed", or an op of `table.OPS`. args:
-        its arguments, or a load's indices. value: an input's name, a constant's
-        number, the number of the captured tensor that is loaded from, or `composed.Composed`.
-    """
+    """A scalar. args: of the op, or the indices of a load."""
 
     op: str
     args: tuple["Node", ...]
     dtype: torch.dtype
-    value: Any = None
+    value: Any = None  # an input's name, a number, the number of a capture, or a `Composed`
 
 
 class Graph:
@@ -70,10 +65,7 @@ class Graph:
 
 
 def ordered(*roots: Node, bodies: bool = False) -> Iterator[Node]:
-    """Every node that the roots need, each after its arguments.
-
-    bodies: also what composed nodes are made of.
-    """
+    """Every node that the roots need, after its arguments; bodies: also inside composed nodes."""
     seen: set[int] = set()
     waiting = [(root, False) for root in reversed(roots)]
     while waiting:

@@ -91,7 +91,6 @@ def attend(
     scale: float | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """out and the log-sum-exp, of a call that Dynamo traces."""
     blocks: tuple[Any, ...] = (_everything,)
     if block_mask is not None:
         lists = tuple(getattr(block_mask, name) for name in (*_BLOCKS, *LISTS))

@@ -7,14 +7,7 @@ from torch import Tensor
 
 
 def longest_first(counts: Sequence[Tensor], group: int = 1) -> Tensor:
-    """All rows of lists in the order in which they start, and each one's place in it.
-
-    Args:
-        counts: (B or 1, H or 1, rows) each, of partial and of full blocks.
-        group: heads whose lists one threadgroup visits.
-
-    Returns: (2, B or 1, H / group or 1, rows), int32. Nothing is read back to the host.
-    """
+    """Rows of lists, longest first, and each one's place: (2, B or 1, H / group or 1, rows)."""
     total = sum(counts[1:], counts[0])
     if total.shape[1] > 1:
         total = total.unflatten(1, (-1, group)).sum(2)

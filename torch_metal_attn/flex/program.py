@@ -23,12 +23,7 @@ MAX_DIMENSIONS = 24
 
 @dataclass(frozen=True)
 class Share:
-    """The gradient of one load of a captured tensor.
-
-    Attributes: text: d score / d what is loaded, as a body. place: the number of its element.
-        owners: bits of the positions that are indices themselves, so that different ones have
-        different elements.
-    """
+    """The gradient of one load, as a body. place: its element. owners: bits of its positions."""
 
     capture: int
     text: str
@@ -38,13 +33,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Program:
-    """A score_mod and a mask_mod, ready for the kernels.
-
-    Attributes: score, mask: the graphs, None where there is nothing to compute. texts: the bodies
-        of functions in shaders/flex.h, by the names of the op's options. captured: the tensors that
-        they index, in the order of the kernel's buffers, with their names. shares: the loads of
-        score_mod that a derivative reaches, if a captured tensor requires grad.
-    """
+    """Graphs, None where there is nothing to do, and their texts by the op's options."""
 
     score: Node | None
     mask: Node | None
@@ -142,7 +131,7 @@ def traced(
     mask_mod: Callable[..., Any] | None,
     device: torch.device,
 ) -> Program:
-    """Trace the functions, which run once. What they may do is in `tracing.trace`."""
+    """Trace the functions, which run once. Errors are those of `flex_attention`."""
     graph, captured = Graph(), Captured()
     score = mask = None
     if score_mod is not None:

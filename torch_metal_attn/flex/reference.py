@@ -16,11 +16,7 @@ _CHUNK = 1 << 20
 def evaluate(
     node: Node, inputs: dict[str, Tensor], program: Program, seen: Tensor | None = None
 ) -> Tensor:
-    """The value of a graph, for inputs that broadcast. Raises IndexError like a tensor's index.
-
-    seen: where it is False, score and captured tensors have no gradient. None: they have one
-        everywhere.
-    """
+    """The value of a graph. seen: where it is False, score and captures have no gradient."""
     values: dict[int, Tensor] = {}
     for each in ordered(node):
         arguments = [values[id(a)] for a in each.args]
@@ -61,7 +57,6 @@ def _loaded(program: Program, capture: int, indices: list[Tensor]) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, program: Program, blocks: Blocks | None
 ) -> tuple[Tensor, Tensor]:
-    """out and the log-sum-exp, of float32 scores."""
     groups = query.shape[1] // max(key.shape[1], 1)
     keys, values = (x.float().repeat_interleave(groups, 1) for x in (key, value))
     scores = query.float() @ keys.transpose(-1, -2) * scale
@@ -99,10 +94,7 @@ def positions(shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
 def check_indices(
     shape: tuple[int, int, int, int], program: Program, blocks: Blocks | None
 ) -> None:
-    """Raise IndexError if a graph indexes past the end of a captured tensor in a visited block.
-
-    The kernels do not read there, and give NaN.
-    """
+    """Raise IndexError for an index past a captured tensor, where the kernels give NaN."""
     batch, heads, queries, keys = shape
     rows = max(_CHUNK // max(batch * heads * keys, 1), 1)
     for first in range(0, queries, rows):

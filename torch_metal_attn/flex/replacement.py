@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from torch_metal_attn.flex.attention import flex_attention
-from torch_metal_attn.runtime import session
+from torch_metal_attn.integrations.sdpa_replacement import simulating
 from torch_metal_attn.wording import type_text
 
 _TORCH = torch_flex.flex_attention
@@ -52,14 +52,6 @@ class FlexReplaced:
                 _TORCH.__code__ = _TORCH_CODE
 
 
-def _simulated() -> bool:
-    """True if the simulator is on; for Dynamo a constant."""
-    return session.active()
-
-
-_simulated._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def flex_replaced() -> FlexReplaced:
     """Return a context in which torch's `flex_attention` runs on our kernels, in every thread.
 
@@ -71,11 +63,10 @@ def flex_replaced() -> FlexReplaced:
 
 
 def called(query: Any, *arguments: Any, **options: Any) -> Any:
-    """A call of torch's function inside a block."""
     if not isinstance(query, Tensor):
         raise TypeError(f"query is {type_text(query)}; it must be a tensor")
     device = query.device.type
-    ours = device == "mps" or (device == "cpu" and _simulated())
+    ours = device == "mps" or (device == "cpu" and simulating())
     if not torch.compiler.is_dynamo_compiling():
         with _lock:
             for each in _open:

@@ -16,11 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Op:
-    """A row of the table.
-
-    Attributes: floating, integer, boolean: texts by the dtype that it computes in; None: it cannot.
-        evaluate: the same with torch, whose autograd has the derivatives.
-    """
+    """Texts by the dtype that the op computes in, or None; evaluate: the op in torch."""
 
     floating: str | None
     integer: str | None

@@ -35,11 +35,7 @@ class Unknown(Exception):
 
 
 class Parts:
-    """The parts of some functions.
-
-    Attributes: tensors: that they can reach, each once. key: everything else, and the properties
-        of the tensors without their values.
-    """
+    """tensors: all that the functions can reach. key: everything else that they depend on."""
 
     def __init__(self, *functions: Callable[..., Any] | None) -> None:
         self.tensors: list[Tensor] = []
@@ -127,10 +123,7 @@ class Parts:
 
 @functools.cache
 def _changes(name: str) -> bool:
-    """True if torch has a function or module of this name that may depend on its settings.
-
-    A function mode does not see calls of such functions, for example torch.initial_seed.
-    """
+    """True if torch has this function or module, and it may depend on torch's settings."""
     value = getattr(torch, name, None)
     if isinstance(value, types.ModuleType):
         return value not in (*_MODULES, torch.nn, torch.functional)

@@ -55,16 +55,7 @@ def trace(
     captured: Captured,
     device: torch.device,
 ) -> Node:
-    """The graph of `function`. name: "score_mod" or "mask_mod".
-
-    Captured tensors that it indexes are added to `captured`; they must be on `device`.
-
-    Raises:
-        NotImplementedError: an op that has no text, a captured tensor of a dtype that Metal lacks.
-        TypeError: another number of arguments; a result of another dtype.
-        ValueError: a result that is no scalar; a captured tensor on another device.
-        RuntimeError: control flow that depends on a value.
-    """
+    """The graph of "score_mod" or "mask_mod", or an error that shows the user's line."""
     tracer = Tracer(name, function, graph, captured, device)
     dtypes = dict.fromkeys(POSITIONS, torch.int32)
     if name == "score_mod":
@@ -83,11 +74,7 @@ def trace(
 
 
 class Tracer(Traced, TorchDispatchMode):
-    """Makes nodes of the ops that run on its scalars.
-
-    name, function: what is traced, for errors. captured: where the tensors that it indexes go,
-    which must be on `device`.
-    """
+    """Makes nodes of the ops that run on its scalars; what these index goes into `captured`."""
 
     # Ops that return their argument, in another dtype or place of memory.
     same_value = frozenset(
@@ -155,16 +142,15 @@ class Tracer(Traced, TorchDispatchMode):
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """Run what depends on no score and no position."""
-        if not all(id(x) in self.constants for x in tensors):
-            self.captured.depends_on_values = True
+        is_constant = all(id(x) in self.constants for x in tensors)
+        self.captured.depends_on_values |= not is_constant
         if getattr(kwargs.get("device"), "type", None) == "meta":
             # Asked for on the device of a scalar, which stands for the device of the call.
             kwargs = kwargs | {"device": self.device}
-        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
-            if not all(id(x) in self.constants for x in tensors):
-                raise self.unsupported(func._schema.name, "it would write into a captured tensor")
+        if not is_constant and func._schema.is_mutable:
+            raise self.unsupported(func._schema.name, "it would write into a captured tensor")
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and all(id(x) in self.constants for x in tensors):
+        if is_constant and isinstance(result, Tensor):
             self.constants[id(result)] = result
         return result
 
@@ -193,7 +179,6 @@ class Tracer(Traced, TorchDispatchMode):
         return dict(zip(names, args, strict=False)) | kwargs
 
     def applied(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The node of one op on scalars, or the nodes of its results."""
         values = self.arguments(func, args, kwargs)
         name = _NAMES.get(name, name)
         if name in self.same_value:
@@ -296,16 +281,13 @@ class Tracer(Traced, TorchDispatchMode):
 
     def same(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Node:
         node = self.operand(args[0])
-        # A scalar has no device.
-        with_shape = self.on_meta(func, args, {k: v for k, v in kwargs.items() if k != "device"})
+        with_shape = self.on_meta(func, args, kwargs)
         if with_shape.shape != ():
             raise self.unsupported(name, f"its result has shape {tuple(with_shape.shape)}")
         self.check_dtype(f"the result of {name}", with_shape.dtype)
         return self.graph.cast(node, with_shape.dtype)
 
     def on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """The op's result without values."""
-
         numbers = tree_flatten((args, kwargs))[0]
 
         def meta(x: Any) -> Any:
@@ -313,12 +295,13 @@ class Tracer(Traced, TorchDispatchMode):
                 return _any_value(x)
             return torch.empty((), dtype=_wide(x.dtype, numbers), device="meta")
 
+        kwargs = {name: x for name, x in kwargs.items() if name != "device"}  # a scalar has none
         with torch.no_grad():
             result: Tensor = func(*tree_map(meta, args), **tree_map(meta, kwargs))
         return result
 
     def dtype_of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype:
-        result = self.on_meta(func, args, {k: v for k, v in kwargs.items() if k != "device"})
+        result = self.on_meta(func, args, kwargs)
         if not isinstance(result, Tensor):
             raise self.unsupported(func._schema.name.removeprefix("aten::"))
         return result.dtype
@@ -434,7 +417,6 @@ class Tracer(Traced, TorchDispatchMode):
         return replace(part, indices=tuple(nodes))
 
     def indexed(self, tensor: Tensor, indices: list[Any]) -> Tensor:
-        """`tensor[indices]`, of the leading dimensions."""
         value = self.value(tensor)
         if isinstance(value, Node | Row) or any(not isinstance(i, Tensor | int) for i in indices):
             raise self.unsupported("index", "scalars index the leading dimensions of a tensor")
@@ -529,10 +511,7 @@ def _any_value(x: Any) -> Any:
 
 
 def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
-    """`dtype`, or int64 for an int32 that meets a larger number, or one that may be larger.
-
-    Positions are int64 in torch's own attention, where such a number does not wrap.
-    """
+    """`dtype`, or int64 for an int32 that meets a larger number: torch's positions do not wrap."""
     numbers = [x for x in operands if isinstance(x, int) and not isinstance(x, bool)]
     wide = any(isinstance(x, torch.SymInt) for x in operands)
     wide = wide or not all(map(_fits_int32, numbers))
@@ -540,7 +519,6 @@ def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
 
 
 def _arity(name: str) -> int:
-    """The number of operands of an op of the table."""
     row = OPS[name]
     return len(set(re.findall(r"\{\d\}", row.floating or row.integer or row.boolean or "")))
 

@@ -36,10 +36,7 @@ def scaled_dot_product_attention(
 def metal_attention(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
-    """Attention by the kernels, or by torch's function where a hook of diffusers waits for it.
-
-    Operands whose last dimension is strided are copied first, as torch's own kernels do.
-    """
+    """Attention by the kernels, of contiguous copies, or by torch where a hook waits for it."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
     if replaces_scores():

@@ -21,12 +21,10 @@ _NAME = "metal_attn"
 
 
 def register_with_transformers() -> None:
-    """Register now if transformers' modelling code is imported already, else when it is."""
     when_imported(_AWAITED, _register_transformers)
 
 
 def register_with_diffusers() -> None:
-    """Register now if diffusers' attention backends are imported already, else when they are."""
     when_imported(_CONSTANTS, _take_backend_of_environment)
     when_imported(_DISPATCH, _register_diffusers)
     with_each_module("diffusers", diffusers_functional.serve)

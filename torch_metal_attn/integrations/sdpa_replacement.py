@@ -77,29 +77,18 @@ class _Thread(threading.local):
 
 
 class _Blocks:
-    """The blocks that are open in all threads, and what they have changed in torch.
-
-    Attributes:
-        lock: guards everything but `this_thread`, and the counts of every context.
-        open: the number of open blocks.
-        process_wide: the contexts that apply to every thread.
-        in_every_thread: True if there is one of these; torch.compile guards on this.
-        attributes: our replacements in torch, as (owner, name, replacement).
-        renaming: the renaming of torch's C function, if there is one.
-        compiled: True if torch.compile has ever replaced a call.
-        warned: the past warnings, without their numbers.
-    """
+    """The blocks that are open in all threads, and what they have changed in torch."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # of all but `this_thread`, and of every context's counts
         self.this_thread = _Thread()
-        self.open = 0
+        self.open = 0  # blocks
         self.process_wide: tuple[SdpaReplaced, ...] = ()
-        self.in_every_thread = False
-        self.attributes: list[tuple[Any, str, Any]] = []
-        self.renaming: Renaming | None = None
-        self.compiled = False
-        self.warned: set[str] = set()
+        self.in_every_thread = False  # if one is process_wide; torch.compile guards on this
+        self.attributes: list[tuple[Any, str, Any]] = []  # ours in torch: owner, name, replacement
+        self.renaming: Renaming | None = None  # of torch's C function
+        self.compiled = False  # whether torch.compile has ever replaced a call
+        self.warned: set[str] = set()  # past warnings without their numbers
 
     def begin(self, everywhere: "SdpaReplaced | None") -> None:
         with self.lock:
@@ -179,8 +168,15 @@ class SdpaReplaced(TorchFunctionMode):
             if not self._process_wide:
                 _blocks.this_thread.entered = _blocks.this_thread.entered[:-1]
             _blocks.end(self if self._process_wide else None)
-        if self.replaced == 0 and error[:1] == (None,):
-            self._warn_of_no_call()
+        # A compiled function may have run, which does not count; reasons were warned of.
+        if error[:1] == (None,) and not (self.replaced or self.left_alone or _blocks.compiled):
+            why = "there was none. The model may have an attention of its own"
+            if not self._process_wide:
+                why = (
+                    "there was none in this thread. If the model runs in other threads, use "
+                    "sdpa_replaced(process_wide=True)"
+                )
+            _warn(f"sdpa_replaced() replaced no call of scaled_dot_product_attention: {why}")
 
     def __torch_function__(
         self,
@@ -198,23 +194,10 @@ class SdpaReplaced(TorchFunctionMode):
         return f"SdpaReplaced(replaced={self.replaced}, left_alone={self.left_alone})"
 
     def _count(self, reason: str | None) -> None:
-        """Count a call that ran here, or that torch ran for a reason. Needs the lock."""
         if reason is None:
             self.replaced += 1
         else:
             count_reason(self.left_alone, reason)
-
-    def _warn_of_no_call(self) -> None:
-        # A compiled function may have run, which does not count; reasons were warned of.
-        if _blocks.compiled or self.left_alone:
-            return
-        why = "there was none. The model may have an attention of its own"
-        if not self._process_wide:
-            why = (
-                "there was none in this thread. If the model runs in other threads, use "
-                "sdpa_replaced(process_wide=True)"
-            )
-        _warn(f"sdpa_replaced() replaced no call of scaled_dot_product_attention: {why}")
 
 
 def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> SdpaReplaced:
@@ -267,11 +250,7 @@ def await_causal_bias() -> None:
 
 
 def _pass_original_to_causal_bias() -> None:
-    """Let CausalBias recognise torch's original function, whatever torch.nn.functional has now.
-
-    While a block is open in any thread, it would mistake torch's function for another one and
-    return its own elements, which are not initialised.
-    """
+    """Let CausalBias know torch's function in a block; else it returns uninitialised elements."""
     bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
     original = bias.__torch_function__.__func__
 
@@ -302,10 +281,7 @@ def _replacement_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _let_torchscript_compile(replacement: Callable[..., Tensor]) -> None:
-    """Let torch.jit.script compile torch's own function in place of `replacement`.
-
-    It would look for the source of what `replacement` wraps, and raise a TypeError.
-    """
+    """Let torch.jit.script compile torch's own function, as `replacement` has no source for it."""
     table = _builtins._get_builtin_table()
     table[id(replacement)] = "aten::scaled_dot_product_attention"
     weakref.finalize(replacement, table.pop, id(replacement)).atexit = False
@@ -361,11 +337,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 
 
 def _run_by_compiler(function: _Function) -> _Function:
-    """Let torch.compile call `function` once, while compiling, and treat its result as constant.
-
-    torch.compiler.assume_constant_result does the same, but imports the compiler, which takes
-    seconds.
-    """
+    """As torch.compiler.assume_constant_result, without importing the compiler, which is slow."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
@@ -373,7 +345,6 @@ def _run_by_compiler(function: _Function) -> _Function:
 def _decide(
     original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Run a call here, or leave it to `original`."""
     # A block that ends during the call counts it too. While compiling, they are looked up later.
     contexts = None if torch.compiler.is_compiling() else _blocks.of_this_thread()
     _blocks.this_thread.deciding = True  # other contexts ignore this call
@@ -392,7 +363,6 @@ def _decide(
 
 
 def given_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of torch's function by their names."""
     return dict(zip(Arguments._fields, args, strict=False)) | kwargs
 
 
@@ -450,7 +420,7 @@ def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
         return "forward-mode derivatives are not implemented"
     for tensor in tensors:
         device = tensor.device.type
-        if device == "cpu" and not on_mps and not _simulating():
+        if device == "cpu" and not on_mps and not simulating():
             return "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
         if device not in ("cpu", "mps"):
             return f"there are no kernels for tensors on {device}"
@@ -458,7 +428,7 @@ def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
 
 
 @_run_by_compiler
-def _simulating() -> bool:
+def simulating() -> bool:
     return session.active()
 
 

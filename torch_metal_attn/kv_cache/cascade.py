@@ -188,7 +188,6 @@ class CascadePlan:
     def _decode(
         self, walk: _Walk, q: Tensor, caches: tuple[Tensor, Tensor], options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """out (B, Hq, Lq, Dv) and its log-sum-exp over the keys of a walk."""
         where = {"block_table": walk.block_table, "seqused_k": walk.seqused_k}
         op = torch.ops.metal_attn.flash_decode
         if walk.gathered is None:

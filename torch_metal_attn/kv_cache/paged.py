@@ -506,10 +506,7 @@ class PagedKVCache:
         layer: int,
         k_cache: Tensor,
     ) -> None:
-        """Raise ValueError if a plan's sequences have other rows in the layer of `k_cache` now.
-
-        seen: of each sequence its rows, and from which page on it is seen: these pages.
-        """
+        """Raise ValueError if a plan is of other rows or pages than `k_cache` has now."""
         group = self._storage.groups.groups[layer]
         layer = next((i for i, x in enumerate(self.layers) if x.k_cache is k_cache), layer)
         if self._storage.groups.groups[layer] != group:

@@ -36,8 +36,6 @@ class Prefix:
 
 @dataclass
 class PagedSequence:
-    """One sequence of a `PagedKVCache`."""
-
     pages: list[list[int]]  # of each group of layers; -1 before its window
     lengths: list[int]  # of each layer
     tokens: list[int]  # as far as they are known
@@ -47,14 +45,11 @@ class PagedSequence:
 
     @property
     def length(self) -> int:
-        """Rows of the layer that has the most."""
         return max(self.lengths)
 
 
 @dataclass
 class NewRows:
-    """Rows of a sequence that are about to be written, from `start` on."""
-
     sequence: PagedSequence
     start: int
     length: int
@@ -88,7 +83,6 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """The number of pages that `take` can return."""
         return len(self._free) + len(self._idle)
 
     def take(self) -> int:
@@ -100,12 +94,10 @@ class PagePool:
         return page
 
     def share(self, page: int) -> None:
-        """Add a user."""
         self._idle.pop(page, None)
         self.references[page] += 1
 
     def release(self, page: int) -> None:
-        """Remove a user."""
         self.references[page] -= 1
         if self.references[page] == 0:
             if page in self._prefix_of:
@@ -144,7 +136,6 @@ class PagePool:
             self._free.append(page)
 
     def pages_of(self, length: int) -> int:
-        """The number of pages for `length` rows."""
         return -(-length // self._page_size)
 
     def _changed(self, rows: NewRows) -> tuple[range, int]:
@@ -179,10 +170,7 @@ class PagePool:
         return missing
 
     def unshare(self, written: Sequence[NewRows]) -> dict[int, int]:
-        """Give each sequence unshared pages for its rows; returns the pages to copy, by the copy.
-
-        Their tokens are no longer known.
-        """
+        """Give each sequence unshared pages for its rows; returns what to copy, by the copy."""
         copies: dict[int, int] = {}
         for rows in written:
             held, new = self._changed(rows)
@@ -215,7 +203,6 @@ class PagePool:
         return after
 
     def share_all(self, pages: list[list[int]]) -> None:
-        """Add a user of each group's pages."""
         for page in (page for of_group in pages for page in of_group if page >= 0):
             self.share(page)
 

@@ -36,7 +36,6 @@ class NoRecentRows:
     """In place of `RecentRows` in caches that keep none."""
 
     def take(self) -> int:
-        """No slot."""
         return -1
 
     def _nothing(self, *_: Any) -> None:
@@ -47,10 +46,7 @@ class NoRecentRows:
 
 
 class _Held(NamedTuple):
-    """The rows of its sequence that a slot has: [first, end).
-
-    It had those from `start` on, and the ones before `first` were overwritten.
-    """
+    """The rows [first, end) that a slot has of its sequence. It once had those from `start` on."""
 
     first: int = 0
     end: int = 0
@@ -83,7 +79,6 @@ class RecentRows:
         self._unused: list[int] = []
 
     def take(self) -> int:
-        """A slot for a new sequence."""
         if not self._unused:
             slots = len(self._held[0])
             self.grow(max(slots, 4))
@@ -102,15 +97,11 @@ class RecentRows:
             held += [_Held()] * more
 
     def release(self, slot: int) -> None:
-        """End a sequence."""
         self.truncate(slot, 0)
         self._unused.append(slot)
 
     def check_kept(self, slot: int, length: int, what: str, tree: int | None = None) -> None:
-        """Raise ValueError if a sequence of `length` rows would have too few in full precision.
-
-        what: begins the message. tree: the first row of a tree, all of which is needed.
-        """
+        """Raise ValueError if too few rows of full precision are left. tree: its first row."""
         for held in (of_layer[slot] for of_layer in self._held):
             first, end, start = held
             missing = held.short(length, self.recent) or (tree is not None and tree < first)
@@ -123,12 +114,10 @@ class RecentRows:
                 )
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget the rows from `length` on."""
         for held in self._held:
             held[slot] = held[slot].after(length, self.recent)
 
     def copy(self, source: list[int], destination: list[int]) -> None:
-        """As `Storage.copy`, of slots."""
         self._rows.copy(source, destination)
         for held in self._held:
             for old, new in zip(source, destination, strict=True):
@@ -139,7 +128,6 @@ class RecentRows:
         return self._rows.read([slot], device), [held[slot] for held in self._held]
 
     def fill_slot(self, slot: int, copied: tuple[list[Tensor], list[_Held]]) -> None:
-        """Let a slot have what `read` returned."""
         rows, held = copied
         self._rows.fill([slot], rows)
         for of_layer, rows_there in zip(self._held, held, strict=True):
@@ -174,7 +162,6 @@ class RecentRows:
         self._keep(layer, slots, held)
 
     def step(self, batch: Batch, *, check_only: bool = False) -> Any:
-        """`decode_step` to rows of both kinds."""
         layer, new, lengths, slots, _, options = batch
         more = new[1].shape[2]
         if more > VERIFY_QUERIES and _in_parts(new[0], more, options):
@@ -239,12 +226,7 @@ class RecentRows:
         where: dict[str, Any],
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Attention to rows that are there, of queries that are no older than those kept here.
-
-        options: `softmax_scale`, `softcap` and `learnable_sink` of `flash_decode`, and visibility
-        that is the same for all older rows: causal or window_size_right of 0, q_offset, leftpad_k
-        and seqused_k.
-        """
+        """Attention to rows that are there; options must treat all older rows alike."""
         held = self._after(layer, lengths, slots, 0)
         pad, used, first = options.get("leftpad_k"), options.get("seqused_k"), self._first(held)
         near = options | {

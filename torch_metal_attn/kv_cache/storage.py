@@ -82,12 +82,7 @@ class LayerCache:
 
 @dataclass
 class ExportedSequence:
-    """One sequence of a `PagedKVCache`, outside of it. It can be pickled.
-
-    layout: what a cache must have in common to import it. namespace, tokens, lengths, accepted: as
-    the cache had them. held: which pages of each group are here. pages: those pages of each tensor
-    of a layer. recent: the sequence's recent rows.
-    """
+    """One sequence of a `PagedKVCache`, outside of it. It can be pickled."""
 
     layout: dict[str, Any]
     namespace: Any
@@ -100,10 +95,7 @@ class ExportedSequence:
 
 
 class Storage:
-    """`num_layers` caches of `blocks` blocks of `rows` rows.
-
-    Layers of different groups share tensors, as their pages are never the same.
-    """
+    """`num_layers` caches of blocks. Layers of different groups share tensors, never pages."""
 
     def __init__(
         self,
@@ -201,11 +193,9 @@ class Storage:
         self._kind |= {"values_in_keys": values_in_keys, "recent": recent}
 
         def empty(blocks: int, columns: int, dtype: torch.dtype) -> Tensor:
-            if layout == "NHD":
-                shape = (blocks, rows, num_kv_heads, columns)
-                return torch.zeros(shape, dtype=dtype, device=device)
-            shape = (blocks, num_kv_heads, rows, columns)
-            return torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
+            sizes = (rows, num_kv_heads) if layout == "NHD" else (num_kv_heads, rows)
+            x = torch.zeros((blocks, *sizes, columns), dtype=dtype, device=device)
+            return x if layout == "NHD" else x.transpose(1, 2)
 
         def operand(
             blocks: int, columns: int, format: str | None, scale: Tensor | None
@@ -234,9 +224,7 @@ class Storage:
         self.layers = self._layers()  # as unpickled tensors share no memory
 
     def _layers(self) -> list[LayerCache]:
-        """Each layer's tensors. Layers of several groups have tensors of their own in one memory,
-        by which `CascadePlan.attend` knows the layer.
-        """
+        """Each layer's tensors, each its own object: `CascadePlan.attend` knows the layer by it."""
         layers = [self._stored[place] for place in self.groups.places]
         if len(layers) == len(self._stored):
             return layers
@@ -247,7 +235,6 @@ class Storage:
         return Storage(blocks, rows, *self._sizes, values_in_keys=self.values_in_keys)
 
     def check_layer(self, layer: int) -> None:
-        """Raise ValueError if there is no such layer."""
         if not 0 <= as_int("layer", layer) < len(self.layers):
             raise ValueError(f"layer is {layer}; it must be in 0..{len(self.layers) - 1}")
 
@@ -261,10 +248,7 @@ class Storage:
         check_only: bool = False,
         **options: Any,
     ) -> Any:
-        """Run `append_kv` or `decode_step` on a layer, which takes `new` before the caches.
-
-        check_only: raise what the op would raise, and write nothing.
-        """
+        """Run `append_kv` or `decode_step` on a layer; check_only: only raise what it would."""
         ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
         caches, kept = self.operands(layer)
         if self.values_in_keys and options.get("rotary_cos") is not None:
@@ -278,9 +262,7 @@ class Storage:
         return result
 
     def operands(self, layer: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """k_cache and v_cache of a layer, heads second as the ops take them, and what tells how
-        they are kept: scales, and the rotation of rows.
-        """
+        """k_cache and v_cache, heads second, and the options that say how they are kept."""
         cache = self.layers[layer]
         kept: dict[str, Any] = {"hadamard": cache.hadamard} if cache.hadamard else {}
         kept |= {
@@ -295,10 +277,7 @@ class Storage:
         starts: Sequence[int],
         place: Callable[[int, int], tuple[int, int]],
     ) -> None:
-        """Move rows of several trees: `trees.moves` of each, counted from its start.
-
-        place: the block and row of a row of tree i.
-        """
+        """Move rows by the `trees.moves` of several trees. place: of a row of tree i."""
         for copies in zip_longest(*rounds, fillvalue=()):
             self.move_rows(
                 [
@@ -309,10 +288,7 @@ class Storage:
             )
 
     def move_rows(self, moves: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Copy rows (block, row), the first of each pair to the second, in all layers.
-
-        No row that is written is read. One dispatch for each tensor of a layer.
-        """
+        """Copy rows (block, row) to others in all layers; none that is written is read."""
         if not moves:
             return
         numbers: dict[int, list[Tensor]] = {}  # by heads: of the rows read, and of those written
@@ -352,7 +328,6 @@ class Storage:
         return self._kind | {"scales of fp8_e4m3": of_heads}
 
     def check_kind(self, exported: Any) -> None:
-        """Raise an error unless it is a sequence of such a cache."""
         if not isinstance(exported, ExportedSequence):
             raise TypeError(
                 f"exported has type {type(exported).__name__}; it must be what export_sequence "
@@ -366,7 +341,6 @@ class Storage:
                 )
 
     def read(self, blocks: list[int], device: torch.device) -> list[Tensor]:
-        """Copies of these blocks of each tensor."""
         places = self.indices(blocks)
         tensors = [x for layer in self._stored for x in layer.by_block()]
         return [x.detach()[places].to(device) for x in tensors]
@@ -380,15 +354,11 @@ class Storage:
                 tensor[places] = new.to(tensor.device)
 
     def indices(self, values: list[int]) -> Tensor:
-        """As int32 on the cache's device."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
 def _listed_step(tensors: tuple[Tensor, ...], options: dict[str, Any], check_only: bool) -> Any:
-    """A step whose queries see listed keys: no kernel reads lists of rows that it writes.
-
-    given: the op's tensors. check_only: as in `Storage.run`.
-    """
+    """A step whose queries see listed keys: no kernel reads lists of rows that it writes."""
     q, k, v, k_cache, v_cache, cache_seqlens = tensors
     rotary = {name: options.pop(name) for name in (*ROTARY, *_Q_ROTARY) if name in options}
     if rotary.get("rotary_cos") is not None:

@@ -25,7 +25,6 @@ def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
 
 
 def each(length: Any, count: int) -> list[int]:
-    """The length of each of `count` sequences."""
     if not isinstance(length, Sequence) and getattr(length, "ndim", 0) == 0:
         return [as_int_at_least("length", length)] * count
     lengths = integers("length", length)
@@ -46,7 +45,6 @@ def check_layers_agree(id: int, lengths: Sequence[int], method: str) -> None:
 
 
 def length_within(id: int, length: int, longest: int) -> int:
-    """`length` as an int, of a sequence that has `longest` rows."""
     length = as_int("length", length)
     if not 0 <= length <= longest:
         raise ValueError(
@@ -59,14 +57,7 @@ def length_within(id: int, length: int, longest: int) -> int:
 def checked_paths(
     paths: Rows, parents: Rows, lengths: Sequence[int], accepted: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """The paths, and the sizes of the trees, whose tokens are the last of `lengths` rows.
-
-    accepted: the rows of each sequence that the last accept left, which are of no tree.
-
-    Raises: ValueError: a tree is no tree (a parent is not an earlier token), it has more tokens
-        than its sequence has rows since the last accept, or a path does not go from a root to its
-        children.
-    """
+    """The paths and the sizes of the trees, or ValueError. accepted: rows that are of no tree."""
     chosen = rows_of_ints("paths", paths, len(lengths))
     trees = rows_of_ints("parents", parents, len(lengths))
     for b, (path, tree, length) in enumerate(zip(chosen, trees, lengths, strict=True)):

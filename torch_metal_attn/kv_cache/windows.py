@@ -39,10 +39,7 @@ class WindowGroups:
         return [first_seen(length, limit) // page_size for limit in self.by_group]
 
     def check_pages(self, id: int, pages: list[list[int]], length: int, page_size: int) -> None:
-        """Raise ValueError if rows that are seen after `length` rows were freed.
-
-        pages: those of each group of sequence `id`, -1 where they were freed.
-        """
+        """Raise ValueError if pages that are seen after `length` rows were freed (-1)."""
         end = -(-length // page_size)
         firsts = self.first_pages(length, page_size)
         for limit, first, of_group in zip(self.by_group, firsts, pages, strict=True):
@@ -66,7 +63,6 @@ class WindowGroups:
         return {"window_size_left": limit, **options}
 
     def cascade_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
-        """The same for `CascadePlan`."""
         if (limit := self.windows[layer]) < 0:
             return options
         size = options.get("window_size", (limit, -1))
@@ -79,7 +75,6 @@ class WindowGroups:
 
 
 def _checked(windows: Any, num_layers: int) -> list[int]:
-    """The argument `windows`: a number for each layer."""
     if windows is None:
         return [-1] * num_layers
     if isinstance(windows, str) or not isinstance(windows, Sequence):

@@ -36,10 +36,7 @@ class CacheStorage(Storage):
         options: dict[str, Any],
         counts: list[int] | None,
     ) -> tuple[tuple[Tensor, ...], list[int]]:
-        """The op's operands before the caches, (k, v) or (q, k, v), and each sequence's new rows.
-
-        operands: the same, of which v may be None with values_in_keys. counts: None unless packed.
-        """
+        """The op's operands before the caches, and each sequence's number of new rows."""
         *first, k, v = operands
         method, takes = ("append", ROTARY) if op == "append_kv" else (op, _STEP_OPTIONS)
         for name in options:
@@ -88,10 +85,7 @@ class CacheStorage(Storage):
     def write(
         self, op: str, batch: Batch, counts: list[int] | None, *, check_only: bool = False
     ) -> Any:
-        """Run `append_kv` or `decode_step` on the sequences, and on their recent rows.
-
-        counts: new rows of each sequence, if they are packed. check_only: as in `run`.
-        """
+        """Run an op that writes, on all rows. counts: new rows of each, if they are packed."""
         for name in (*_PLACES, *_PACKING):
             if name in batch.options:
                 advice = "give length" if name in _PACKING else "the cache gives it"

@@ -34,7 +34,6 @@ def _write(
     places: tuple[Tensor, Tensor],
     hadamard: int,
 ) -> None:
-    """Write new rows (B, H, L, D) to their places in the cache, rounded or quantised as it is."""
     batch, row = places
     if cache.dtype in ELEMENTS:
         cache[batch, :, row] = new.transpose(1, 2).to(cache.dtype)
@@ -71,10 +70,7 @@ def reference(
     rotary_first_column: int = 0,
     hadamard: int = 0,
 ) -> None:
-    """The op composed of `rope`, `quantise` and an indexed copy.
-
-    steps: (B or 1, L): how far behind the first new token each one is rotated, if not by its index.
-    """
+    """The op in torch. steps: (B or 1, L), how far behind the first token each one is rotated."""
     first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
     if cache_seqlens is not None:
         first = cache_seqlens.long()
@@ -82,18 +78,13 @@ def reference(
         rotary_first = first
         if leftpad_k is not None and rotary_from_leftpad:
             rotary_first = first - leftpad_k
-        ops = torch.ops.metal_attn
-
-        def rows(x: Tensor, advance: bool) -> Tensor:
-            each = torch.arange(x.shape[2], device=x.device) if steps is None else steps
-            return rotary_first[:, None] + (each if advance else torch.zeros_like(each))
-
-        tables = (rotary_cos, rotary_sin)
-        options: dict[str, Any] = {"interleaved": rotary_interleaved}
 
         def rotate_(x: Tensor, advance: bool) -> None:
+            each = torch.arange(x.shape[2], device=x.device) if steps is None else steps
+            rows = rotary_first[:, None] + (each if advance else torch.zeros_like(each))
+            options = {"positions": rows, "interleaved": rotary_interleaved}
             columns = x[..., rotary_first_column:]
-            ops.rope_(columns, None, *tables, positions=rows(x, advance), **options)
+            torch.ops.metal_attn.rope_(columns, None, rotary_cos, rotary_sin, **options)
 
         k = k.clone()
         rotate_(k, True)

@@ -47,11 +47,7 @@ def varlen_weights(
     max_seqlen_k: int,
     options: dict[str, Any],
 ) -> Tensor | None:
-    """`dense_weights` for packed sequences, with the arguments of `metal_attn::flash_varlen_fwd`.
-
-    Returns: (B, Hq, max_seqlen_q, max_seqlen_k), 0 outside each sequence; None without dropout. The
-        host waits for the lengths.
-    """
+    """`dense_weights` of packed sequences: (B, Hq, max_seqlen_q, max_seqlen_k), 0 outside each."""
     if "rng_state" not in options:
         return None
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

@@ -13,10 +13,7 @@ _Plain = TypeVar("_Plain", bound=Callable[..., Any])
 
 
 def cpu_kernel(name: str, check: Callable[..., None] | None = None) -> Callable[[_Plain], _Plain]:
-    """Make a function the implementation of op `name` on CPU tensors while the simulator is off.
-
-    check: raises for values of tensors that the shader would only skip.
-    """
+    """Make a function the CPU kernel of op `name`. check: raises for values that shaders skip."""
 
     def register(plain: _Plain) -> _Plain:
         def kernel(*arguments: Any, **options: Any) -> Any:

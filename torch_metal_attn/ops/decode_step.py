@@ -23,19 +23,11 @@ _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale", "
 _WRITTEN = ("k_cache", "v_cache", "cache_seqlens")
 
 
-def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of append_kv, and those of attention without q's tables."""
-    append = {n: x for n, x in options.items() if n in (*_ROTARY, *_CACHE)}
-    return append, {n: x for n, x in options.items() if n not in _ROTARY}
-
-
 def _dense(packed: Tensor, rows: slice) -> Tensor:
-    """Rows of one sequence, (1, H, L, D): a view."""
     return packed[rows].transpose(0, 1)[None]
 
 
 def _of_sequence(b: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """append_kv's arguments for sequence b alone."""
     in_place = arguments.get("block_table") is None and arguments.get("cache_batch_idx") is None
     sequence = dict(arguments)
     for name, x in arguments.items():
@@ -48,7 +40,6 @@ def _of_sequence(b: int, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
-    """The depths of new tokens in a tree."""
     seen = tree_rows(parents, tree_mask)
     return None if seen is None else depths(seen)
 
@@ -76,7 +67,8 @@ def reference(
     **options: Any,
 ) -> FlashFwdResult:
     """The op composed of `rope`, `append_kv`, and attention to what the cache then holds."""
-    append, attend = _split(options)
+    append = {n: x for n, x in options.items() if n in (*_ROTARY, *_CACHE)}
+    attend = {n: x for n, x in options.items() if n not in _ROTARY}
     rotates = append.get("rotary_cos") is not None
     q = q.clone() if rotates else q
     written = (k_cache, v_cache, cache_seqlens)

@@ -27,7 +27,6 @@ _refused: dict[str, tuple[str, Written]] = {}  # by op, what `refuse` was given
 
 
 def transforming() -> bool:
-    """True if a transform of torch.func is active."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
@@ -42,11 +41,7 @@ def batched(tensor: Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply`, which also works inside torch.func's transforms.
-
-    torch's own `apply` is for code above the dispatcher: inside a transform it would look for a
-    kernel of every transform. Here, below the dispatcher, only one level is left to differentiate.
-    """
+    """`function.apply` below the dispatcher, where torch.func leaves one level to differentiate."""
     if not transforming():
         return function.apply(*arguments)
     with enable_single_level_autograd_function():
@@ -77,18 +72,14 @@ def saved(ctx: Any) -> list[Any]:
 
 @contextmanager
 def below_autograd() -> Iterator[None]:
-    """A context for the op in a Function's forward.
-
-    Gradients are off in a forward. Inside a transform, torch.func's next level would see that,
-    record nothing, and give zero as its derivative. So gradients are enabled there.
-    """
+    """A context for the op in a Function's forward."""
+    # Gradients are off there. Inside a transform torch.func's next level would then give zero.
     grad_mode = torch.enable_grad() if transforming() else nullcontext()
     with grad_mode, torch._C._AutoDispatchBelowAutograd():
         yield
 
 
 def below(op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The result of the op's kernel below its Autograd kernel."""
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments, **options)
 
@@ -107,10 +98,7 @@ def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any
 
 
 def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
-    """True if a call may skip the op's Autograd kernel, which is Python, because that has no work.
-
-    `arguments` and `options` are everything that is passed to the op.
-    """
+    """True if a call may skip the op's Autograd kernel, which is Python and has no work."""
     # A graph keeps the op itself. Inference mode is already below autograd.
     return (
         not torch.compiler.is_compiling()
@@ -120,10 +108,7 @@ def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> b
 
 
 def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call `op`, or a function that calls one; past its Autograd kernel if that has no work.
-
-    Raises ValueError for what the op refuses, NotImplementedError for nested tensors and DTensors.
-    """
+    """Call `op`, past its Autograd kernel if that has no work; refusals are ValueErrors."""
     try:
         if may_pass_autograd(arguments, options):
             return below(op, *arguments, **options)
@@ -140,10 +125,7 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
 
 
 def autograd_kernel(name: str, fast_op: str = "") -> Callable[[_Function], _Function]:
-    """Make a function the Autograd kernel of op `name` of metal_attn.
-
-    `fast_op`: the op of `plain` that runs where it has all arguments of a call.
-    """
+    """Make a function an op's Autograd kernel. fast_op: the plain op that some calls run."""
     op = getattr(torch.ops.metal_attn, name).default
 
     def register(function: _Function) -> _Function:
@@ -166,11 +148,7 @@ def autograd_kernel(name: str, fast_op: str = "") -> Callable[[_Function], _Func
 
 
 def refuse_dtensors(op: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for a DTensor of a call that failed.
-
-    torch says only that the op has no sharding strategy. Calls with one that a user has registered
-    do not fail.
-    """
+    """Raise NotImplementedError for a DTensor of a call that failed, which torch explains badly."""
     if any(map(is_dtensor, (*arguments, *options.values(), *options.get("captures", ())))):
         for argument, value in by_schema(op, arguments, options):
             for one in value if isinstance(value, list | tuple) else (value,):
@@ -192,10 +170,7 @@ def by_name(
 def by_schema(
     op: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> list[tuple[Any, Any]]:
-    """The arguments in the schema of an op, each with the value that it is called with.
-
-    op: also a function whose first argument is one.
-    """
+    """The arguments in an op's schema, with values. op: or a function that takes one first."""
     if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         op, *arguments = arguments
     op = getattr(op, "default", op)
@@ -215,10 +190,7 @@ def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
 
 
 def needs_gradient(op: object, arguments: Mapping[str, Any], constants: Iterable[str] = ()) -> bool:
-    """True if a call of `op` asks for gradients; `arguments` by name, `constants` have none.
-
-    Raises NotImplementedError for derivatives that there are not.
-    """
+    """True if a call asks for gradients; NotImplementedError for derivatives that there are not."""
     refuse_tangents(op, arguments)
     # None passes here and is refused by the op's own checks.
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
@@ -250,11 +222,7 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 class _Overwritten(torch.autograd.Function):
-    """A tensor some of whose elements were written by an op without a gradient.
-
-    `origin` requires grad, so the tensor does from now on. The written values have no edge to where
-    they come from, so that a cache does not keep the graph of each step alive.
-    """
+    """A tensor that an op without a gradient has written; keeps no step's graph alive."""
 
     @staticmethod
     def forward(message: str, origin: Tensor, tensor: Tensor) -> Tensor:
@@ -276,10 +244,7 @@ def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], 
 
 
 def forward_refusal(function: str, advice: str, arguments: Mapping[str, Any]) -> str:
-    """The error of a derivative with respect to one of `arguments`; empty if none is asked for.
-
-    Raises NotImplementedError for what the call itself must refuse.
-    """
+    """The error of a derivative, or ""; NotImplementedError for what the call must refuse."""
     in_graph = torch.compiler.is_compiling()
     if not in_graph:
         if nothing_to_differentiate((), arguments):
@@ -298,11 +263,7 @@ def forward_refusal(function: str, advice: str, arguments: Mapping[str, Any]) ->
 def forward_only(
     function: str, advice: str, arguments: Mapping[str, Any], run: Callable[[], Any]
 ) -> Any:
-    """Return what `run` returns; a derivative with respect to one of `arguments` raises.
-
-    For Python functions, as `refuse` is for ops. In a graph and inside of torch.func's transforms
-    the call itself raises.
-    """
+    """`run()`, whose derivatives raise: for Python functions, as `refuse` is for ops."""
     message = forward_refusal(function, advice, arguments)
     if not message:
         return run()
@@ -343,18 +304,13 @@ def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -
 
 def _mark_overwritten(tensor: Tensor, message: str) -> None:
     whole = _whole(tensor)
-    if (
-        type(whole.grad_fn).__name__ != f"{_Overwritten.__name__}Backward"
-    ):  # unless it is marked already
+    marked = type(whole.grad_fn).__name__ == f"{_Overwritten.__name__}Backward"
+    if not marked:
         _Overwritten.apply(message, torch.empty(0, requires_grad=True), whole)
 
 
 def refuse(name: str, advice: str, written: Written | None = None) -> None:
-    """Give an op an Autograd kernel without a derivative: backward raises NotImplementedError.
-
-    `written`: if an argument of those that are written requires grad, or one that is written there,
-    the written tensor requires it afterwards, as with torch's own operators. Writes are counted.
-    """
+    """Let an op's derivative, and that of what it writes, raise NotImplementedError."""
     if written is not None:
         _refused[name] = advice, written
         count_writes(name, written)
@@ -392,10 +348,7 @@ def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., 
 def _refusals(
     op: str, advice: str, tensors: dict[str, Tensor], written: Mapping[str, Iterable[str]]
 ) -> dict[str, str]:
-    """The messages that backward raises: under "" that of the results, else of a written tensor.
-
-    Empty if nothing requires grad. Raises NotImplementedError for what the call itself must refuse.
-    """
+    """The messages that backward raises, by written tensor, and under "" that of the results."""
     refuse_tangents(op, tensors)
     needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
     if not needing:
@@ -417,10 +370,7 @@ def _refusals(
 
 
 def check_writes(name: str, values: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise what op `name` of metal_attn, called with these, would raise above its own checks.
-
-    So that a caller may change something else before the call that writes.
-    """
+    """Raise what op `name` raises above its own checks, before a caller changes anything."""
     op = getattr(torch.ops.metal_attn, name).default
     arguments = by_name(op, values, options)
     _refuse_negated(op, arguments)
@@ -431,11 +381,7 @@ def check_writes(name: str, values: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) -> None:
-    """Let autograd count an op's writes, as versions of the tensors.
-
-    torch's own in-place operators do this themselves. `written`: the names of the arguments that
-    the call writes.
-    """
+    """Let autograd count the writes of the arguments that `written` names, as versions."""
     op = getattr(torch.ops.metal_attn, name).default
     library = torch.library.Library("metal_attn", "IMPL")
     library.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)

@@ -39,15 +39,10 @@ def empty_gradients(
     exact_delta: bool,
     options: dict[str, Any],
 ) -> Gradients:
-    dq, dk, dv = (empty_like_query(x, x.shape[-1]) for x in (q, k, v))
-    shape = softmax_lse.shape if exact_delta and normalised(q, options) else (0,)
-    return (
-        dq,
-        dk,
-        dv,
-        softmax_lse.new_empty(softmax_lse.shape),
-        softmax_lse.new_empty(shape),
-    )
+    dq, dk, dv = map(empty_like_query, (q, k, v))
+    delta = softmax_lse.new_empty(softmax_lse.shape)
+    has_normalisers = exact_delta and normalised(q, options)
+    return dq, dk, dv, delta, softmax_lse.new_empty(delta.shape if has_normalisers else (0,))
 
 
 def gradient_of(out: Tensor, dout: Tensor | None) -> Tensor:
@@ -66,11 +61,7 @@ def _flash_bwd_fake(*arguments: Any, exact_delta: bool = False, **options: Any) 
 def rotary_rows(
     x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tables and positions with which `metal_attn::rope` rotates as flash_fwd does.
-
-    x: (B, H, L, D), or with cu_seqlens the packed (1, H, T, D). cos, sin: flash_fwd's; one may have
-    a batch dimension and the other not. Positions are None if row i rotates token i.
-    """
+    """Tables and positions with which `rope` rotates as flash_fwd; None if row i is token i's."""
     rows = min(cos.shape[-2], sin.shape[-2])
     cos, sin = torch.broadcast_tensors(cos[..., :rows, :], sin[..., :rows, :])
     if cu_seqlens is None:

@@ -22,7 +22,6 @@ _Reference = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _bias_name(options: dict[str, Any]) -> str:
-    """The name of the option that is the bias."""
     mask = options.get("attn_mask")
     return "attn_mask" if mask is not None and mask.is_floating_point() else "attn_bias"
 
@@ -43,7 +42,6 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
 def _reference_gradient(
     oracle: _Reference, option: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Tensor:
-    """The kernel's result."""
     dout, q, k, v, softmax_lse, delta, *packing = (
         x.detach() if isinstance(x, Tensor) else x for x in arguments
     )

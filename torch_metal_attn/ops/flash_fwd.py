@@ -17,15 +17,12 @@ FlashFwdResult = tuple[Tensor, Tensor]
 
 @register_fake("flash_fwd", "flash_varlen_fwd", "flash_decode", "flex_fwd")
 def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> FlashFwdResult:
-    """Results of dense or packed queries, without data."""
     rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
     lse = q.new_empty(rows, dtype=torch.float32)
     return empty_like_query(q, columns(v, options.get("v_scale"))), lse
 
 
 def register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
-    """Make `oracle` the op's CPU kernel, with results in the op's layout."""
-
     @cpu_kernel(name)
     def flash_fwd(*arguments: Any, **options: Any) -> FlashFwdResult:
         with torch.no_grad():

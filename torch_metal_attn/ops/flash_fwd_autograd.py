@@ -28,12 +28,7 @@ from torch_metal_attn.ops.listed_bwd import listed_gradients
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 # Tensors without a gradient. Integers and bools cannot ask for one.
-_CONSTANTS = (
-    "q_rotary_cos",
-    "q_rotary_sin",
-    "k_rotary_cos",
-    "k_rotary_sin",
-)
+_CONSTANTS = tuple(f"{side}_rotary_{table}" for side in "qk" for table in ("cos", "sin"))
 # Options of a cache, whose keys are those of other calls too.
 _CACHE = ("block_table", "cache_batch_idx", "k_scale", "v_scale")
 _LISTS = ("indices", "kv_block_size", "q_block_size")
@@ -43,8 +38,6 @@ _ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 
 @dataclass(frozen=True)
 class _Call:
-    """A call without its arguments' values."""
-
     name: str  # of the op
     names: tuple[str, ...]  # of the arguments, in the order of the Function's inputs
     positional: int
@@ -61,8 +54,6 @@ class _Call:
 
 
 class _FlashFwd(torch.autograd.Function):
-    """out and softmax_lse, and the gradients of every argument that has one."""
-
     @staticmethod
     def forward(call: _Call, *values: Any) -> tuple[Tensor, Tensor]:
         return call.run(values)
@@ -97,7 +88,6 @@ def _gradients(
     arguments: dict[str, Any],
     needed: dict[str, bool],
 ) -> dict[str, Tensor]:
-    """The gradients by argument name; at least those that are needed."""
     q, k, v = (arguments[name] for name in _OPERANDS)
     if k.dtype != q.dtype:
         raise NotImplementedError(

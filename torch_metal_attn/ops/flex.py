@@ -64,8 +64,6 @@ def _register_cpu(name: str) -> None:
 
 
 class _FlexFwd(torch.autograd.Function):
-    """out and softmax_lse, with the gradients of q, k, v and captures."""
-
     @staticmethod
     def forward(
         options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *tensors: Any
@@ -106,7 +104,6 @@ class _FlexFwd(torch.autograd.Function):
 
 
 def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
-    """The results of a call whose queries and keys differ in dtype: `backward` raises."""
     q, k, *_ = inputs
     message = (
         f"flex_attention has no gradient with key and value in {k.dtype} and query in {q.dtype}: "
@@ -116,7 +113,6 @@ def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
 
 
 def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
-    """The options with their tensors."""
     captures = list(tensors[: len(tensors) - len(_OF_BLOCKS)])
     lists = tensors[len(captures) :]
     return options | {"captures": captures} | dict(zip(_OF_BLOCKS, lists, strict=True))
@@ -148,7 +144,6 @@ def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     return result
 
 
-_register_cpu("flex_fwd")
-_register_cpu("flex_bwd")
-_register_cpu("flex_bwd_captures")
+for _name in ("flex_fwd", "flex_bwd", "flex_bwd_captures"):
+    _register_cpu(_name)
 refuse_second_derivative("flex_bwd", "flex_bwd_captures")

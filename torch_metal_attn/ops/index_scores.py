@@ -1,12 +1,11 @@
 """`metal_attn::index_scores` in Python: definition, fake and CPU kernels. It has no gradient."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.autocast import autocasts
+from torch_metal_attn.call.autocast import without_autocast
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import refuse
 from torch_metal_attn.ops.fake import register_fake
@@ -30,9 +29,7 @@ def index_scores(
     """The scores in plain torch; of float64 operands in float64."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    # Autocast would do the products in half precision, whatever the dtypes here are.
-    kind = q.device.type
-    with torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext():
+    with without_autocast(q.device.type):
         products = torch.matmul(q.to(dtype), k.to(dtype)[:, None].transpose(-1, -2)) * scale
         scores = torch.einsum("bhq,bhqk->bqk", weights.to(dtype), products.relu())
     if not causal:

@@ -3,17 +3,12 @@
 from torch import SymInt, Tensor
 
 
-def empty_like_query(q: Tensor, head_dim: int) -> Tensor:
-    """An uninitialised dense tensor of q's shape except for its last size, with q's memory order.
-
-    So a (B, L, H, D) tensor viewed as (B, H, L, D) gives a result that is contiguous when viewed as
-    (B, L, H, Dv).
-    """
-
-    order = memory_order(q)
+def empty_like_query(q: Tensor, head_dim: int | None = None) -> Tensor:
+    """An uninitialised dense tensor of q's shape, but for the last size, in q's memory order."""
+    head_dim = q.shape[-1] if head_dim is None else head_dim
     strides: list[int | SymInt] = [1] * q.dim()
     step: int | SymInt = head_dim
-    for dim in reversed(order):
+    for dim in reversed(memory_order(q)):
         strides[dim] = step
         step = step * max(q.size(dim), 1)
     return q.new_empty_strided((*q.shape[:-1], head_dim), strides)

@@ -28,7 +28,7 @@ def _lse_of(rows: Tensor) -> Tensor:
 
 @register_fake("merge_state")
 def _merge_state_fake(out_a: Tensor, lse_a: Tensor, *_: Tensor, **options: Any) -> State:
-    return empty_like_query(out_a, out_a.shape[-1]), lse_a.new_empty(lse_a.shape)
+    return empty_like_query(out_a), lse_a.new_empty(lse_a.shape)
 
 
 @register_fake("merge_splits")
@@ -88,7 +88,7 @@ def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
         live = (other_rows != -torch.inf)[..., None]
         merged = torch.where(empty[..., None], torch.where(live, other.float(), 0.0), merged)
         lse = torch.where(empty, other_rows, lse)
-    out = empty_like_query(out_a, out_a.shape[-1]).copy_(merged)
+    out = empty_like_query(out_a).copy_(merged)
     return out, _lse_of(lse).contiguous()
 
 

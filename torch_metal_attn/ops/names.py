@@ -24,10 +24,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class ArgumentNames:
-    """names: the function's name by the op's, where they differ.
-
-    blhd: the function's tensors are (B, L, H, D), while the op's are (B, H, L, D).
-    """
+    """The function's names by the op's, where they differ. blhd: its tensors are (B, L, H, D)."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     blhd: bool = False
@@ -35,11 +32,7 @@ class ArgumentNames:
     def run(
         self, op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """Run an op, or a function whose first argument is one; errors have the function's names.
-
-        Raises TypeError for arguments that are not of the types in the op's schema, and ValueError
-        for ints beyond int64.
-        """
+        """Run an op, or a function that takes one; errors have the function's names."""
         try:
             return call(op, arguments, options)
         except (ValueError, NotImplementedError) as error:
@@ -55,7 +48,6 @@ class ArgumentNames:
         return type(error)(self.text(str(error)))
 
     def text(self, message: str) -> str:
-        """The message of this thread's last refusal with the function's names."""
         return unmarked(_MARK.sub(lambda match: f"`{self._replaced(match[1])}`", marked(message)))
 
     def _replaced(self, word: str) -> str:
@@ -71,7 +63,6 @@ class ArgumentNames:
     def check_types(
         self, op: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
     ) -> None:
-        """Raise TypeError or ValueError for what is not of the types in the schema of `op`."""
         for argument, value in by_schema(op, arguments, options):
             kind = argument.type
             optional = kind.kind() == "OptionalType"

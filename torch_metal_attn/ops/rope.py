@@ -26,14 +26,9 @@ from torch_metal_attn.runtime.refusals import unmarked
 _OPS = torch.ops.metal_attn
 
 
-def _empty_rotated(x: Tensor) -> Tensor:
-    """An uninitialised tensor like x, without gaps and with the last dimension innermost."""
-    return empty_like_query(x, x.shape[-1])
-
-
 @register_fake("rope")
 def _fake(q: Tensor, k: Tensor | None, *_: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return _empty_rotated(q), q.new_empty(0) if k is None else _empty_rotated(k)
+    return empty_like_query(q), q.new_empty(0) if k is None else empty_like_query(k)
 
 
 @register_fake("rope_tables")
@@ -104,8 +99,8 @@ def _cpu_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **option
 def _cpu(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    q = _empty_rotated(q).copy_(q)
-    k = None if k is None else _empty_rotated(k).copy_(k)
+    q = empty_like_query(q).copy_(q)
+    k = None if k is None else empty_like_query(k).copy_(k)
     _cpu_inplace(q, k, cos, sin, **options)
     return q, q.new_empty(0) if k is None else k
 

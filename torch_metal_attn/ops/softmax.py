@@ -50,11 +50,7 @@ def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
 
 
 def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
-    """Run the op below autograd, for a Function's forward.
-
-    A forward runs without gradients, and torch.compile drops the gradients of an input that is
-    mutated then. So they are enabled.
-    """
+    """Run the op with gradients on: else torch.compile drops those of an input that is mutated."""
     with torch.enable_grad():
         result: Tensor = below(op, tensor, argument)
         return result
@@ -85,8 +81,6 @@ class _Softmax(torch.autograd.Function):
 
 
 class _ApplyCausalMask(torch.autograd.Function):
-    """The mask, in place. No gradient passes where it masks."""
-
     @staticmethod
     def forward(scores: Tensor, q_offset: int) -> Tensor:
         _visibly(_OPS.apply_causal_mask_, scores, q_offset)

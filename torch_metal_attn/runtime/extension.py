@@ -82,10 +82,7 @@ _require_torch()
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """Register the operators, once per process, and return the library's C functions.
-
-    Raises ImportError if the extension cannot be loaded.
-    """
+    """Register the operators, once, and return the library's C functions, or raise ImportError."""
     try:
         torch.ops.load_library(PATH)
     except OSError as error:
@@ -135,10 +132,7 @@ def _without_comments(text: bytes) -> list[bytes]:
 
 
 def tell_gpu(library: ctypes.CDLL) -> None:
-    """Tell `library`, the extension, which GPU there is, as far as torch knows.
-
-    flash_decode splits its keys by the number of cores. A virtual GPU is recognised by its name.
-    """
+    """Tell the extension the GPU's cores, and its name, by which it knows a virtual one."""
     if hasattr(torch.backends.mps, "get_name"):
         library.metal_attn_set_gpu_name(torch.backends.mps.get_name().encode())
     if hasattr(torch.backends.mps, "get_core_count"):
@@ -156,9 +150,6 @@ def meta_passes() -> Iterator[None]:
 
 
 def launches(packed: list[int]) -> list[dict[str, Any]]:
-    """The launches that an op of `metal_attn_explain` returned as JSON packed in ints (recorder.h).
-
-    Each has kernel, defines, grid, threads, the bytes that it may write, and notes.
-    """
+    """The launches that an op of `metal_attn_explain` returned as JSON in ints (recorder.h)."""
     result: list[dict[str, Any]] = json.loads(array("q", packed).tobytes())
     return result

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -49,23 +48,11 @@ def _transformers() -> str:
 
 
 def system() -> str:
-    """The operating system and the architecture."""
     mac = macos.version()
     name = f"macOS {mac}" if mac else platform.system()
     return f"{name} {platform.machine()}"
 
 
 def _chip() -> str:
-    if platform.system() != "Darwin":
-        return platform.machine()
-    try:
-        name = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return platform.machine()
-    return name.stdout.strip()
+    on_macos = platform.system() == "Darwin"
+    return (on_macos and macos.sysctl("machdep.cpu.brand_string")) or platform.machine()

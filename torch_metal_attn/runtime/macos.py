@@ -24,12 +24,11 @@ def version() -> str:
     reported = _of_the_kernel() or reported
     # macOS never had these versions: 15 was followed by 26, and 10.15 by 11.
     if reported.startswith(("10.16", "16.")):
-        return _of_a_system_program() or reported
+        return sysctl("kern.osproductversion") or reported
     return reported
 
 
 def at_least(major: int, minor: int) -> bool:
-    """True if this is that version of macOS, or a later one."""
     numbers = [int(number) for number in version().split(".")[:2] if number.isdigit()]
     return tuple(numbers) >= (major, minor)
 
@@ -45,10 +44,11 @@ def _of_the_kernel() -> str:
     return "" if failed else text.value.decode("ascii", "replace")
 
 
-def _of_a_system_program() -> str:
+def sysctl(name: str) -> str:
+    """A value as the system tells it to its own programs; "" if it cannot be had."""
     try:
         done = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", "kern.osproductversion"],
+            ["/usr/sbin/sysctl", "-n", name],
             env=os.environ | {"SYSTEM_VERSION_COMPAT": "0"},
             capture_output=True,
             text=True,

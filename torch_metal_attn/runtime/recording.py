@@ -19,7 +19,6 @@ def recorded(
     threadgroups: tuple[int, int, int],
     threads: tuple[int, int, int],
 ) -> RecordedLaunch:
-    """The launch, which holds the tensors of its buffers."""
     # The params are not a tensor: they are copied because they end with the launch.
     constant = engine.SPACES.index("constant")
     params = [b for b in buffers if b.space == constant]

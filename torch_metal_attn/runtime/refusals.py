@@ -84,11 +84,7 @@ def python_kernel(name: str, key: str) -> Callable[[Callable[_P, _R]], Callable[
 
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that torch.compile does not trace into; in compiled code it breaks the graph.
-
-    torch.library.register_kernel has this too, and imports torch._dynamo for it, which takes
-    seconds. Nothing traces while nothing has imported that.
-    """
+    """A function that breaks torch.compile's graph, without importing torch._dynamo for it."""
     disabled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)

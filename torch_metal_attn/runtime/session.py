@@ -23,11 +23,7 @@ __all__ = ["active", "raising", "simulate"]
 
 
 class _Op(threading.local):
-    """The op of this thread that runs.
-
-    check: called before its first kernel runs.
-    error: what a launch raised, while it passes through C++.
-    """
+    """check: called before this thread's op runs a kernel. error: what a launch raised in C++."""
 
     check: Callable[[], None] | None = None
     error: BaseException | None = None
@@ -64,10 +60,7 @@ _Callback = ctypes.CFUNCTYPE(
 
 @contextmanager
 def raising(check: Callable[[], None] | None = None) -> Iterator[None]:
-    """A context for an op: an exception of the simulator is raised as itself, not as C++'s.
-
-    check: called once the op has accepted its arguments and before its first kernel runs.
-    """
+    """A context for an op: an exception of the simulator is raised as itself, not as C++'s."""
     outer = _op.check
     _op.check, _op.error = check, None
     engine.library().metal_attn_track_fresh(1)
@@ -88,10 +81,7 @@ def raising(check: Callable[[], None] | None = None) -> Iterator[None]:
 
 @dataclass
 class Specialisation:
-    """A family and its defines, which all its launches share, and what it was compiled to.
-
-    compiled: by check, count and language: the family's text, the compiler and the program.
-    """
+    """A family and its defines, and its programs by check, count and language."""
 
     family: str
     defines: dict[str, str]

@@ -97,10 +97,7 @@ def flatten(path: Path) -> str:
 
 
 def serve(library: ctypes.CDLL) -> None:
-    """Give `library`, the extension, the text of every family, to compile for launches on mps.
-
-    All at once, because a launch that called back into Python for its text could be interrupted.
-    """
+    """Give the extension every text at once: calls back into Python could be interrupted."""
     for family in families():
         library.metal_attn_set_shader_text(family.encode(), source(family).encode("ascii"))
 

@@ -21,21 +21,14 @@ OLDEST_MACOS = (26, 2)
 
 
 def configure(library: ctypes.CDLL, version: str) -> None:
-    """Tell `library`, the extension, whether macOS suffices and where a passed trial is noted.
-
-    version: of this package.
-    """
+    """Tell the extension whether macOS suffices, and the file that notes a passed trial."""
     suffices = macos.at_least(*OLDEST_MACOS)
     path = _record(version).encode() if suffices else b""
     library.metal_attn_set_tensor_record(suffices, path)
 
 
 def problem(backward: bool = False, float32: bool = False) -> str:
-    """Why attention uses 8x8 tiles here, in one line; "" if it uses tensor tiles.
-
-    On mps where it is usable, and else in the simulator. The first call on an M5 tries them.
-    backward: of flash_bwd, and else of flash_fwd. float32: in it, and else in half precision.
-    """
+    """Why attention uses 8x8 tiles here, or "". The first call on an M5 tries tensor tiles."""
     library = extension.load()
     library.metal_attn_tensor_tiles_problem.restype = ctypes.c_char_p
     reason: bytes = library.metal_attn_tensor_tiles_problem(mps.usable(), backward, float32)
@@ -43,7 +36,6 @@ def problem(backward: bool = False, float32: bool = False) -> str:
 
 
 def description() -> str:
-    """One line for reports."""
     if forward := problem():
         # float32 refuses a TF32 setting that is none, whichever tiles are used.
         refused = f"; float32: {_tf32_reason()}" if _tf32_setting() < 0 else ""
@@ -138,10 +130,7 @@ def on_m5() -> Iterator[None]:
 
 
 def _record(version: str) -> str:
-    """The file that says that both kinds of tile agreed on this machine; "" if there is no place.
-
-    The text of the kernels counts too: in a source checkout it changes without the version.
-    """
+    """The file that notes that both tiles agreed here with these kernels; "" if it has no place."""
     gpu = torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else ""
     parts = [gpu, macos.version(), torch.__version__, version]
     parts += map(shaders.source, FAMILIES)

@@ -54,11 +54,7 @@ Rotate = Callable[[Tensor, bool], None]
 
 
 class _RotateLeaf(torch.autograd.Function):
-    """Rotates a leaf that requires grad in place, which torch's own in-place operators refuse.
-
-    As in flash-attn, the leaf holds the rotated values afterwards. The result shares its memory,
-    and gradients are rotated back on the way to the leaf.
-    """
+    """Rotates a leaf that requires grad in place, as flash-attn does and torch's own ops refuse."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, rotate: Rotate) -> Tensor:
@@ -80,10 +76,7 @@ def _in_place(
     options: dict[str, Any],
     calls: Callable[[Tensor], list[tuple[Tensor | None, ...]]],
 ) -> Tensor:
-    """Rotate x in place. Returns x, or for a leaf that requires grad a tensor with the graph.
-
-    calls: the positional arguments of each call of the op that rotates a tensor like x.
-    """
+    """Rotate x in place by these calls; returns x, or for a leaf a tensor with the graph."""
 
     def rotate(target: Tensor, back: bool) -> None:
         for arguments in calls(target):

@@ -31,7 +31,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def comfyui(options: argparse.Namespace) -> bool:
-    """Run the command; raises NotComfyUI."""
     if not (options.folder / FOLDER.parent).is_dir():
         raise NotComfyUI(
             f"{options.folder} has no folder {FOLDER.parent}: give the folder that ComfyUI's "

@@ -196,11 +196,7 @@ def score_options(
     output_attentions: bool | None = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """The op's options for the arguments of `metal_attention` that do not concern visibility.
-
-    Raises: NotImplementedError: one of `unknown` is neither None nor known to be harmless, or the
-        attention weights are requested.
-    """
+    """The op's options but for visibility; NotImplementedError for unknown arguments."""
     refuse_weights(module, output_attentions)
     for name, value in unknown.items():
         if value is not None and name not in _HARMLESS:
@@ -228,10 +224,7 @@ def _flash(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Run the kernel for many queries or, without gradients and dropout, the one for few.
-
-    sinks: (B, Hq, Sq, 1), one more score per query, without a value.
-    """
+    """Run the kernel for many queries or for few. sinks: (B, Hq, Sq, 1), a score without value."""
     (query,) = autocast(query)
     added = {name: options.get(name) for name in ("attn_mask", "attn_bias")}
     options |= {name: autocast(one)[0] for name, one in added.items() if one is not None}
@@ -339,11 +332,7 @@ def _bounds(
     per_query: dict[str, Tensor | None],
     keywords: dict[str, Any],
 ) -> dict[str, Any]:
-    """The bounds of packed sequences, those of the call or of the mask; empty if none are known.
-
-    Raises: ValueError: other arguments say that the batch holds sequences, which nothing keeps
-        apart.
-    """
+    """The bounds of packed sequences, or {}; ValueError if nothing keeps sequences apart."""
     for name, sequence in sequences.items():
         if sequence is not None:
             _check_sequences(module, name, sequence, query, key, mask, packing, bounds)
@@ -398,13 +387,7 @@ def _packed_window(
     sliding_window: int | None,
     bounds: dict[str, Any],
 ) -> dict[str, int]:
-    """The window inside each packed sequence, as options of the op.
-
-    The mask must be a band that is the same inside every sequence (causal or sliding), or what
-    `position_ids` say about the same sequences.
-
-    Raises: ValueError: the mask describes other sequences.
-    """
+    """The window in each packed sequence; ValueError if the mask describes other sequences."""
     name, length = type(module).__name__, key.shape[2]
     left, right = -1, 0 if causal else -1
     if mask is None:
@@ -441,11 +424,7 @@ def flash_varlen(
     bounds: dict[str, Any],
     **options: Any,
 ) -> Tensor:
-    """Attention of sequences packed in one row, bottom-right aligned: (1, Sq, Hq, Dv).
-
-    Args: query, key, value: (1, heads, length, head dim). bounds: cu_seq_lens_q, cu_seq_lens_k,
-        max_length_q, max_length_k. options: the op's.
-    """
+    """Attention of sequences packed in one row, bottom-right aligned: (1, Sq, Hq, Dv)."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         check_integers(name, bounds[name], "(sequences + 1)")
     longest = [as_int(name, bounds[name]) for name in ("max_length_q", "max_length_k")]
@@ -453,9 +432,8 @@ def flash_varlen(
     record("packed", module, query, key, f"in {len(bounds['cu_seq_lens_q']) - 1} sequences")
     packed = (x[0].transpose(0, 1) for x in (query, key, value))
     ends = (bounds[name].to(torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    out: Tensor = call(torch.ops.metal_attn.flash_varlen_fwd, (*packed, *ends, *longest), options)[
-        0
-    ]
+    op = torch.ops.metal_attn.flash_varlen_fwd
+    out: Tensor = call(op, (*packed, *ends, *longest), options)[0]
     return out[None].contiguous()
 
 
@@ -469,7 +447,6 @@ def _check_sequences(
     packing: Packing | None,
     bounds: dict[str, Any],
 ) -> None:
-    """Raises ValueError if attention would mix the sequences that `sequence` names."""
     shape = (max(query.shape[0], key.shape[0]), query.shape[2])
     check_tensor(name, sequence)
     shown = f"{_shown({name: sequence})} in {type(module).__name__}"

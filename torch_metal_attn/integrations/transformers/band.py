@@ -38,10 +38,7 @@ _ATTRIBUTE = "_metal_attn_band"
 
 @dataclass(frozen=True)
 class Band:
-    """The options of one call. All but the last two are known on the host.
-
-    seqused_k, leftpad_k: int32 (B,), or None if no sequence of the batch is padded on that side.
-    """
+    """The options of one call. seqused_k, leftpad_k: int32 (B,), None without such padding."""
 
     q_offset: int
     q_length: int
@@ -54,7 +51,6 @@ class Band:
 
     @property
     def is_everything(self) -> bool:
-        """True if every query sees every key."""
         return self.window_size_right < 0 and self._has_no_other_limit
 
     @property
@@ -129,11 +125,7 @@ def is_causal(mask: Tensor) -> bool:
 
 
 def is_descriptor(mask: Tensor, kv_length: int) -> bool:
-    """True if `mask` is a descriptor and cannot be a mask, whose last size is kv_length.
-
-    `metal_attention_mask` makes no descriptor for 8 keys or fewer. So whatever a model does to a
-    descriptor as if it were a mask (slices, sums, concatenations), the result has another shape.
-    """
+    """True for a descriptor, but for no part of one: there is none for 8 keys or fewer."""
     return (
         mask.dtype == torch.int32
         and mask.dim() == 4
@@ -149,10 +141,7 @@ def is_for(descriptor: Tensor, q_length: int) -> bool:
 
 
 def unpack(descriptor: Tensor) -> Band:
-    """The band of a descriptor: its attribute, or read from the device, which waits once.
-
-    Raises: ValueError: the values are not those of a descriptor from `pack`.
-    """
+    """A descriptor's band: its attribute, or read from the device. ValueError for other values."""
     band = getattr(descriptor, _ATTRIBUTE, None)
     if isinstance(band, Band):
         return band
@@ -178,7 +167,6 @@ def unpack(descriptor: Tensor) -> Band:
 
 
 def foreign(mask: Tensor) -> ValueError:
-    """The error for a mask with a descriptor's type and shape that is not one."""
     return ValueError(
         f"attention_mask is an int32 tensor {tuple(mask.shape)}, which only "
         "metal_attention_mask makes, and its values are none of it: pass a bool mask"
@@ -186,10 +174,7 @@ def foreign(mask: Tensor) -> ValueError:
 
 
 def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
-    """The bool mask (B, 1, Sq, Sk) of a descriptor, without reading any value on the host.
-
-    Descriptors of packed rows have a row per query (see `packing`).
-    """
+    """The bool mask (B, 1, Sq, Sk) of a descriptor, made without reading values on the host."""
     columns = _columns(descriptor[:, 0, :, None])
     position, _, _, start, end, left, right, chunk = columns  # (B, 1 or Sq, 1) each
     query = torch.arange(q_length, device=descriptor.device)[:, None] + position
@@ -203,10 +188,7 @@ def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
 
 
 def lengths(descriptor: Tensor) -> dict[str, Tensor]:
-    """The options for a single query, without reading any value on the host.
-
-    leftpad_k, seqused_k: int32 (B,), equal if the query sees nothing.
-    """
+    """leftpad_k and seqused_k, int32 (B,), of a single query; equal if it sees nothing."""
     position, _, _, start, end, left, right, chunk = _columns(descriptor[:, 0, 0])  # (B,) each
     # The chunk's first key, or the first of all.
     first = start + (position - start) // chunk.clamp(min=1) * chunk

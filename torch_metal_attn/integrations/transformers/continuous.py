@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from torch_metal_attn.call.arguments import as_int, check_rank
@@ -71,7 +71,10 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
             f"{type(inner).__name__} caches latent rows, for which transformers' pages have no "
             "place; use enable(model, absorb=True) and generate"
         )
-    configs = {id(config): config for config in _configs(inner)}
+    # Every configuration from which a layer may read its implementation.
+    held = (getattr(module, "config", None) for module in inner.modules())
+    known = (inner.config.get_text_config(), *held)
+    configs = {id(config): config for config in known if isinstance(config, PretrainedConfig)}
     names = {key: config._attn_implementation for key, config in configs.items()}
     outer = {key: _entered[key] for key in configs if key in _entered}
     # It was made for another attention: with masks, or without.
@@ -165,12 +168,3 @@ def metal_flash_attention(
     # A copy, as a context cannot be entered twice at a time.
     out: Tensor = context.copy().run(flash_varlen, module, query, key, value, packed, **options)
     return out, None
-
-
-def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Every configuration from which a layer of the model may read its implementation."""
-    held = (getattr(module, "config", None) for module in model.modules())
-    return [
-        model.config.get_text_config(),
-        *(config for config in held if isinstance(config, PretrainedConfig)),
-    ]

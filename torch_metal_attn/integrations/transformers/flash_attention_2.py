@@ -12,11 +12,7 @@ _PLACES = ("FLASH_ATTENTION_COMPATIBILITY_MATRIX", "_loaded_implementation")
 
 
 def allow(undo: contextlib.ExitStack) -> None:
-    """Let models have attn_implementation="flash_attention_2" until `undo` closes.
-
-    Raises:
-        ImportError: this transformers looks these functions up in other places.
-    """
+    """Let models have attn_implementation="flash_attention_2" until `undo` closes."""
     if not all(hasattr(lookups, place) for place in _PLACES):
         raise ImportError(
             "install_flash_attn(transformers=True) needs transformers 5.23 "

@@ -36,11 +36,7 @@ def restore(model: nn.Module) -> None:
 
 
 def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
-    """The modules to fuse, with their new classes. Changes nothing.
-
-    Raises: NotImplementedError: a module of `model` rotates q in an unknown way, or none of
-        them rotates q.
-    """
+    """The modules to fuse, with their new classes, or NotImplementedError. Changes nothing."""
     modules = [(module, own_class(module)) for module in model.modules()]
     rotating = [(module, kind) for module, kind in modules if _rotations(kind)]
     where = f"fuse_rope=True for {type(model).__name__}"

@@ -31,10 +31,7 @@ EXPAND = "expand_kv"  # of a module that caches latent rows
 
 @dataclass(frozen=True)
 class HeldRows:
-    """All rows of a `LatentLayer`, which returns them in place of latents and rotated keys.
-
-    columns: C and R of a row.
-    """
+    """All rows of a `LatentLayer`, which returns them for both parts. columns: C and R of a row."""
 
     layer: "LatentLayer"
     columns: tuple[int, int]
@@ -46,10 +43,7 @@ class HeldRows:
         return len(self.layer.ids), 1, self.layer.get_seq_length(), sum(self.columns)
 
     def attend(self, q: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Attention of q (B, H, Lq, C + R) to the rows where they lie.
-
-        Raises: NotImplementedError: options tell apart keys that recent rows are not read by.
-        """
+        """Attention of q (B, H, Lq, C + R) to the rows where they lie."""
         storage, where = self.layer.storage, self.layer.where()
         lengths = [self.shape[2]] * self.shape[0]
         if isinstance(storage.recent, RecentRows):
@@ -134,8 +128,7 @@ class Latents:
         return k, v
 
     def rows(self) -> Tensor:
-        """(B, 1, Lk, C + R): a copy, as transformers' own caches hold both parts by themselves."""
-        return torch.cat([self.latents, self.k_rotated], -1)
+        return torch.cat([self.latents, self.k_rotated], -1)  # (B, 1, Lk, C + R)
 
     def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor | HeldRows, Tensor | HeldRows]:
         """The queries (B, H, Lq, C + R), keys and values of attention to the rows."""
@@ -177,10 +170,7 @@ class Latents:
 
 
 def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
-    """The modules to absorb, with their new classes. Changes nothing.
-
-    Raises: NotImplementedError: `model` has none, or one of another kind than DeepSeek's.
-    """
+    """The modules to absorb, with their new classes, or NotImplementedError. Changes nothing."""
     where = f"absorb=True for {type(model).__name__}"
 
     def refused(reason: str) -> NotImplementedError:
@@ -231,10 +221,7 @@ def absorbed_class(kind: type) -> type:
 
 
 class LatentLayer(CacheLayerMixin):
-    """A layer of `latent_cache`: a cache of `kv_cache` that is made with the first rows.
-
-    page_size: of a `LatentCache`; None for a `StaticLatentCache`. options: of both.
-    """
+    """A layer of `latent_cache`, made with the first rows; in pages if page_size is not None."""
 
     is_sliding = False
     is_croppable = True
@@ -275,7 +262,6 @@ class LatentLayer(CacheLayerMixin):
         return {} if in_order else {"cache_batch_idx": self.cache.cache_batch_idx()}
 
     def slots(self) -> list[int]:
-        """Those of the sequences' recent rows."""
         assert self.cache is not None
         return self.cache.slots(self.ids)
 

@@ -7,7 +7,6 @@ exact: a function that is not composed only of these gets a dense mask.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -65,21 +64,14 @@ _CHUNKED = chunked_overlay(1, torch.zeros(1, dtype=torch.int64)).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1, dtype=torch.int64)).__code__
 
 
-def _remapped_code() -> CodeType | None:
-    """Code of masks by position inside a packed sequence; older transformers have none."""
-    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-    return remap(causal_mask_function, torch.zeros(1, 1)).__code__ if remap else None
-
-
-_REMAPPED = _remapped_code()
+# For positions inside a packed sequence. Older transformers have none.
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_REMAPPED = _remap(causal_mask_function, torch.zeros(1, 1)).__code__ if _remap else None
 
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A mask function that is a band, inside of each sequence if a row packs several.
-
-    chunk_start: (B,), the token from which chunks count. sequences: (B, L), by token.
-    """
+    """A band. chunk_start: (B,), where chunks count from. sequences: (B, L), of packed tokens."""
 
     left: int = -1
     right: int = -1
@@ -227,10 +219,7 @@ class _Forward:
 
 
 def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern | None:
-    """The band that a mask function stands for, or None.
-
-    packed: another function separates the sequences of a row.
-    """
+    """A mask function's band, or None. packed: another function separates a row's sequences."""
     if function is causal_mask_function:
         return _Pattern(right=0)
     if function is bidirectional_mask_function:
@@ -288,11 +277,7 @@ def _intersection(parts: list[_Pattern | None]) -> _Pattern | None:
 
 
 def _describe(pattern: _Pattern, forward: _Forward, keeps_diagonal: bool) -> Band | None:
-    """The band of this forward, or None if it has none: padding with holes, shifted chunks.
-
-    keeps_diagonal: keep the causal limit where it masks out no key.
-    The host reads what it must know of the device in at most one transfer.
-    """
+    """The band of this forward, or None: holes in padding, shifted chunks. Waits once at most."""
     batch, q_length, kv_length = forward.batch_size, forward.q_length, forward.kv_length
     kv_offset, attention_mask = forward.kv_offset, forward.attention_mask
     if not batch or not q_length or not kv_length:

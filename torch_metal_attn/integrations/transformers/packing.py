@@ -26,18 +26,13 @@ SEQUENCES = ("seq_idx", "packed_seq_lengths", "cu_seqlens")
 
 def hidden(tensor: Tensor) -> bool:
     """True if the host cannot read the values: in a graph, on meta, or inside of torch.func."""
-    if is_tracing(tensor) or tensor.is_meta:
-        return True
-    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return wrapped
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return bool(is_tracing(tensor) or tensor.is_meta or wrapped(tensor))
 
 
 @dataclass
 class Packing:
-    """The bounds of sequences, and the window inside each of them.
-
-    cu_seqlens: int32 (sequences + 1,), for the batch's rows concatenated.
-    """
+    """Bounds, int32 (sequences + 1,), of all rows concatenated, and the window in each sequence."""
 
     cu_seqlens: Tensor
     max_length: int
@@ -45,7 +40,6 @@ class Packing:
     window_size_right: int
 
     def bounds(self) -> dict[str, Any]:
-        """The bounds by transformers' names."""
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
@@ -55,11 +49,7 @@ class Packing:
 
 
 def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Tensor:
-    """The descriptor of a batch of rows.
-
-    Args: sequences: (B, L), the number of each token's sequence, from 0 up. window_size_left,
-        window_size_right: as in `Band`, inside each sequence.
-    """
+    """The descriptor of a batch of rows. sequences: (B, L), each token's sequence, from 0 up."""
     batch, length = sequences.shape
     band = bands.Band(0, length, length, window_size_left, window_size_right)
     descriptor = bands.table(band, batch * length, sequences.device).view(batch, 1, length, -1)
@@ -79,12 +69,7 @@ def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Te
 
 
 def packing_of(mask: Tensor | None, q_length: int, kv_length: int) -> Packing | None:
-    """The packing attached to a descriptor with a row per query, or read from its values.
-
-    None for any other mask, and in a compiled graph, which cannot read values on the host.
-
-    Raises: ValueError: an int32 mask that `pack` did not make.
-    """
+    """The packing of a descriptor with a row per query; None for other masks and in graphs."""
     if (
         mask is None
         or torch.compiler.is_compiling()
@@ -122,11 +107,7 @@ def unpacked(mask: Tensor) -> Tensor:
 
 
 def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """True if `position_ids` (B, L) say that a row of an `unpacked` mask holds several sequences.
-
-    The positions then begin at 0, grow by 1 and fall back to 0. Every layer asks with the same
-    tensors, so only the first one waits for the device.
-    """
+    """True if positions (B, L) begin at 0 and fall back to 0: a row of several sequences."""
     if torch.compiler.is_compiling():
         return False
     checked = getattr(mask, _UNPACKED, None)

@@ -96,11 +96,7 @@ def _refuse_weights_of_model(part: PreTrainedModel, args: Any, kwargs: dict[str,
 
 
 def refuse_weights(module: nn.Module, asked: bool | None) -> None:
-    """Raises NotImplementedError if attention weights are requested, which no kernel computes.
-
-    asked: `output_attentions`, if the model passes it on. Other models only collect what their
-    attention modules return, and would return an empty tuple.
-    """
+    """Raises NotImplementedError for attention weights, asked for or only collected."""
     # Graphs cannot read a context; transformers sets this for them.
     compiling = torch.compiler.is_compiling()
     collected = _active_collector.global_var if compiling else _active_collector.get()
@@ -109,10 +105,7 @@ def refuse_weights(module: nn.Module, asked: bool | None) -> None:
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The transformers model in torch.compile's, PEFT's or a data-parallel wrapper, or in several.
-
-    Raises: TypeError: there is none.
-    """
+    """The transformers model in wrappers such as torch.compile's and PEFT's, or TypeError."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "_orig_mod"):  # torch.compile
@@ -210,10 +203,7 @@ def source(kind: type) -> str:
 
 @functools.cache
 def _class_texts(module: str) -> dict[str, str]:
-    """The text of each class of a Python module, by its qualified name.
-
-    Until Python 3.13 `inspect.getsource` parses the whole module anew for each class.
-    """
+    """By qualified name. Until 3.13 `inspect.getsource` parses the module for every class."""
     text = module_source(module)
     lines, texts = text.splitlines(keepends=True), dict[str, str]()
 

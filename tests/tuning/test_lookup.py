@@ -92,11 +92,10 @@ KERNELS = ("flash_fwd", "flash_decode", "flash_bwd_dq", "flash_bwd_dkv")
 @pytest.mark.parametrize("name", ["Apple M1", "Apple M4 Max"])
 def test_candidates_begin_with_the_default_tile_and_can_all_run(kernel, name, gpu):
     gpu(name)
+    lengths = (1 if kernel == "flash_decode" else 64, 64)
     for dtype in DTYPES:
         for head_dim in (1, 40, 64, 96, 128, 256, 320, 488):
-            qkv = operands(
-                head_dim, dtype=dtype, lengths=(1 if kernel == "flash_decode" else 64, 64)
-            )
+            qkv = operands(head_dim, dtype=dtype, lengths=lengths)
             launch = told(kernel, *qkv)
             candidates = launch["tuning"]["candidates"]
             assert (2 if head_dim <= 128 else 1) <= len(candidates) <= 8

@@ -130,9 +130,8 @@ def test_a_problem_of_which_every_tile_is_refused(stage, fake, capfd):
             call(fake.ops, "flash_fwd", head_dim)
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
-    count = int(
-        re.search(rf"all (\d+) tiles of flash_fwd float {head_dim} {head_dim}", errors[0])[1]
-    )
+    words = rf"all (\d+) tiles of flash_fwd float {head_dim} {head_dim}"
+    count = int(re.search(words, errors[0])[1])
     assert count == len(set(compiled)) == len(compiled) > 2
     assert errors[0].count(REASONS[stage]) == count
     assert "python -m torch_metal_attn verify --full" in errors[0].splitlines()[-1]

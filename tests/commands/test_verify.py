@@ -26,17 +26,12 @@ CPU = torch.device("cpu")
 FULL = cases.full()
 
 
-def sample():
-    """An early case of each family, but the one that takes gigabytes: later ones, with more
-    options, have kernels that no other test compiles."""
-    families = {}
-    for case in FULL:
-        families.setdefault(case.family, []).append(case)
-    families.pop("offsets beyond 2**31")
-    return {name: members[len(members) // 5] for name, members in families.items()}
-
-
-SAMPLE = sample()
+FAMILY_CASES = {}
+for listed in FULL:
+    FAMILY_CASES.setdefault(listed.family, []).append(listed)
+# An early case of each family, as later ones have kernels that no other test compiles.
+SAMPLE = {name: members[len(members) // 5] for name, members in FAMILY_CASES.items()}
+del SAMPLE["offsets beyond 2**31"]  # takes gigabytes
 # Attention's kernels compile for seconds, and tests/attention, cache and decode judge them.
 OF_THE_REFERENCE = re.compile("flash_(?!varlen_fwd)|decode_step|NaN|two runs|threads")
 

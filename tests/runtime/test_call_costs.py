@@ -153,10 +153,8 @@ def test_what_a_call_costs(outcome):
     for name, modes in outcome[0].items():
         for mode, counts in modes.items():
             frameless = name.startswith("torch.ops") and mode == "inference_mode"
-            assert counts == ([*EXPECTED[name][:2], 0] if frameless else EXPECTED[name]), (
-                name,
-                mode,
-            )
+            expected = [*EXPECTED[name][:2], 0] if frameless else EXPECTED[name]
+            assert counts == expected, (name, mode)
 
 
 def test_what_is_timed_compiles():

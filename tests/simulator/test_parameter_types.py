@@ -81,10 +81,8 @@ def test_tensors_of_the_right_type(library, dtypes):
 )
 def test_tensors_of_another_type(library, name, dtype, declared):
     index = list(TENSORS).index(name)
-    arguments = (
-        f"of: argument {index} is a tensor of {str(dtype)[6:]}; {declared}. Convert it with "
-    )
-    with pytest.raises(TypeError, match=re.escape(arguments)):
+    words = f"of: argument {index} is a tensor of {str(dtype)[6:]}; {declared}. Convert it with "
+    with pytest.raises(TypeError, match=re.escape(words)):
         call(library, **{name: dtype})
 
 

@@ -55,10 +55,7 @@ def kernels():
     return fake_mac.kernels(fake)
 
 def both(gpu=None, then=lambda: None, limit=None, queue_limit=None, copy=None):
-    '''Why mps is not used, what becomes of an op, why it is not used after that, and what ran.
-
-    copy: what torch copies between devices by, in the place of its own function.
-    '''
+    '''Why mps is not used, before and after an op; the op's outcome; and what ran.'''
     if gpu:
         fake.set_gpu(gpu)
     if limit:

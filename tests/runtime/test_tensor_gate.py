@@ -44,11 +44,7 @@ for text in ("", "#define FLOAT32 0\\n", "#define FLOAT32 1\\n"):
     probed(text + shaders.source(kernel), kernel, "4.0" if text else "3.1", "apple10")
 
 class Gpu:
-    '''A GPU whose tensor operations have a lane map, and whose kinds of tile give two numbers.
-
-    exchanged: what a kernel gives where its SIMD groups share rows, by its name. float32: what it
-        gives in that.
-    '''
+    '''A GPU with a lane map; kernels write one number, by kind of tile, or by name and problem.'''
 
     def __init__(self, lane_map="apple10", language="4.0", numbers=(1.0, 1.0), change=("", ""),
                  gradients=(1.0, 1.0), exchanged={}, float32={}):
@@ -122,7 +118,6 @@ def backward(**how):
     return call(lambda: [differentiate(), differentiate()], {}, {"backward": True}, **how)
 
 def tf32(**how):
-    '''Of float32, of its gradients and of half precision.'''
     x, of = q.float(), {"float32": True}
     run = lambda: [attend(x), attend(x), differentiate(x)]
     return call(run, of, of | {"backward": True}, {}, allow_tf32=True, **how)
@@ -166,7 +161,7 @@ def hangs(kernel):
     return found
 
 def late():
-    '''Of a trial that ends after its time: what was launched, and the notes before and after.'''
+    '''A trial ends after its time: what was launched, and the notes before and after.'''
     ends = threading.Event()
     hang("flash_fwd_tensor", ends)
     results = [attend(), begun()]

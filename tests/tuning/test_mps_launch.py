@@ -98,7 +98,6 @@ REASONS = {
     ],
 )
 def test_a_default_tile_that_the_gpu_refuses(op, head_dim, kernel, stage, fake, capfd):
-    """The next tile of the table runs from then on, and one line says so."""
     before = launches_of(op, head_dim)
     compiled = []
     fake.set_compiler(compiled.append)

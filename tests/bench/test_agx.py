@@ -1,7 +1,4 @@
-"""Our kernels through Mesa's compiler for G13: how its listing is read and judged.
-
-Tests that compile skip where bench/agx/setup.sh has not built the driver.
-"""
+"""Our kernels through Mesa's compiler for G13: how its listing is read and judged."""
 
 from dataclasses import replace
 from functools import partial
@@ -97,7 +94,6 @@ def test_threadgroup_memory_limits_what_a_core_holds():
 
 
 def test_other_groups_fill_the_waits_of_one():
-    """And where they are too few for that, the waits are seen."""
     _, outer = listing.parse(LISTING).loops()
     by_itself = model.alone(outer)
     assert by_itself == 2 * listing.PRODUCT_CYCLES + 2 * 4 + 2 * model.MEMORY_WAIT

@@ -30,5 +30,4 @@ def prepare(case, device):
 
 
 def draw(seed, index):
-    """One case of three is sound."""
     return (Deadly(call="dies"), Quantised(seed=seed), Deadly(call="hangs"))[index % 3]

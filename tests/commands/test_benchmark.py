@@ -1,7 +1,4 @@
-"""`bench`: shapes, the timing path with a clock of our own, JSON, pictures. No times asserted.
-
-The code for Macs runs here with the CPU's reference instead of the kernels.
-"""
+"""`bench`: shapes, JSON, pictures, and times of a fake clock or of the CPU's reference."""
 
 import argparse
 import dataclasses
@@ -66,8 +63,6 @@ class TestTiming:
 
 
 class TestVersus:
-    """The calls that are timed, by the values that they give."""
-
     SHAPES = (
         small(causal=True),
         small(causal=True, length=32),
@@ -123,7 +118,6 @@ class TestRun:
         return emptied, waits
 
     def test_an_interrupted_command(self, fake_gpu, monkeypatch, tmp_path, capsys):
-        """It writes what was measured, and ends as an interrupted process."""
         compare = versus.compare
 
         def interrupted(shape, *arguments):
@@ -188,7 +182,6 @@ class TestMemory:
         assert "| 32768 x 32768 | 2.16 GB | 140 GB |" in capsys.readouterr().out
 
     def test_bytes(self):
-        """Ours are those of explain; torch's the eight tensors and the scores in float32."""
         shape = small("training", dtype="float16")
         result = memory.memory(shape)
         q, k, v = shape.operands(CPU)
@@ -212,10 +205,6 @@ class TestMemory:
             half = [float(place) for place in places[: len(places) // 2]]
             assert half == sorted(set(half))
 
-    def test_decoding_is_refused(self, capsys):
-        assert main(["bench", "--memory", "--decode"]) == 2
-        assert "leave out --decode" in capsys.readouterr().err
-
 
 def parsed(*arguments):
     parser = argparse.ArgumentParser()
@@ -224,10 +213,8 @@ def parsed(*arguments):
 
 
 class TestShapes:
-    def test_none_are_asked_for(self):
-        assert parsed() is None
-
     def test_lengths_and_kinds(self):
+        assert parsed() is None
         result = parsed("--length", "8", "16", "--heads", "4", "--backward", "--causal")
         assert [(s.kind, s.length, s.kv_length, s.kv_heads) for s in result] == [
             ("training", 8, 8, 4),
@@ -322,6 +309,7 @@ class TestShapes:
             (["--window", "-3"], "window is -3; it must be the number of keys before its own"),
             (["--length", "64", "--kv-length", "0"], "kv_length is 0; it must be an int from 1"),
             (["--rounds", "0"], "--rounds is 0"),
+            (["--memory", "--decode"], "leave out --decode"),
         ):
             assert main(["bench", *arguments]) == 2
             (line,) = capsys.readouterr().err.splitlines()
@@ -330,7 +318,6 @@ class TestShapes:
 
     @each_case("shape", shapes.DEFAULT_SHAPES)
     def test_the_default_ones(self, shape):
-        """None is refused."""
         op = getattr(torch.ops.metal_attn, shape.op)
         row = torch.zeros(shape.head_dim, dtype=torch.float16)
         q, k, v = (row.expand(size) for size in shape.sizes)

@@ -102,7 +102,6 @@ def nothing_compiled(monkeypatch):
 @pytest.mark.skipif(mps.usable(), reason="mps needs neither")
 @pytest.mark.parametrize("name", [cache.OVERRIDE, toolchain.OVERRIDE])
 def test_nothing_can_be_compiled(name, nothing_compiled, monkeypatch, tmp_path, capsys):
-    """One line that names the setting, and no traceback."""
     wrong = {cache.OVERRIDE: __file__, toolchain.OVERRIDE: "/no/such/clang"}
     for setting, value in {cache.OVERRIDE: str(tmp_path), name: wrong[name]}.items():
         monkeypatch.setenv(setting, value)
@@ -167,18 +166,14 @@ def test_a_closed_pipe_ends_a_command_without_a_message(arguments):
     ],
 )
 def test_a_file_that_cannot_be_used(command, path, reason, tmp_path, capsys):
-    """Its name and the reason, without Python's number of the error, before anything runs."""
     (tmp_path / "file").write_text("")
     assert main([*command.split(), str(tmp_path / path)]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path / path}: {reason}\n"
 
 
-FEW = cases.QUICK[3:9]
-
-
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(cases, "QUICK", FEW)
+    monkeypatch.setattr(cases, "QUICK", cases.QUICK[3:9])
 
 
 def test_verify(few, capsys):

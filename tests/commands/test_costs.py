@@ -18,7 +18,6 @@ MATRIX_FLOPS = 2 * 8 * 8 * 8  # of one simdgroup_multiply_accumulate
 
 @given(data=st.data())
 def test_visible_pairs(data):
-    """Any lengths and options at once, key by key."""
     draw = data.draw
     q_length, kv_length = draw(st.integers(0, 40)), draw(st.integers(0, 60))
     options = {
@@ -50,7 +49,6 @@ def test_long_sequences_cost_no_memory_of_pairs():
 
 
 def test_whole_tiles_do_what_is_counted():
-    """Full attention of sizes that fill the tiles: each product once."""
     q, k, v = make_qkv(heads=4, kv_heads=2, q_length=64, kv_length=128, head_dim=64)
     with simulate(count=True) as run:
         torch.ops.metal_attn.flash_fwd(q, k, v)
@@ -70,7 +68,6 @@ def test_each_gradient_kernel_does_its_part():
 
 @pytest.mark.parametrize("kv_heads, head_dims", [(2, HEAD_DIMS[3]), (4, HEAD_DIMS[0])])
 def test_bytes_of_a_decode(kv_heads, head_dims):
-    """It reads little more than each byte of the cache once, MLA's values with their keys."""
     q, k, v = operands(kv_heads, head_dims, 1024)
     counters = count(kv_heads, head_dims, 1024)
     moved = counters.load_bytes["device"] + counters.store_bytes["device"]
@@ -80,7 +77,6 @@ def test_bytes_of_a_decode(kv_heads, head_dims):
 
 @pytest.mark.parametrize("format", [None, "q8_0", "q4_0", "fp8_e4m3"])
 def test_bytes_of_a_window_of_a_cache(format):
-    """The query sees 100 of 1024 keys."""
     torch.manual_seed(0)
     q, cache = torch.randn(1, 4, 1, 64).half(), torch.randn(1, 2, 1024, 64).half()
     scales = {}
@@ -99,7 +95,6 @@ def test_bytes_of_a_window_of_a_cache(format):
 
 
 def test_latent_rows_are_appended_once():
-    """Values in the keys are neither read nor written apart."""
     k, cache = torch.zeros(2, 1, 5, 96).half(), torch.zeros(2, 1, 16, 96).half()
     seqlens = torch.tensor([0, 3]).int()
     latent = {"k": k, "v": k[..., :64], "k_cache": cache, "v_cache": cache[..., :64]}
@@ -108,7 +103,6 @@ def test_latent_rows_are_appended_once():
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_rotation_of_some_columns(in_place):
-    """In place it leaves the others alone; else it copies them."""
     q, k = torch.randn(2, 2, 4, 8, 64)
     cos, sin = torch.randn(2, 8, 16)
     op = "rope_" if in_place else "rope"
@@ -137,7 +131,6 @@ def test_packed_sequences_count_by_themselves():
 
 
 def test_trees_count_what_each_token_sees():
-    """Two sequences, of which one has a window that its paths reach out of."""
     q, (k, v) = torch.empty(7, 4, 8), torch.empty(2, 2, 2, 40, 8)
     packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 4, 7), "max_seqlen_q": 4}
     packed |= {"seqused_k": ints(30, 20)}
@@ -154,7 +147,6 @@ def test_trees_count_what_each_token_sees():
 
 
 def test_listed_keys_of_packed_queries_count_by_sequence():
-    """A key that two lists of a sequence have is read once."""
     q, (k, v) = torch.empty(5, 4, 8), torch.empty(2, 2, 2, 40, 8)
     packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 3, 5), "max_seqlen_q": 3}
     entries = torch.tensor([[1, 2], [2, -1], [3, 1], [1, 2], [5, 5]]).int()[None, None]
@@ -172,7 +164,6 @@ def test_pages_are_as_many_keys_as_the_table_has():
 
 
 def test_bytes_of_options_by_hand():
-    """Bytes that an argument adds to a call, without its own."""
     q, k, v = make_qkv(heads=4, kv_heads=2, q_length=5, kv_length=100)
     qkv = {"q": q, "k": k, "v": v}
     cos, sin = torch.zeros(2, 64, 16)

@@ -55,7 +55,6 @@ def example(name, *kernels, **more):
 
 
 WHOLE, BIAS = ["flash_bwd_dq", "flash_bwd_dkv"], ["flash_bwd_bias"]
-# Arguments of each op, and the kernels that it runs.
 CALLS = {
     "flash_fwd": example("flash_fwd"),
     "flash_varlen_fwd": (lambda: (packed(), {}), ["flash_fwd"]),
@@ -167,13 +166,13 @@ def test_an_op_has_no_backward_of_its_own():
 class Attention(torch.nn.Module):
     """q, k and v of one head dim each, through `flash_attn_func` or torch's function."""
 
-    def __init__(self, ours=True, heads=2):
+    def __init__(self, ours=True):
         super().__init__()
-        self.ours, self.heads = ours, heads
+        self.ours = ours
         self.project = torch.nn.Linear(16, 48)
 
     def forward(self, x):
-        q, k, v = self.project(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k, v = self.project(x).unflatten(-1, (3, 2, -1)).unbind(2)
         if self.ours:
             return flash_attn_func(q, k, v, causal=True).flatten(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -181,8 +180,14 @@ class Attention(torch.nn.Module):
         return function(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def stack(count, **options):
-    return torch.nn.Sequential(*(Attention(**options) for _ in range(count))).eval()
+def module(forward):
+    made = torch.nn.Identity()
+    made.forward = forward
+    return made
+
+
+def stack(count):
+    return torch.nn.Sequential(*(Attention() for _ in range(count))).eval()
 
 
 X = torch.randn(1, 7, 16)
@@ -235,14 +240,10 @@ class TestModel:
 
     @pytest.mark.parametrize("training", [False, True])
     def test_layers_of_torch(self, training):
-        """Fused, and composed where they drop."""
         layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         model = torch.nn.TransformerEncoder(layer, 2).train(training)
         explanation = explain(model, X)
-        assert [row.layer for row in explanation.rows] == [
-            "layers.0.self_attn",
-            "layers.1.self_attn",
-        ]
+        assert [row.layer for row in explanation.rows] == [f"layers.{n}.self_attn" for n in (0, 1)]
         assert all("torch's" in row.elsewhere for row in explanation.rows)
         with simulate(), sdpa_replaced() as calls:
             explanation = explain(model, X)
@@ -250,11 +251,8 @@ class TestModel:
         assert [row.op for row in explanation.rows] == ["flash_fwd"] * 2
 
     def test_eager_attention_is_shown(self):
-        class Eager(torch.nn.Module):
-            def forward(self, q):
-                return (q @ q.mT).softmax(-1) @ q
-
-        explanation = explain(Eager(), torch.randn(1, 2, 7, 8))
+        eager = module(lambda q: (q @ q.mT).softmax(-1) @ q)
+        explanation = explain(eager, torch.randn(1, 2, 7, 8))
         assert "as eager attention has" in str(explanation)
         assert explanation.rows[0].shapes == ((1, 2, 7, 7),)
 
@@ -271,18 +269,14 @@ class TestModel:
         assert [row.shapes for row in explanation.rows] == [((2, 7, 7),)]
 
     def test_a_softmax_that_is_no_attention(self):
-        class Router(torch.nn.Module):
-            def forward(self, x):
-                return x.softmax(-1).topk(2).values @ torch.ones(2, 3)
-
-        assert explain(Router(), X).rows == ()
+        router = module(lambda x: x.softmax(-1).topk(2).values @ torch.ones(2, 3))
+        assert explain(router, X).rows == ()
 
     def test_a_refusal_does_not_hide_the_layers_behind_it(self):
-        model = torch.nn.Sequential(Attention(), Attention()).eval()
-        model[0].forward = lambda x: flash_attn_func(
-            x[:, :, None], x[:, :, None, :3], x[:, :, None]
-        )[:, :, 0]
-        explanation = explain(model, X)
+        refused = module(
+            lambda x: flash_attn_func(x[:, :, None], x[:, :, None, :3], x[:, :, None])[:, :, 0]
+        )
+        explanation = explain(torch.nn.Sequential(refused, Attention()).eval(), X)
         first, second = explanation.rows
         assert "head dim of 3" in first.refusal
         assert second.refusal is None
@@ -290,29 +284,24 @@ class TestModel:
         assert "1 of them refused" in str(explanation)
 
     def test_a_refusal_of_our_python_ends_it(self):
-        model = torch.nn.Sequential(torch.nn.Identity(), Attention()).eval()
-        model[1].forward = lambda x: flash_attn_func(x[0], x, x)
-        explanation = explain(model, X)
+        refused = module(lambda x: flash_attn_func(x[0], x, x))
+        explanation = explain(torch.nn.Sequential(torch.nn.Identity(), refused), X)
         assert explanation.rows == ()
         assert explanation.stopped.startswith("1: q has shape (7, 16)")
         assert str(explanation).endswith(explanation.stopped)
 
     def test_writes_are_left_out(self):
-        class Cached(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.k_cache, self.v_cache = torch.zeros(1, 2, 16, 8), torch.zeros(1, 2, 16, 8)
+        cache = torch.zeros(2, 1, 2, 16, 8)
 
-            def forward(self, q):
-                ops.append_kv(q, q, self.k_cache, self.v_cache, ints(3))
-                out, _ = ops.flash_decode(q, self.k_cache, self.v_cache, seqused_k=ints(5))
-                assert ops.softmax_(out) is out
-                return out
+        def forward(q):
+            ops.append_kv(q, q, *cache, ints(3))
+            out, _ = ops.flash_decode(q, *cache, seqused_k=ints(5))
+            assert ops.softmax_(out) is out
+            return out
 
-        model = Cached()
-        explanation = explain(model, torch.ones(1, 2, 2, 8))
+        explanation = explain(module(forward), torch.ones(1, 2, 2, 8))
         assert [row.op for row in explanation.rows] == ["append_kv", "flash_decode", "softmax_"]
-        assert (model.k_cache == 0).all()
+        assert (cache == 0).all()
 
     def test_what_is_compiled_runs_uncompiled(self):
         """It then has its layers' names, which compiled code lacks. It is compiled afterwards."""
@@ -320,36 +309,25 @@ class TestModel:
         model = torch.compile(stack(2), backend=counter)
         for _ in range(2):
             rows = explain(model, X).rows
-            assert [(row.layer, row.op) for row in rows] == [
-                ("_orig_mod.0", "flash_fwd"),
-                ("_orig_mod.1", "flash_fwd"),
-            ]
+            layers = [(row.layer, row.op) for row in rows]
+            assert layers == [(f"_orig_mod.{n}", "flash_fwd") for n in (0, 1)]
             with torch.no_grad():
                 model(X)
             assert counter.frame_count == 1
 
 
-class TestTransformers:
-    @pytest.fixture
-    def llama(self):
-        pytest.importorskip("transformers")
-        from tests.transformers import tiny_models
+def test_generation_of_transformers():
+    pytest.importorskip("transformers")
+    from tests.transformers import tiny_models
+    from torch_metal_attn.integrations.transformers import enable
 
-        return tiny_models.build("Llama")
-
-    IDS = torch.arange(3, 36)[None]
-
-    def test_generation(self, llama):
-        """Prefill, and steps over a cache that grows."""
-        from torch_metal_attn.integrations.transformers import enable
-
-        enable(llama)
-        mask = torch.ones_like(self.IDS)
-        options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-        explanation = explain(llama.generate, self.IDS, attention_mask=mask, **options)
-        assert [row.op for row in explanation.rows] == ["flash_fwd"] * 2 + ["flash_decode"] * 6
-        assert "1 x 34-36" in str(explanation)
-        assert str(explanation).count("model.layers.{0-1}.self_attn") == 2
+    llama, ids = tiny_models.build("Llama"), torch.arange(3, 36)[None]
+    enable(llama)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    explanation = explain(llama.generate, ids, attention_mask=torch.ones_like(ids), **options)
+    assert [row.op for row in explanation.rows] == ["flash_fwd"] * 2 + ["flash_decode"] * 6
+    assert "1 x 34-36" in str(explanation)
+    assert str(explanation).count("model.layers.{0-1}.self_attn") == 2
 
 
 @each_case(
@@ -357,7 +335,6 @@ class TestTransformers:
     [("paged", {"format": "q8_0"}), ("paged", {"format": "q8_0", "recent": 4}), ("static", {})],
 )
 def test_methods_of_caches(kind, options):
-    """Each op is explained, and the cache stays as it is."""
     held = Sequences(kind, "cpu", dtype=torch.float32, **options)
     held.append(14, 0)
     before = copy.deepcopy(held.cache)

@@ -27,9 +27,7 @@ def drawn():
     return [draw(SEED, 40 * index) for index in range(1000)]
 
 
-# Right results that bounds once were too tight for, or that were asked for a wrong error: a float16
-# gradient below its normal numbers, sequences of nothing, rows of a cache without a gradient, a
-# cache that cannot be quantised, and a page of one element.
+# Right results of cases whose bound or expected error is easily wrong.
 RIGHT = [
     testing.Attention(
         call="flash_attn_func",
@@ -49,8 +47,7 @@ RIGHT = [
     testing.Attention(dtype="float64", head_dim=32, v_head_dim=32, kv_length=3, format="q8_0"),
     testing.Copy(shape=(1, 1, 1), copies=(), layout=("order 021", "padded 8")),
 ]
-# The same for errors of the kernels: dropout of equal values, and the log-sum-exp of large rotated
-# scores.
+# Here it is the kernels whose rounding errors are large.
 RIGHT_OF_KERNELS = [
     testing.Attention(
         call="flash_varlen_bwd",
@@ -121,7 +118,6 @@ class TestDrawing:
         assert outcome.ok, outcome
 
     def test_what_has_no_meaning(self):
-        """Options without an argument, and groups of columns that divide no head dim."""
         packed = {"call": "flash_attn_varlen_func", "packed": ((1, 1),)}
         groups = {"call": "flash_decode", "format": "q2_g64", "v_format": "q2_g64"}
         for fields, reason in (
@@ -139,20 +135,13 @@ class TestDrawing:
     def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):
         """Every function takes them, so they are not drawn."""
         for name in ("q", "k", "v"):
-            case = testing.Attention(
-                call="flash_fwd",
-                q_length=q_length,
-                kv_length=kv_length,
-                head_dim=8,
-                v_head_dim=8,
-                invalidated=f"strides of {name}",
-            )
+            sizes = {"q_length": q_length, "kv_length": kv_length}
+            case = testing.Attention(**sizes, invalidated=f"strides of {name}")
             is_empty = (q_length if name == "q" else kv_length) == 0
             assert bool(case.invalid_reason()) == is_empty
 
     @pytest.mark.parametrize("illegal", testing.Attention().wrong(), ids=str)
     def test_what_is_illegal_is_refused(self, illegal, device):
-        """Each illegal option in a call of the first function that has it."""
         cases = [testing.Attention(call=call, **{"kv_length": 8, **illegal}) for call in CALLS]
         case = next(case for case in cases if not case.invalid_reason() and case.refused())
         outcome = running.run(case, device)

@@ -38,7 +38,6 @@ class TestShrinking:
     )
 
     def test_of_a_planted_fault(self, monkeypatch, tmp_path, capsys):
-        """Simpler, the same fault, and still failing when its JSON and its Python are run."""
         plant(monkeypatch, "flash_fwd", *SCALE)
         with simulate(check=True):
             ran = workers.run_and_shrink(3, self.CASE, CPU)
@@ -58,8 +57,6 @@ class TestShrinking:
         assert f"Outcome(status='FAILED', what='{outcome.what}'" in out
 
     def test_keeps_the_way_in_which_it_fails(self):
-        """A simpler case that fails in another way is another fault."""
-
         def run(case):
             return Outcome(running.FAILED, "out" if case.heads > 1 else "softmax_lse")
 
@@ -67,8 +64,6 @@ class TestShrinking:
         assert simple.fields() == {"call": "flash_fwd", "heads": 2}
 
     def test_of_every_family(self):
-        """Whatever the case: what has no meaning, or must be refused, is not run."""
-
         def run(case):
             assert not case.invalid_reason()
             return Outcome(running.FAILED, "out")
@@ -140,7 +135,6 @@ def test_a_length_that_mps_does_not_read(monkeypatch):
 
 
 def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
-    """Each case has its outcome, and those behind it are run."""
     drawn, looks = [], itertools.count()
 
     def draw(seed, index):
@@ -153,7 +147,6 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(command, "draw", draw)
     monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=clock))
-    # Fresh processes all the same.
     monkeypatch.setattr(workers.multiprocessing, "get_context", {"spawn": forks.context}.get)
     monkeypatch.setitem(FAMILIES, fuzz_deadly.Deadly, Family(0, fuzz_deadly.prepare))
     monkeypatch.setitem(storage._BY_NAME, "Deadly", fuzz_deadly.Deadly)
@@ -170,7 +163,6 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
 
 
 def test_a_pause_of_the_watcher_is_no_hang(monkeypatch):
-    """As by Ctrl-Z, which stops its workers too."""
     now = iter([5.0, 5.5, 900.0, 900.25])
     monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: next(now)))
     clock = workers._Clock()
@@ -211,7 +203,6 @@ class TestCommand:
         assert "1 case ran" in capsys.readouterr().out
 
     def test_nothing_that_ran_is_no_success(self, fuzzing, tmp_path, capsys):
-        """Neither the run nor its report, while a report without failures is one."""
         path = str(tmp_path / "report.json")
         assert fuzzing([None])[0] == 2
         assert "no case ran, so nothing was tested" in capsys.readouterr().err

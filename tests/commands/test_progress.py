@@ -41,7 +41,6 @@ class TestProgress:
         assert lines[2] == "[2/2] group a case with a ve  0:30 left"
 
     def test_until_a_time(self):
-        """The pace decides where it ends sooner."""
         stream, now = Terminal(), [0.0]
         for total, lefts in ((None, ["1:30", "1:00"]), (3, ["1:30", "0:50"])):
             progress = Progress(total, stream, lambda: now[0], ends=now[0] + 90.0)

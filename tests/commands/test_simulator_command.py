@@ -154,7 +154,6 @@ def test_incomplete_commands(words, capsys):
 
 
 def test_several_files(command, folder):
-    """Each under its name; one that does not compile does not hide the next."""
     (folder / "a1.metal").write_text("kernel void a() { missing(); }\n")
     (folder / "a2.metal").write_text("kernel void b() {}\n")
     status, out, err = command("a?.metal")

@@ -13,7 +13,7 @@ from torch_metal_attn import reference, testing
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing import judge as measure
-from torch_metal_attn.testing import running, storage, tensors
+from torch_metal_attn.testing import running, tensors
 from torch_metal_attn.testing.attention_problem import build
 from torch_metal_attn.testing.case import Case, Prepared
 from torch_metal_attn.testing.families import FAMILIES, Family
@@ -26,17 +26,12 @@ CPU = torch.device("cpu")
 FULL = cases.full()
 
 
-def sample():
-    """An early case of each family, but the one that takes gigabytes: later ones, with more
-    options, have kernels that no other test compiles."""
-    families = {}
-    for case in FULL:
-        families.setdefault(case.family, []).append(case)
-    families.pop("offsets beyond 2**31")
-    return {name: members[len(members) // 5] for name, members in families.items()}
-
-
-SAMPLE = sample()
+FAMILY_CASES = {}
+for listed in FULL:
+    FAMILY_CASES.setdefault(listed.family, []).append(listed)
+# An early case of each family, as later ones have kernels that no other test compiles.
+SAMPLE = {name: members[len(members) // 5] for name, members in FAMILY_CASES.items()}
+del SAMPLE["offsets beyond 2**31"]  # takes gigabytes
 # Attention's kernels compile for seconds, and tests/attention, cache and decode judge them.
 OF_THE_REFERENCE = re.compile("flash_(?!varlen_fwd)|decode_step|NaN|two runs|threads")
 
@@ -234,7 +229,6 @@ class TestReport:
         assert "interrupted" in capsys.readouterr().err
 
     def test_a_process_that_dies_leaves_what_was_done(self, monkeypatch, tmp_path, broken):
-        """The report of the moment before the case that took it along."""
         texts = []
         report = tmp_path / "report.md"
         last = broken("deadly", lambda: texts.append(report.read_text()), "float16")
@@ -252,10 +246,6 @@ class TestReport:
         assert package not in text
         assert f"{home}/secret" not in text
         assert "torch_metal_attn/tools/verify/x.py" in text
-
-    def test_the_code_of_a_failure_runs(self, capsys):
-        exec(storage.snippet(causal().case))
-        assert "Outcome(status='ok'" in capsys.readouterr().out
 
 
 def test_shares():

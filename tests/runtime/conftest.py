@@ -6,7 +6,6 @@ import pytest
 
 from tests.helpers.shared import folder_of_all_workers
 from tests.runtime.fake_mps.build import VARIANTS, FakeMps, build, compiler
-from torch_metal_attn.runtime import shaders
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +35,3 @@ def fake(request, fakes):
 def any_fake(fakes):
     fakes["bytes"].clear()
     return fakes["bytes"]
-
-
-@pytest.fixture
-def served(fake):
-    shaders.serve(fake.library)
-    return fake

@@ -1,8 +1,4 @@
-"""A process that takes the fake of torch's shims for mps, and in which nothing is decided yet.
-
-For programs that run alone and fork a child for each case. torch_metal_attn must not be imported
-before: whoever tries mps on import fails, as this machine's extension has no such function.
-"""
+"""A process that takes the fake of torch's shims for mps, if it is imported before the package."""
 
 import torch
 
@@ -34,5 +30,4 @@ def outcome(op, *arguments, **options):
 
 
 def kernels(fake):
-    """The kernels that were started, in order."""
     return [line.split()[1] for line in fake.log() if line.startswith("start")]

@@ -48,8 +48,7 @@ for group in calls():
                 rows.setdefault(name, {})[mode] = counted(run)
 """
 
-# New tensors, views of them, and the package's Python frames. Without its Autograd
-# kernel an op has no frame.
+# New tensors, views of them, and the package's Python frames.
 EXPECTED = {
     "torch.ops.metal_attn.flash_fwd": [2, 0, 3],
     "torch.ops.metal_attn.flash_decode": [2, 0, 3],
@@ -127,7 +126,6 @@ for name in fast_path._NAMES:
         used[0] += 1
         return result
     setattr(fast_path, own, through)
-from torch_metal_attn.ops import flash_decode, flash_fwd_autograd
 is_usable = fast_path.is_usable
 found = []
 for name, call in calls.items():
@@ -152,14 +150,11 @@ def outcome(libraries):
 
 
 def test_what_a_call_costs(outcome):
-    """The costs of each row of the bench; they may only fall."""
     for name, modes in outcome[0].items():
         for mode, counts in modes.items():
             frameless = name.startswith("torch.ops") and mode == "inference_mode"
-            assert counts == ([*EXPECTED[name][:2], 0] if frameless else EXPECTED[name]), (
-                name,
-                mode,
-            )
+            expected = [*EXPECTED[name][:2], 0] if frameless else EXPECTED[name]
+            assert counts == expected, (name, mode)
 
 
 def test_what_is_timed_compiles():
@@ -168,7 +163,6 @@ def test_what_is_timed_compiles():
 
 
 def test_a_plain_op_launches_what_the_other_does(outcome):
-    """Kernels, buffers, params and grids, and the result's strides; and it is a plain op's call."""
     actual = outcome[1]
     assert len(actual) > 50
     assert [row for row in actual if row[2:] != [True, 1, 0]] == []

@@ -34,16 +34,12 @@ def test_torch_that_is_not_too_old(actual, monkeypatch):
     extension._require_torch()
 
 
-# The files that are imported before anything that an unbuilt package lacks.
-FIRST_FILES = ("__init__.py", "__main__.py", "runtime/__init__.py", "runtime/extension.py")
-
-
 @pytest.fixture
 def imported(tmp_path):
     """Runs Python in a folder that has the package without its extension, and without torch."""
     package = tmp_path / "a clone" / "torch_metal_attn"
     (package / "runtime").mkdir(parents=True)
-    for name in FIRST_FILES:
+    for name in ("__init__.py", "__main__.py", "runtime/__init__.py", "runtime/extension.py"):
         shutil.copy(extension.PATH.parent / name, package / name)
 
     def run(*arguments, setup=True, folder=package.parent, path=""):
@@ -58,13 +54,11 @@ def imported(tmp_path):
     return run
 
 
-MODULES = ("torch_metal_attn", "torch_metal_attn.simulator")
 BUILD = "`pip install --no-build-isolation -e '{}'`"
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", ["torch_metal_attn", "torch_metal_attn.simulator"])
 def test_a_command_of_source_code_beside_an_installed_package(module, imported, tmp_path):
-    """One line, and the status of a command that cannot run."""
     installed = tmp_path / "site" / "torch_metal_attn"
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("")
@@ -78,7 +72,6 @@ def test_a_command_of_source_code_beside_an_installed_package(module, imported, 
             f"run {BUILD.format(root)}"
         ],
     )
-    # The same words in the last line of `python -c`; another folder works.
     code = ["-c", "import torch_metal_attn"]
     status, actual = imported(*code, path=installed.parent)
     assert (status, actual[-1]) == (1, lines[0].replace("error", "ImportError", 1))
@@ -153,20 +146,12 @@ def test_what_the_build_loads_needs_no_package():
         assert set(imports) <= sys.stdlib_module_names, name
 
 
-def other_comments(text):
-    return "// New.\n" + text.replace("  int32_t", "\tint32_t ")
-
-
-def another_field(text):
-    return text.replace("int32_t kv_length;", "int64_t kv_length;", 1)
-
-
 @pytest.mark.parametrize(
     "change, library, fits",
     [
         (lambda text: text, extension.load, True),
-        (other_comments, extension.load, True),
-        (another_field, extension.load, False),
+        (lambda text: "// New.\n" + text.replace("  int32_t", "\tint32_t "), extension.load, True),
+        (lambda text: text.replace("int32_t", "int64_t", 1), extension.load, False),
         # Older than the check; and without shaders/, an installed package.
         (lambda text: text, lambda: ctypes.CDLL(_ctypes.__file__), False),
         (None, lambda: ctypes.CDLL(_ctypes.__file__), True),
@@ -191,36 +176,24 @@ def test_a_checkout_of_other_params(change, library, fits, tmp_path, monkeypatch
     )
 
 
-def flex_texts():
-    """A string, and lists of them."""
-    text = f"return {' && '.join(['true'] * 500)};"
-    q = torch.zeros(1, 1, 8, 8)
-    return lambda: torch.ops.metal_attn_explain.flex_fwd(
-        q, q, q, captures=[], mask=text, shares=[text] * 2, places=[text]
-    )
+LONG = f"return {' && '.join(['true'] * 500)};"
+LONG_TEXTS = {"captures": [], "mask": LONG, "shares": [LONG] * 2, "places": [LONG]}
 
 
-def an_explanation():
-    q = torch.zeros(1, 1, 8, 8)
-    return lambda: torch.ops.metal_attn_explain.flash_fwd(q, q, q)
-
-
-@pytest.mark.parametrize("make", [flex_texts, an_explanation])
-def test_ops_free_the_strings_that_they_take_and_return(make):
+@pytest.mark.parametrize("op, texts", [("flex_fwd", LONG_TEXTS), ("flash_fwd", {})])
+def test_ops_free_the_strings_that_they_take_and_return(op, texts):
     """Torch's own conversions (2.13) leak a copy of each, 2,000 to 16,000 bytes a call."""
-    call = make()
+    explain, q = getattr(torch.ops.metal_attn_explain, op), torch.zeros(1, 1, 8, 8)
 
-    def memory():
+    def memory(calls):
+        for _ in range(calls):
+            explain(q, q, q, **texts)
         gc.collect()
         return psutil.Process().memory_info().rss
 
     def grown():
-        before = memory()
-        for _ in range(2000):
-            call()
-        return memory() - before
+        before = memory(200)
+        return memory(2000) - before
 
-    for _ in range(200):
-        call()
     # A leak grows each time; what the system had paged out comes back once.
     assert any(grown() < 2 << 20 for _ in range(5))

@@ -10,7 +10,7 @@ from tests.helpers import shader_params
 from tests.helpers.cases import each_case
 from tests.rope.rope_check import make_problem
 from torch_metal_attn import reference, simulate
-from torch_metal_attn.runtime.shaders import with_defines
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import compile_shader
 
 TEXT = (
@@ -19,25 +19,13 @@ TEXT = (
 MANY = bytes(range(256)) * 16
 
 
-def launch(
-    fake,
-    *,
-    family,
-    kernel="scale",
-    defines="",
-    buffers=(),
-    slots=(),
-    params=b"\1\2\3\4",
-    params_slot=7,
-    threadgroups=(1, 1, 1),
-    threads=(32, 1, 1),
-):
-    buffers = list(buffers) or [torch.zeros(4)]
-    slots = list(slots) or list(range(len(buffers)))
-    tensor = torch.tensor(list(params), dtype=torch.uint8)
-    fake.ops.launch(
-        family, kernel, defines, buffers, slots, tensor, params_slot, threadgroups, threads
-    )
+def launch(fake, *, family, kernel="scale", defines="", **settings):
+    buffers = settings.get("buffers", [torch.zeros(4)])
+    slots = settings.get("slots", range(len(buffers)))
+    params = torch.tensor(list(settings.get("params", b"\1\2\3\4")), dtype=torch.uint8)
+    slot = settings.get("params_slot", 7)
+    grid = settings.get("threadgroups", (1, 1, 1)), settings.get("threads", (32, 1, 1))
+    fake.ops.launch(family, kernel, defines, buffers, list(slots), params, slot, *grid)
 
 
 def words(fake, first):
@@ -72,7 +60,6 @@ def test_encodes_in_order_inside_one_block(fake):
     ],
 )
 def test_what_is_given_arrives(fake, settings, words):
-    """The grid in threads; params of up to 4096 bytes, or none."""
     fake.clear()
     fake.add_family("given", TEXT)
     launch(fake, family="given", **settings)
@@ -108,13 +95,13 @@ def test_non_ascii_text_is_refused_before_torch_sees_it(any_fake):
 
 
 def test_defines_stand_in_order_between_the_headers_of_metal_and_the_text(any_fake):
-    """A name of theirs may be one of ours. The simulator, too, gets what `with_defines` makes."""
     headers, text = "#include <metal_stdlib>\n", f'#line 1 "defines"\n{TEXT}'
     any_fake.add_family("defines", headers + text)
     launch(any_fake, family="defines", defines="ELEMENT=half\nBLOCK_K=32")
     expected = headers + "#define ELEMENT half\n#define BLOCK_K 32\n" + text
     assert any_fake.last_text() == expected
-    assert with_defines(headers + text, {"ELEMENT": "half", "BLOCK_K": "32"}) == expected
+    defines = {"ELEMENT": "half", "BLOCK_K": "32"}
+    assert shaders.with_defines(headers + text, defines) == expected
 
 
 def test_library_and_kernel_are_made_once_a_specialisation(any_fake):
@@ -208,7 +195,6 @@ def bound(fake):
 
 
 def launched(fake):
-    """The address of each buffer by its slot, and the params' fields."""
     buffers, slot, params = bound(fake)
     assert slot == SLOTS["params"]
     fields = PARAMS.from_buffer_copy(params)
@@ -269,7 +255,6 @@ def every_feature(batch, heads, q_length, kv_length):
     ],
 )
 def test_which_words_drop(fake, dropout_p, last_dropped, keep_scale):
-    """Those below dropout_p * 2**32 drop a weight, and no others."""
     fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
     q = torch.randn(1, 1, 8, 16)
     fake.ops.flash_fwd(q, q, q, dropout_p=dropout_p, rng_state=torch.tensor([5, 6]))
@@ -315,8 +300,8 @@ def test_flash_fwd_without_keys_reads_none(any_fake):
     [(torch.float32, 56, None, False), (torch.bfloat16, 40, 20, True)],
     ids=["plain", "every feature"],
 )
-def test_what_metal_would_get_computes_attention(served, dtype, head_dim_v, q_offset, features):
-    """The text, arguments and grid given to the shim, run by the simulator's compile_shader."""
+def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offset, features):
+    shaders.serve(fake.library)
     q = torch.randn(2, 70, 6, 64).to(dtype).transpose(1, 2)
     k = torch.randn(2, 2, 90, 64).to(dtype)
     v = torch.randn(2, 2, 90, head_dim_v).to(dtype)
@@ -324,9 +309,9 @@ def test_what_metal_would_get_computes_attention(served, dtype, head_dim_v, q_of
     if features:
         options |= {"dropout_p": 0.3, "rng_state": torch.tensor([5, 6])}
     options |= {"causal": q_offset is not None, "q_offset": q_offset}
-    out, lse = served.ops.flash_fwd(q, k, v, **options)
+    out, lse = fake.ops.flash_fwd(q, k, v, **options)
     settings = [value for value in options.values() if torch.is_tensor(value)]
-    run_what_was_launched(served, "flash_fwd", [q, k, v, out, lse, *settings])
+    run_what_was_launched(fake, "flash_fwd", [q, k, v, out, lse, *settings])
     with simulate():
         expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
     assert torch.equal(out, expected)

@@ -80,25 +80,21 @@ for kind, found in {"none": {}, "others": {"other key": "X=1"}, "own": rows}.ite
         tables[kind][name] = whole(launches[name]), " SIMDGROUPS 8" in fake.last_text()
 print(json.dumps([counts, tables]))
 """
-DISPATCHES = {"flash_decode": 2, "flash_bwd": 3}
 
 
 @pytest.fixture(scope="module")
 def counted(libraries):
-    """How often launches allocate: by op, and by table of tiles and op."""
     return run_counted(COUNT, libraries["bytes"])
 
 
 def test_the_lookup_of_a_specialisation_allocates_nothing(counted):
-    """From the backend's entry to the command block, the second time: of every family."""
     counts, _ = counted
     for name, (first, second) in counts.items():
-        assert second == [0] * DISPATCHES.get(name, 1), name
+        assert second == [0] * {"flash_decode": 2, "flash_bwd": 3}.get(name, 1), name
         assert min(first) > 0, f"{name}: the counter did not see a library being made"
 
 
 def test_the_lookup_of_a_tile_allocates_nothing(counted):
-    """In a table that has none for the launch, and in one that has."""
     _, tables = counted
     for name, (without, _) in tables["none"].items():
         assert tables["others"][name][0] == tables["own"][name][0] == without > 0, name
@@ -132,7 +128,6 @@ def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):
 
 
 def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monkeypatch):
-    """And leaves one file, however many calls or processes need it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     compiled = []
     any_fake.set_compiler(compiled.append)
@@ -174,15 +169,11 @@ def test_a_torch_that_keeps_no_error_text(fakes):
         launch(silent, family="silent")
 
 
-HUGE = 2**40
-
-
 def test_out_of_memory(any_fake):
-    """torch's words, with the size; and what comes after is as if nothing had been."""
     any_fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
     q = torch.randn(1, 1, 1, 64)
-    many = q.expand(HUGE // 2**20, 2**10, 2**10, 64)
-    key = q.expand(HUGE // 2**20, 2**10, 1, 64)
+    many = q.expand(2**20, 2**10, 2**10, 64)
+    key = q.expand(2**20, 2**10, 1, 64)
     for attempt in (
         lambda: any_fake.ops.flash_fwd(many, key, key),
         lambda: any_fake.ops.flash_decode(many, key, key, num_splits=1),
@@ -190,7 +181,7 @@ def test_out_of_memory(any_fake):
     ):
         with pytest.raises(RuntimeError, match=r"(?s)allocating a tensor of shape .*on cpu") as e:
             attempt()
-        assert str(HUGE * 64 * 4) in str(e.value), "the bytes that torch could not get"
+        assert str(2**40 * 64 * 4) in str(e.value), "the bytes that torch could not get"
     assert any_fake.log() == []
     any_fake.ops.flash_fwd(q, q, q)
     assert any_fake.log()[-1] == "end"
@@ -202,7 +193,6 @@ def simulated(*operands):
 
 
 def test_out_of_memory_between_two_dispatches(any_fake):
-    """The second dispatch fails as a whole; both can be done again."""
     any_fake.add_family("flash_decode", "kernel void flash_decode() {}")
     any_fake.add_family("merge", "kernel void merge_splits() {}")
     q, k = torch.randn(1, 2, 1, 40), torch.randn(1, 2, 90, 40)
@@ -219,7 +209,6 @@ def test_out_of_memory_between_two_dispatches(any_fake):
 
 
 def test_other_kernels_run_while_one_compiles(any_fake):
-    """Metal may take minutes for one text, or for ever."""
     any_fake.add_family("slow", TEXT + "// slow\n")
     any_fake.add_family("quick", TEXT)
     begun, go_on = threading.Event(), threading.Event()
@@ -325,6 +314,5 @@ print(*set(seen))
 
 @pytest.mark.parametrize("where", ["simulator", "mps"])
 def test_interrupts_at_any_time_are_keyboard_interrupts(libraries, where):
-    """And none is lost as another error, nor leaves a lock behind: a launch after them works."""
     library = libraries["bytes"] if where == "mps" else where
     assert run_alone(STRESS, library).split() == ["KeyboardInterrupt"]

@@ -88,7 +88,6 @@ FAST, TOO_OLD = "with PYTORCH_MPS_FAST_MATH Metal 3.1 ignores NaN", "compiles no
 def test_what_torch_compiles(
     torch_version, version, fast, chosen, metal, warning, monkeypatch, capsys
 ):
-    """As the code of torch's wheels for macOS has it."""
     monkeypatch.setattr(torch, "__version__", torch_version)
     monkeypatch.setattr(macos, "version", lambda: version)
     monkeypatch.setenv("PYTORCH_MPS_METAL_VERSION", chosen)

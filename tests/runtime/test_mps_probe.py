@@ -8,10 +8,10 @@ import pytest
 from tests.helpers.cases import each_case
 from tests.helpers.forks import run_alone
 
-# Runs the cases that it is given, each in a child in which nothing has been decided yet, and prints
-# what they return.
+# Runs each case in a child process in which nothing is decided yet, and prints the results.
 PROGRAM = """
 import contextlib, ctypes, io, json, os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tests.helpers.forks import in_child
@@ -55,10 +55,7 @@ def kernels():
     return fake_mac.kernels(fake)
 
 def both(gpu=None, then=lambda: None, limit=None, queue_limit=None, copy=None):
-    '''Why mps is not used, what becomes of an op, why it is not used after that, and what ran.
-
-    copy: what torch copies between devices by, in the place of its own function.
-    '''
+    '''Why mps is not used, before and after an op; the op's outcome; and what ran.'''
     if gpu:
         fake.set_gpu(gpu)
     if limit:
@@ -154,28 +151,22 @@ def forked_during_a_trial():
         go_on.wait()
         only_the_probe(text, address)
     fake.set_gpu(waits)
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(mps.problem()))
-    thread.start()
-    begun.wait()
-    inside = in_child(mps.problem)
-    go_on.set()
-    thread.join()
-    return [inside, *answers]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(mps.problem)
+        begun.wait()
+        inside = in_child(mps.problem)
+        go_on.set()
+        return [inside, answer.result()]
 
 def eight_threads():
     fake.set_gpu(only_the_probe)
     start = threading.Barrier(8)
-    answers = []
     def work(ask):
         start.wait()
-        answers.append(ask())
-    threads = [threading.Thread(target=work, args=(ask,)) for ask in (mps.problem, attend) * 4]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [sorted(answers), kernels().count("probe"), kernels().count("flash_fwd")]
+        return ask()
+    with ThreadPoolExecutor(8) as pool:
+        answers = sorted(pool.map(work, (mps.problem, attend) * 4))
+    return [answers, kernels().count("probe"), kernels().count("flash_fwd")]
 
 calls = json.loads(sys.argv[2])
 print(json.dumps({call: in_child(eval, call, globals()) for call in calls}))
@@ -183,7 +174,6 @@ print(json.dumps({call: in_child(eval, call, globals()) for call in calls}))
 WORKS = ["", "launched", "", ["probe", "flash_fwd"]]
 GOOD, OLD = ["", ["probe"]], "its GPU is '{}', which is none of Apple's chips from M1 or A14 on"
 CASES = {
-    # In the child of a fork too, as every case is, where the parent has not used it.
     "both(only_the_probe)": WORKS,
     "op_first()": WORKS[1::2],
     # The time of the trial begins when the GPU has done what was queued before.
@@ -197,7 +187,6 @@ CASES = {
         for name in ("Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU")
     },
 }
-# Ways to fail: the reason, and what was started.
 FAILURES = {
     "both(then=on_a_device_without_memory)": (
         r"the first allocation on it failed: .*'MPS' backend.*",
@@ -238,7 +227,6 @@ def test_an_mps_that_works_or_is_not_tried(cases, call):
 
 @each_case("call", FAILURES)
 def test_each_way_to_fail_has_its_reason(cases, call):
-    """An op reports it too, without launching its kernel."""
     problem, raised, again, started = cases[call]
     why, kernels = FAILURES[call]
     assert re.fullmatch(why, problem)  # in one line
@@ -268,7 +256,6 @@ def test_an_mps_that_works_is_the_best_device(cases):
 
 
 def test_forks(cases):
-    """Metal is dead in the child; what was never alive stays so for its own reason."""
     good, without_trial, bad, during = (cases[call] for call in FORKS)
     before, (problem, raised, device, said), after, launched = good
     assert before == after == ""

@@ -1,6 +1,4 @@
-"""Launches in pieces (csrc/runtime/pieces.h): each threadgroup once, the same bits, and on mps each
-piece in a command buffer of its own.
-"""
+"""Launches in pieces (csrc/runtime/pieces.h), on mps each in a command buffer of its own."""
 
 import ctypes
 import math
@@ -10,6 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._pytree import tree_leaves
 
 from tests.attention.held_cases import LENGTHS, PACKED, SIZES, case
 from tests.common.ops import EXAMPLES, call, on
@@ -19,7 +18,6 @@ from torch_metal_attn.runtime import extension, session, shaders
 from torch_metal_attn.simulator import engine
 from torch_metal_attn.testing.attention_run import prepare
 
-LIMITS = (1, 2, 3, 7)  # threadgroups of a piece
 PLACE = struct.Struct("6I")  # GridPiece
 
 
@@ -30,7 +28,6 @@ def limit_of(library):
 
 @pytest.fixture
 def limit():
-    """Sets how many threadgroups a piece may have."""
     yield limit_of(extension.load())
     limit_of(extension.load())(0)
 
@@ -61,14 +58,6 @@ def boxes(pieces):
         assert box.shape == (width, height, depth), "the piece leaves the grid"
         box += 1
     return grid
-
-
-def tensors(results):
-    if isinstance(results, dict):
-        results = results.values()
-    if isinstance(results, torch.Tensor):
-        return [results]
-    return [x for result in results if result is not None for x in tensors(result)]
 
 
 def of_case(**fields):
@@ -117,9 +106,7 @@ def grids(launches):
 
 
 GRADIENTS = {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"}
-TENSOR = {f"{kernel}_tensor" for kernel in GRADIENTS}
 SCORED = SIZES | LENGTHS | {"softcap": 2.0, "causal": True, "q_offset": 20}
-# The kernels that are in pieces, and a call of them.
 CALLS = {
     "gradients": (
         GRADIENTS | {"flash_bwd_bias"},
@@ -136,13 +123,12 @@ CALLS = {
 
 def check_pieces(make, kernels, device, limit, launches):
     run = make(device)
-    expected = tensors(run())
+    expected = tree_leaves(run())
     assert not [kernel for kernel, is_piece, *_ in launches if is_piece]
-    for threadgroups in LIMITS:
+    for threadgroups in (1, 2, 3, 7):
         launches.clear()
         limit(threadgroups)
-        for actual, other in zip(tensors(run()), expected, strict=True):
-            torch.testing.assert_close(actual, other, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(tree_leaves(run()), expected, rtol=0, atol=0, equal_nan=True)
         limit(0)
         if device.type == "mps":
             continue
@@ -161,7 +147,8 @@ def test_pieces_give_the_same_bits(kernels, make, device, limit, launches):
 
 @pytest.mark.usefixtures("m5")
 def test_pieces_of_tensor_tiles_give_the_same_bits(device, limit, launches):
-    check_pieces(of_case(**SCORED), TENSOR, device, limit, launches)
+    tensor = {f"{kernel}_tensor" for kernel in GRADIENTS}
+    check_pieces(of_case(**SCORED), tensor, device, limit, launches)
 
 
 M1 = 8  # cores
@@ -169,7 +156,6 @@ M1 = 8  # cores
 
 @pytest.fixture
 def m1(fakes):
-    """Tells a fake that the GPU has M1's cores."""
     told = []
 
     def tell(variant):

@@ -8,8 +8,7 @@ import pytest
 from tests.helpers.cases import each_case
 from tests.helpers.forks import run_alone
 
-# Runs the cases that it is given, each in a child in which nothing has been decided yet, and prints
-# what they return.
+# Runs each case in a child process in which nothing is decided yet, and prints the results.
 PROGRAM = """
 import contextlib, ctypes, functools, io, json, os, sys, tempfile, threading, time
 import torch
@@ -40,17 +39,12 @@ def probed(text, kernel, language, lane_map):
     run(values, threads=32, group_size=32, lane_map=lane_map)
     return values
 
-# Before the forks, for all of them.
 for text in ("", "#define FLOAT32 0\\n", "#define FLOAT32 1\\n"):
     kernel = "probe_tensor" if text else "probe"
     probed(text + shaders.source(kernel), kernel, "4.0" if text else "3.1", "apple10")
 
 class Gpu:
-    '''A GPU whose tensor operations have a lane map, and whose kinds of tile give two numbers.
-
-    exchanged: what a kernel gives where its SIMD groups share rows, by its name. float32: what it
-        gives in that.
-    '''
+    '''A GPU with a lane map; kernels write one number, by kind of tile, or by name and problem.'''
 
     def __init__(self, lane_map="apple10", language="4.0", numbers=(1.0, 1.0), change=("", ""),
                  gradients=(1.0, 1.0), exchanged={}, float32={}):
@@ -124,7 +118,6 @@ def backward(**how):
     return call(lambda: [differentiate(), differentiate()], {}, {"backward": True}, **how)
 
 def tf32(**how):
-    '''Of float32, of its gradients and of half precision.'''
     x, of = q.float(), {"float32": True}
     run = lambda: [attend(x), attend(x), differentiate(x)]
     return call(run, of, of | {"backward": True}, {}, allow_tf32=True, **how)
@@ -168,7 +161,7 @@ def hangs(kernel):
     return found
 
 def late():
-    '''Of a trial that ends after its time: what was launched, and the notes before and after.'''
+    '''A trial ends after its time: what was launched, and the notes before and after.'''
     ends = threading.Event()
     hang("flash_fwd_tensor", ends)
     results = [attend(), begun()]
@@ -295,7 +288,6 @@ CASES = {
     'case(then=lambda: fake.refuse("#define Q_IN_REGISTERS 1", "pipeline"))': fault(
         [*PROBES, *TENSOR], "", said=""
     ),
-    # The forward keeps its tensor tiles.
     "backward(gradients=(1.0, 1.1))": fault(
         [*PROBES, *COMPARED, *GRADIENTS * 2],
         *("", differs("the dq of float16", 1, r"1\.\d*")),
@@ -306,7 +298,6 @@ CASES = {
         *("", differs("the dq of float16 with a head dim of 192", r"1\.\d*")),
         said=OF_BACKWARD,
     ),
-    # Backwards have a record of their own.
     "backward()": works(
         [*PROBES, *COMPARED * 3, *TENSOR_GRADIENTS * 2], "", "", said=compares(OF_BACKWARD)
     ),
@@ -324,7 +315,6 @@ CASES = {
         *("", ""),
         said=f"{OF_BACKWARD} of such tensors",
     ),
-    # A backward needs the forward's tensor tiles.
     "backward(lane_map=5)": fault([*PROBES, *GRADIENTS * 2], *[WRONG_SLOT] * 2),
     "call(lambda: [attend(q.float())])": works(["probe", "flash_fwd"], launched=1),
     # If TF32 is allowed, float32 is compared in two problems, and its gradients in two.
@@ -357,7 +347,6 @@ CASES = {
         *("", "", ""),
         said="attention of such tensors",
     ),
-    # float32 needs half precision's tensor tiles.
     "tf32(lane_map=5)": fault([*PROBES, *MATRIX, *GRADIENTS], *[WRONG_SLOT] * 3),
     "call(info)[0]": [
         "used in float16 and bfloat16; not in float32: "
@@ -374,7 +363,6 @@ def actual(libraries):
 
 @each_case("call", [call for call, expected in CASES.items() if expected is not None])
 def test_each_case(actual, call):
-    """A fault is said once, and 8x8 tiles are used for the rest of the process."""
     expected = CASES[call]
     if not isinstance(expected, dict):
         assert actual[call] == expected
@@ -408,8 +396,6 @@ def test_each_case(actual, call):
     ],
 )
 def test_a_trial_that_hangs(actual, kernel, why, tried, said):
-    """8x8 tiles are used while it does, and in later processes without a trial."""
-
     def not_used(why):
         return f"torch_metal_attn: attention uses 8x8 tiles, not tensor tiles: {why}\n"
 
@@ -428,7 +414,6 @@ def test_a_trial_that_hangs(actual, kernel, why, tried, said):
 
 
 def test_a_score_mod_that_does_not_compile(actual):
-    """Gives up tensor tiles for itself, and for none if it compiles on no tile."""
     (*launched, bad, reason), ran, problems, said = actual["call(flex, {})"]
     assert launched == ["launched"] * 6
     assert re.match("metal_attn: compiling flash_fwd .*score [+] 3.0.* failed: ", bad)

@@ -1,6 +1,5 @@
 """`warm_up` and slow compilations, on the fake of torch's shims (fake_mps/)."""
 
-import ctypes
 import json
 import threading
 
@@ -10,6 +9,7 @@ import torch
 from tests.helpers.forks import run_alone
 from tests.helpers.patience import HANG_SECONDS
 from tests.runtime.test_launch import TEXT, launch
+from tests.runtime.test_pieces import limit_of
 from torch_metal_attn import mps, warm_up
 from torch_metal_attn.kv_cache import PagedKVCache
 from torch_metal_attn.runtime import extension, shaders
@@ -22,17 +22,13 @@ def fake(any_fake, monkeypatch):
     shaders.serve(any_fake.library)
     monkeypatch.setattr(mps, "available", lambda: True)
     monkeypatch.setattr(extension, "load", lambda: any_fake.library)
-    explained = {"flash_fwd", "flash_decode", "decode_step", "flex_fwd", "flash_bwd"}
     monkeypatch.setattr(
-        ops,
-        "recording_op",
-        lambda name: getattr(any_fake.ops, f"{name}_explain") if name in explained else None,
+        ops, "recording_op", lambda name: getattr(any_fake.ops, f"{name}_explain", None)
     )
     return any_fake
 
 
 def meta(head_dim, lengths=(40, 40)):
-    """q, k and v that take no memory."""
     q, k = (torch.empty(1, 2, length, head_dim, device="meta") for length in lengths)
     return q, k, k
 
@@ -46,14 +42,9 @@ def compiled_in(fake):
 class TestCompiling:
     @pytest.mark.parametrize("head_dim, limit", [(72, 0), (160, 1)], ids=["whole", "in pieces"])
     def test_tensors_that_have_no_memory(self, fake, head_dim, limit):
-        """With gradients: what the ops then run on real tensors, and nothing is encoded.
-
-        A launch in pieces has a program of its own.
-        """
         arguments = meta(head_dim)
         texts = compiled_in(fake)
-        limit_pieces = fake.library.metal_attn_limit_pieces
-        limit_pieces.argtypes = [ctypes.c_int64]
+        limit_pieces = limit_of(fake.library)
         limit_pieces(limit)
         try:
             done = warm_up(*arguments, causal=True, backward=True)
@@ -78,7 +69,6 @@ class TestCompiling:
         )
 
     def test_programs_are_compiled_side_by_side(self, fake):
-        """Each waits for the two others."""
         meet = threading.Barrier(3)
         fake.set_compiler(lambda text: meet.wait(HANG_SECONDS))
         calls = [meta(head_dim) for head_dim in (80, 88, 96)]
@@ -103,7 +93,6 @@ class TestCompiling:
         assert asked == ["flash_fwd"] * 4
 
     def test_a_tile_that_the_gpu_refuses(self, fake, capfd):
-        """The one that takes its place is compiled, and explained."""
         (first,) = extension.launches(fake.ops.flash_fwd_explain(*meta(200)))
         defines = "".join(f"#define {name} {value}\n" for name, value in first["defines"].items())
         fake.refuse(defines, "pipeline")
@@ -138,8 +127,6 @@ class TestRefusals:
             warm_up(3)
         with pytest.raises(TypeError, match=r"a Linear, which has no generate\(\), and no arg"):
             warm_up(torch.nn.Linear(2, 2))
-
-    def test_a_call_that_an_op_refuses(self, fake):
         with pytest.raises(ValueError, match="softcap"):
             warm_up(*meta(64), softcap=-1.0)
 
@@ -172,7 +159,6 @@ print(json.dumps([done.kernels, done.compiled, *first, len(texts), fake_mac.kern
 
 
 def test_a_model_of_transformers(libraries):
-    """Two prompts and the steps after them: when it generates, nothing is left to compile."""
     pytest.importorskip("transformers")
     output = run_alone(MODEL, libraries["bytes"], TORCH_METAL_ATTN_BACKEND="mps")
     kernels, compiled, texts, lines, at_last, ran = json.loads(output)

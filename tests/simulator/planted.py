@@ -42,37 +42,23 @@ def arguments():
 class Planted:
     """A table of cases, compiled when the first of them runs."""
 
-    def __init__(
-        self,
-        table,
-        functions="",
-        parameters=PARAMETERS,
-        arguments=arguments,
-        language="3.1",
-        strict_simd=False,
-        **options,
-    ):
-        """arguments: what `parameters` get besides the number; options: those of each run."""
-        self.arguments, self.language, self.strict = arguments, language, strict_simd
+    def __init__(self, table, functions="", parameters=PARAMETERS, arguments=arguments, **options):
+        """arguments: of `parameters`, without the number; options: of the build and of runs."""
+        self.arguments = arguments
+        self.build = {n: options.pop(n) for n in ("language", "strict_simd") if n in options}
         self.options = {"threads": 32, "group_size": 32, "workers": 1, "step_limit": 100_000}
         self.options |= options
-        actual = read(table)
-        self.names = [name for name, *_ in actual]
-        self.kinds = {name: kind for name, kind, *_ in actual}
-        self.messages = {name: words for name, _, _, words, _ in actual}
-        self.unchecked_too = [name for name, _, unchecked, _, _ in actual if unchecked]
-        self.faulty = {name: twin(text, 1) for name, *_, text in actual}
-        clean = {name: twin(text, 2) for name, *_, text in actual}
+        self.cases = {name: case for name, *case in read(table)}
+        self.names = list(self.cases)
         self.source = f"{HEAD}{functions}kernel void k({parameters}) {{\nswitch (which) {{\n"
-        for number, name in enumerate(self.names):
-            for which, twins in ((2 * number, self.faulty), (2 * number + 1, clean)):
-                self.source += f"case {which}: {{\n{twins[name]}}} break;\n"
+        for number, (*_, text) in enumerate(self.cases.values()):
+            for which, side in ((2 * number, 1), (2 * number + 1, 2)):
+                self.source += f"case {which}: {{\n{twin(text, side)}}} break;\n"
         self.source += "}\n}\n"
 
     @functools.cache  # noqa: B019 - lives as long as the module
     def library(self, check):
-        options = {"language": self.language, "strict_simd": self.strict}
-        return compile_shader(self.source, check=check, **options)
+        return compile_shader(self.source, check=check, **self.build)
 
     def run(self, name, clean, check=True, **options):
         """The first argument after the run."""
@@ -82,21 +68,21 @@ class Planted:
         return values[0]
 
     def fault(self, name, check=True, **options):
-        """The fault of the faulty statements."""
         with pytest.raises(SimulatorFault) as caught:
             self.run(name, False, check, **options)
-        assert (caught.value.kind, caught.value.kernel) == (self.kinds[name], "k"), caught.value
+        assert (caught.value.kind, caught.value.kernel) == (self.cases[name][0], "k"), caught.value
         return caught.value
 
     def lines(self, name):
         """The lines that the fault may be at."""
-        marks = [f"//! {called}\n" for called in re.findall(r"(\w+)\(", self.faulty[name])]
+        faulty = twin(self.cases[name][-1], 1)
+        marks = [f"//! {called}\n" for called in re.findall(r"(\w+)\(", faulty)]
         in_functions = [self.source.index(mark) for mark in marks if mark in self.source]
         if in_functions:
             return {self.source.count("\n", 0, place) + 1 for place in in_functions}
         case = self.source.index(f"case {2 * self.names.index(name)}: {{\n")
         first = self.source.count("\n", 0, case) + 2
-        texts = self.faulty[name].splitlines()
+        texts = faulty.splitlines()
         marked = {first + n for n, text in enumerate(texts) if text.endswith("//!")}
         return marked or set(range(first, first + len(texts)))
 
@@ -105,12 +91,13 @@ class Planted:
 
         @each_case("name", self.names)
         def fault_is_reported(name):
+            _, unchecked_too, words, _ = self.cases[name]
             for order in orders:
                 fault = self.fault(name, **order)
                 assert fault.file == "program_source", fault
                 assert fault.line in self.lines(name), fault
-                assert self.messages[name] in str(fault)
-                if name in self.unchecked_too:
+                assert words in str(fault)
+                if unchecked_too:
                     self.fault(name, check=False, **order)
 
         @each_case("name", self.names)
@@ -136,7 +123,6 @@ def twin(text, side):
 
 
 def compiled(body, parameters=PARAMETERS, above="", **options):
-    """A library of one kernel k, of this body."""
     return compile_shader(f"{HEAD}{above}kernel void k({parameters}) {{\n{body}\n}}\n", **options)
 
 

@@ -53,11 +53,7 @@ def test_under_another_name(tmp_path):
     objects = of_the_extension(sources)  # compiling takes half a minute
     command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-o", library]
     subprocess.run([*command, *(objects.get(source, source) for source in sources)], check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, library],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", PROGRAM, library]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "out_of_bounds\n"

@@ -40,7 +40,6 @@ CHAIN = [(f"x{i}", "%a", "%b", f"%x{i - 1}" if i else "0.0") for i in range(MOST
     ],
 )
 def test_batches(calls, between, batches):
-    """The accumulators of each; an attribute of the result makes no difference."""
     out = batch_products(products(calls, between))
     tables = re.findall(r"@msl\.products\.\d+ = private constant \[.*", out)
     assert [[int(n) for n in re.findall(r"ptr @f, i32 (-?\d+)", t)] for t in tables] == batches

@@ -1,7 +1,4 @@
-"""The cache of compiled kernels: hits, headers that change, damage, several processes at once.
-
-And the garbage collector, which is paused while a text is rewritten.
-"""
+"""The cache of compiled kernels, and the garbage collector, which is paused in the text passes."""
 
 import errno
 import gc
@@ -35,7 +32,6 @@ def forget(monkeypatch):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The compiler commands that were run."""
     ran = []
     original = build._run
     build._shim.cache_clear()
@@ -255,7 +251,6 @@ def test_wrong_limit(monkeypatch, value):
     words = f"{cache.LIMIT} is '{value}'; it must be a whole number"
     with pytest.raises(cache.CacheError, match=words):
         result()
-    # Also where nothing has to be compiled.
     with pytest.raises(cache.CacheError, match=words):
         cache.lookup("0000")
 
@@ -286,8 +281,6 @@ def test_a_full_cache_of_another_user_serves(empty_cache, monkeypatch):
 
 
 def test_a_user_without_a_home(monkeypatch):
-    """As in a container whose user has no entry in the password file."""
-
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -313,7 +306,6 @@ def test_place_of_the_cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_paused_in_passes_only(enabled, monkeypatch):
-    """And is as the caller had it afterwards, after an error too."""
     seen = []
     for name in ("rewrite", "instrument"):
         wrapped = getattr(build, name)

@@ -66,10 +66,7 @@ class Program:
         self.random = random.Random(seed)
         self.s = list(range(32))  # each lane's variable
         self.rounds = []  # of the loops around
-        self.broken, self.continued = (
-            set(),
-            set(),
-        )  # lanes that have left the innermost loop or round
+        self.broken, self.continued = set(), set()  # lanes that left the innermost loop or round
         self.text, self.steps = self.block(3, 0)
 
     def block(self, depth, loops):
@@ -196,7 +193,6 @@ end:
 
 @pytest.mark.parametrize("order", [("inside", "end"), ("end", "inside")])
 def test_a_loop_is_before_what_follows_it(order):
-    """Whichever way a branch is written."""
     text = batch_products(LOOP.format(*order))
     assert re.findall(r"__msl_place\(i32 (\d), i32 (\d)\)", text) == [("0", "1"), ("1", "0")]
     assert "phi i32 [ 0, %0 ], [ 1, %inside ]" in text

@@ -118,7 +118,8 @@ def arguments():
 
 
 def planted(table, **options):
-    return Planted(table, FUNCTIONS, PARAMETERS, arguments, "3.2", group_size=64, **options)
+    options |= {"language": "3.2", "group_size": 64}
+    return Planted(table, FUNCTIONS, PARAMETERS, arguments, **options)
 
 
 WITHIN = planted(WITHIN, threads=64)
@@ -136,7 +137,6 @@ test_fault_where_nothing_goes_on_is_reported, test_twin_where_it_does = STUCK.te
 
 @pytest.mark.parametrize("table", [WITHIN, BETWEEN, WAITING], ids=["within", "between", "waiting"])
 def test_a_race_names_both_places(table):
-    """And the other threadgroup, if it is another."""
     for name in table.names:
         fault = table.fault(name, seed=0)
         assert fault.other_site[0].line in table.lines(name), fault
@@ -156,7 +156,6 @@ CAS = """#define CAS atomic_compare_exchange_weak_explicit( \\
 
 
 def test_seeds_switch_threads_at_atomics_and_let_weak_exchanges_fail():
-    """They show a count that is not atomic, and an exchange that is not repeated."""
     parameters = "device atomic_uint* n, constant int& which, "
     parameters += "uint i [[thread_index_in_threadgroup]]"
     library = compiled(COUNT, parameters, FUNCTIONS + CAS, check=True)

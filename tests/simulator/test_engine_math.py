@@ -400,7 +400,6 @@ def test_objects_in_any_memory(check):
 
 
 def test_an_element_that_a_packed_vector_does_not_have():
-    """In device memory and in a variable, where it would be a field of the struct around it."""
     for where in ("p[0].at", "copy.at"):
         source = f"""{HEAD}struct P {{ packed_float3 at; float w; }};
             kernel void k(device P* p [[buffer(0)]], constant int& i [[buffer(1)]]) {{

@@ -14,14 +14,9 @@ from tests.helpers.forks import in_child
 from torch_metal_attn.simulator import Counters, SimulatorFault
 from torch_metal_attn.simulator.llvm.operations import COUNTS
 
-from . import planted
-from .planted import choice
+from .planted import choice, compiled
 
 BARRIER = "BARRIER(threadgroup)"
-
-
-def compiled(body, parameters="device float* o [[buffer(0)]]", check=False, count=False):
-    return planted.compiled(body, parameters, check=check, count=count)
 
 
 ONE_THREAD = "device float* o [[buffer(0)]], uint g [[threadgroup_position_in_grid]]"
@@ -83,7 +78,6 @@ def test_the_largest_threadgroup_runs():
 
 
 def test_counters_equal_what_a_hand_counts():
-    """Two threadgroups of 64 threads; a comment says what each statement adds."""
     body = """
         threadgroup float s[64];
         s[i] = a[g * 64 + i];                            // device load, threadgroup store
@@ -237,7 +231,7 @@ def test_device_atomics_over_many_threadgroups(check):
         choice(calls),
         "device int* o [[buffer(0)]], constant int& which [[buffer(1)]],"
         " uint i [[thread_position_in_grid]]",
-        check,
+        check=check,
     )
     for which, ((_, of_type, start), model) in enumerate(ATOMICS.items()):
         out = torch.tensor([start], dtype=DTYPES.get(of_type, torch.int32))
@@ -261,7 +255,7 @@ def test_threadgroup_atomics_and_exchanges(check):
         o[g * 65 + i] = before;
         if (i == 0) o[g * 65 + 64] = atomic_load_explicit(&total, memory_order_relaxed);
     """
-    library = compiled(body, RACY_PARAMETERS.replace("float", "int"), check)
+    library = compiled(body, RACY_PARAMETERS.replace("float", "int"), check=check)
     out = torch.zeros(20, 65, dtype=torch.int32)
     library.k(out, threads=20 * 64, group_size=64, seed=2)
     assert (out[:, 64] == 64 * 63 // 2).all()
@@ -336,7 +330,7 @@ def test_two_python_threads_run_at_once(check):
         f"threadgroup float s[64]; s[i] = x; {BARRIER} o[g * 64 + i] = simd_sum(s[63 - i]);",
         """device float* o [[buffer(0)]], constant float& x [[buffer(1)]],
            uint i [[thread_index_in_threadgroup]], uint g [[threadgroup_position_in_grid]]""",
-        check,
+        check=check,
     )
 
     def right(number: int) -> bool:

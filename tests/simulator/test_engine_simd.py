@@ -11,41 +11,21 @@ from .planted import choice, compiled, result
 LANES = range(32)
 
 
-def on_lanes(body, out, *inputs, types="float", check=True, lanes=32):
-    """`out` after a kernel of this body has run on one SIMD group.
-
-    It is o, and the inputs are a, b and c; types: of the elements of all, or of each.
-    """
-    each = types.split() if " " in types else [types] * 4
-    parameters = [
-        f"{space} {of_type}* {name} [[buffer({n})]]"
-        for n, (space, of_type, name) in enumerate(
-            zip(["device", *["const device"] * len(inputs)], each, "oabc", strict=False)
-        )
-    ]
-    return result(
-        body,
-        *(inputs or [None]),
-        size=out,
-        parameters=", ".join([*parameters, "uint lane [[thread_index_in_simdgroup]]"]),
-        check=check,
-        threads=lanes,
-        group_size=lanes,
-        arg_casts=None,
-    )
+def on_lanes(body, out, values=None, type_name="float", lanes=32, **options):
+    """`out`, which is o, after a kernel of this body has run on one SIMD group; `values` is a."""
+    parameters = f"device {type_name}* o, const device {type_name}* a, "
+    parameters += "uint lane [[thread_index_in_simdgroup]]"
+    values = out if values is None else values
+    options |= {"threads": lanes, "group_size": lanes}
+    return result(body, values, size=out, parameters=parameters, **options)
 
 
 def lane_values(expressions, values: torch.Tensor, type_name: str = "float") -> dict[str, list]:
     """The values of each of `expressions` in 32 lanes; x is the lane's value."""
     stores = [f"o[{32 * n} + lane] = {expression};" for n, expression in enumerate(expressions)]
     body = f"{type_name} x = a[lane]; {' '.join(stores)}"
-    out = on_lanes(body, values.new_zeros(len(stores), 32), values, types=type_name)
+    out = on_lanes(body, values.new_zeros(len(stores), 32), values, type_name)
     return dict(zip(expressions, out.tolist(), strict=True))
-
-
-def models(by_expression, values: torch.Tensor) -> dict[str, list]:
-    v = values.tolist()
-    return {name: [model(v, i) for i in LANES] for name, model in by_expression.items()}
 
 
 SHUFFLES = {
@@ -74,11 +54,6 @@ SHUFFLES = {
     "quad_shuffle_rotate_up(x, 1)": lambda v, i: v[i // 4 * 4 + (i - 1) % 4],
     "quad_shuffle_rotate_down(x, 1)": lambda v, i: v[i // 4 * 4 + (i + 1) % 4],
 }
-
-
-def test_shuffles():
-    values = torch.arange(32.0) * 3 + 1
-    assert lane_values(SHUFFLES, values) == models(SHUFFLES, values)
 
 
 def prefix(op, start, inclusive):
@@ -116,18 +91,6 @@ OF_BITS = {
 }
 
 
-def test_integer_reductions():
-    values = (torch.arange(32) * 37 % 23 + 1).to(torch.int32)
-    both = REDUCTIONS | OF_BITS
-    assert lane_values(both, values, "int") == models(both, values)
-
-
-@pytest.mark.parametrize("type_name,dtype", [("float", torch.float32), ("half", torch.float16)])
-def test_float_reductions(type_name, dtype):
-    values = (torch.arange(32) % 3).to(dtype)
-    assert lane_values(REDUCTIONS, values, type_name) == models(REDUCTIONS, values)
-
-
 PRODUCTS = {
     "simd_product(x)": over(operator.mul),
     "simd_prefix_inclusive_product(x)": prefix(operator.mul, 1, True),
@@ -135,10 +98,21 @@ PRODUCTS = {
 }
 
 
-def test_products():
-    values = torch.ones(32)
-    values[3], values[17], values[31] = 2, 3, 5
-    assert lane_values(PRODUCTS, values) == models(PRODUCTS, values)
+@pytest.mark.parametrize(
+    "models, values, type_name",
+    [
+        (SHUFFLES, torch.arange(32.0) * 3 + 1, "float"),
+        (REDUCTIONS | OF_BITS, (torch.arange(32) * 37 % 23 + 1).int(), "int"),
+        (REDUCTIONS, (torch.arange(32) % 3).float(), "float"),
+        (REDUCTIONS, (torch.arange(32) % 3).half(), "half"),
+        (PRODUCTS, torch.tensor([1.0] * 3 + [2] + [1] * 13 + [3] + [1] * 13 + [5]), "float"),
+    ],
+    ids=["shuffles", "int", "float", "half", "products"],
+)
+def test_shuffles_and_reductions(models, values, type_name):
+    v = values.tolist()
+    expected = {name: [model(v, i) for i in LANES] for name, model in models.items()}
+    assert lane_values(models, values, type_name) == expected
 
 
 @pytest.mark.parametrize(
@@ -148,7 +122,7 @@ def test_products():
 def test_vectors_go_element_by_element(type_name, dtype, size):
     values = (torch.arange(32 * size) % 7).to(dtype).view(32, size)
     body = "o[lane] = simd_sum(a[lane]); o[lane + 32] = simd_shuffle_xor(a[lane], 9);"
-    out = on_lanes(body, torch.zeros(64, size, dtype=dtype), values, types=type_name)
+    out = on_lanes(body, torch.zeros(64, size, dtype=dtype), values, type_name)
     assert torch.equal(out[:32], values.sum(0, keepdim=True).expand(32, size).to(dtype))
     assert torch.equal(out[32:], values[[i ^ 9 for i in LANES]])
 
@@ -162,7 +136,7 @@ def test_votes():
         " o[101 + lane] = quad_all(lane / 4 == 3); o[133] = simd_ballot(true).all();"
     )
     # Unchecked, as every lane writes some of the places.
-    out = on_lanes(body, torch.zeros(134, dtype=torch.int64), types="long", check=False)
+    out = on_lanes(body, torch.zeros(134, dtype=torch.int64), type_name="long", check=False)
     o = out.tolist()
     assert o[:32] == [sum(1 << i for i in LANES if i % 3 == 0)] * 32
     assert o[32:37] == [0, 1, 1, 0, 2**32 - 1]
@@ -249,7 +223,6 @@ void copy(Source source, Target target) {
 
 @pytest.mark.parametrize("element", TYPES)
 def test_matrix_load_and_store(element):
-    """As it is, below that transposed, beside that twice; from and to either memory."""
     places = [(source, target) for source in "as" for target in "ot"]
     fill = "for (uint n = lane; n < 400; n += 32) { s[n] = a[n]; t[n] = o[n]; }"
     copy = "if (which & 1) for (uint n = lane; n < 400; n += 32) o[n] = t[n];"
@@ -292,6 +265,6 @@ def test_filled_and_diagonal_matrices():
         " make_filled_simdgroup_matrix<half, 8, 8>(3.0h); simdgroup_multiply(p, d, f);"
         " simdgroup_store(d, o); simdgroup_store(p, o + 64);"
     )
-    out = on_lanes(body, torch.zeros(2, 8, 8).half(), types="half")
+    out = on_lanes(body, torch.zeros(2, 8, 8).half(), type_name="half")
     assert torch.equal(out[0], 2 * torch.eye(8).half())
     assert torch.equal(out[1], torch.full((8, 8), 6).half())

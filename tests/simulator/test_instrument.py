@@ -44,7 +44,6 @@ def access(address, size, flags):
         ("call void @__tsan_unaligned_write8(ptr %0)", [access("%0", 8, 3)]),
         ("call void @__tsan_read_write8(ptr %0)", [access("%0", 8, 0), access("%0", 8, 1)]),
         ("tail call void @__tsan_write8(ptr noundef nonnull %0)", [access("%0", 8, 1)]),
-        # A block's length may be known only when the kernel runs.
         (
             "%8 = call ptr @__tsan_memcpy(ptr %0, ptr %1, i64 36)",
             [

@@ -194,8 +194,7 @@ def test_constructs_that_public_projects_ship(check):
     assert c.tolist() == [[1, 2], [1, 2], [20, 21]]
 
 
-# By the tables of the Metal Shading Language specification, chapter 6: MLX and PyTorch bring
-# functions of their own for these.
+# They are not in chapter 6 of Metal's specification, and MLX and PyTorch define their own.
 ABSENT = ["erf", "erfc", "expm1", "log1p", "cbrt", "hypot", "remainder", "lgamma", "nearbyint"]
 
 
@@ -294,7 +293,6 @@ def test_what_clang_does_not_know_is_named_if_the_simulator_lacks_it():
     check_refused(UNKNOWN, above, "kernel void k() {}")
 
 
-# A statement, and Metal's words for its types in clang's message.
 WORDS = {
     "device float* p = c;": "type 'device float *' with an lvalue of type 'constant float *'",
     "threadgroup half h[4]; threadgroup float* p = h;": "of type 'threadgroup half[4]'",

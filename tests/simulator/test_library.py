@@ -163,9 +163,7 @@ def test_counters_of_the_last_kernel():
 def test_fault_says_what_where_and_who():
     source = "struct S {\n  static int at(uint i) { return i + 1; }\n};\n"
     source += "void put(device float* x, uint i) {\n  x[S::at(i)] = 1;\n}\n"
-    source += (
-        "kernel void k(device float* x, uint i [[thread_position_in_grid]]) {\n  put(x, i);\n}"
-    )
+    source += "kernel void k(device float* x, uint i [[thread_position_in_grid]])\n{ put(x, i); }"
     library = compile_shader(source, check=True)
     x = torch.zeros(70)
     with pytest.raises(SimulatorFault) as raised:

@@ -11,7 +11,6 @@ from torch_metal_attn.tools.lint import __main__ as lint
 
 from .planted import read, twin
 
-SHADERS = Path(__file__).parents[2] / "shaders"
 KERNEL = """#include <metal_stdlib>
 using namespace metal;
 {above}
@@ -76,8 +75,7 @@ def _few_specialisations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lint, "specialisations", lambda: {"probe": [{}]})
 
 
-def test_command_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also in a text that had no finding in the run before, and each time."""
+def test_command_names_file_and_line(tmp_path, capsys):
     (tmp_path / "probe.metal").write_text('#include "helper.h"\nconstant int zero = 0;\n')
     for result, returns in (("float", 0), ("double", 1), ("double", 1)):
         (tmp_path / "helper.h").write_text(f"#pragma once\n\ninline {result} f() {{ return 1; }}\n")
@@ -86,13 +84,8 @@ def test_command_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (said in capsys.readouterr().out) == bool(returns)
 
 
-def test_command_refuses_an_unknown_family(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_refuses_an_empty_folder_and_an_unknown_family(tmp_path, capsys):
+    assert lint.main([str(tmp_path)]) == 2
     (tmp_path / "other.metal").write_text("constant int zero = 0;\n")
     assert lint.main([str(tmp_path)]) == 1
     assert "other.metal:1: specialisations:" in capsys.readouterr().out
-
-
-def test_command_refuses_an_empty_folder(tmp_path: Path) -> None:
-    assert lint.main([str(tmp_path)]) == 2

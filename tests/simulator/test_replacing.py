@@ -17,6 +17,7 @@ kernel void add(device float* x, constant float& y, uint i [[thread_position_in_
 }
 """
 ORIGINAL = torch.mps.compile_shader
+TORCHS_ERROR = "MPS is not available"
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +36,9 @@ def checks():
 
 
 def in_thread(function):
-    """The function's result or error in a new thread."""
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(function)
         return done.exception() or done.result()
-
-
-def is_torchs(result):
-    """Without mps, torch's own function says so."""
-    return str(result) == "MPS is not available"
 
 
 def test_kernels_run_on_the_cpu_also_after_the_block():
@@ -106,11 +101,11 @@ def test_what_only_a_mac_would_refuse():
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="torch's own function compiles")
 def test_other_threads():
     with replacing_compile_shader():
-        assert is_torchs(in_thread(checks))
+        assert str(in_thread(checks)) == TORCHS_ERROR
         with replacing_compile_shader(check=False, process_wide=True):
             assert in_thread(checks) is False
             assert checks(), "the thread's own block decides"
-        assert is_torchs(in_thread(checks))
+        assert str(in_thread(checks)) == TORCHS_ERROR
     with replacing_compile_shader(process_wide=True):
         assert in_thread(checks)
         assert checks()
@@ -137,5 +132,5 @@ def test_names_that_modules_have_for_it(monkeypatch):
         module.compile_shader = len  # which stays
     assert module.compile_shader is len
     if not torch.backends.mps.is_available():
-        with pytest.raises(RuntimeError, match="MPS is not available"):
+        with pytest.raises(RuntimeError, match=TORCHS_ERROR):
             inside(SOURCE)

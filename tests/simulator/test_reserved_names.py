@@ -99,7 +99,7 @@ def text(place: str, line: str) -> str:
 
 
 @each_case("place, word, line", CASES)
-def test_refused(place: str, word: str, line: str) -> None:
+def test_refused(place, word, line):
     source = text(place, line)
     says = f"program_source:{LINES[place]}: error: `{word}` is a"
     with pytest.raises(ShaderCompileError, match=re.escape(says)) as caught:
@@ -142,7 +142,6 @@ def test_every_macro_of_metal_is_one_here() -> None:
 
 
 def test_a_qualifier_is_no_name_even_where_the_table_does_not_see_it(monkeypatch) -> None:
-    """The shaders as they were, with a method that is called `fragment`."""
     monkeypatch.setattr(reserved, "_is_name", lambda *_: False)
     source = shaders.source("index_scores").replace("fragment_at", "fragment")
     sizes = {"HEAD_DIM": 128, "BLOCK_K": 32, "SIMDGROUPS": 4}

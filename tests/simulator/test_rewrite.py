@@ -84,19 +84,14 @@ float helper() { return by; }
 kernel void uses(device float* x) { x[0] = helper(); }
 kernel void free(device float* x) { x[0] = count; }
 kernel void shadows(device float* x, constant float& by) { x[0] = by; }
+template <int V = 1> void has_a_default(device float* x) { x[0] = by; }
+kernel void has_a_local(device float* x) { int V = 2; x[0] = V; }
 """
 
 
 def test_missing_function_constants_are_told_per_kernel():
     missing = {kernel.name: kernel.missing for kernel in rewrite(CONSTANTS).kernels}
-    assert missing == {"uses": ["by"], "free": [], "shadows": []}
-
-
-def test_default_of_a_template_parameter_is_no_constant():
-    text = "constant int n [[function_constant(0)]];\n"
-    text += "template <int V = 1> void other(device int* x) { x[0] = n; }\n"
-    text += "kernel void k(device int* x) { int V = 2; x[0] = V; }"
-    assert kernel_of(text).missing == []
+    assert missing == {"uses": ["by"], "free": [], "shadows": [], "has_a_local": []}
 
 
 @each_case(

@@ -102,7 +102,7 @@ def planted(table, **options):
     def arguments():
         return torch.ones(512), torch.arange(64).int()
 
-    return Planted(table, TENSORS + FUNCTIONS, PARAMETERS, arguments, "4.0", **options)
+    return Planted(table, TENSORS + FUNCTIONS, PARAMETERS, arguments, language="4.0", **options)
 
 
 PLANTED = planted(CASES)
@@ -117,7 +117,6 @@ def test_a_simd_group_must_be_whole():
         PLANTED.run("some_lanes", True, threads=24, group_size=24)
 
 
-# A statement, and the error at its line.
 REFUSED = {
     "auto l = product<16, 16, 16>().LEFT(half, half); auto r = product<16, 16, 16>()."
     "RIGHT(half, half); product<16, 16, 16>().OUT(decltype(l), decltype(r));": (

@@ -11,7 +11,6 @@ from .planted import TENSORS
 LANE_MAPS = ["apple10", "apple9", 0, 1]
 SHAPES = [(16, 32, 16), (32, 16, 16), (16, 16, 32)]
 
-# Looks at no layout: every element by its own index.
 PRODUCT = """
 kernel void product(const device LEFT* a [[buffer(0)]], const device RIGHT* b [[buffer(1)]],
                     device float* c [[buffer(2)]]) {
@@ -54,10 +53,10 @@ def product(*shape, **options):
     return compile_shader(TENSORS + PRODUCT, defines=macros, check=True, language="4.0").product
 
 
-def operands(shape, left=torch.float16, right=torch.float16):
+def operands(shape, dtype=torch.float16):
     torch.manual_seed(0)
     rows, columns, inner = shape
-    a, b = torch.randn(rows, inner).to(left), torch.randn(inner, columns).to(right)
+    a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
     return a, b, torch.randn(rows, columns)
 
 
@@ -78,16 +77,12 @@ def test_multiplication_overwrites_the_destination():
 
 
 # The lane maps of 16x32x16 as MLX 0.32 and PyTorch 2.15 use them: (row, column) as stored.
-def of_apple10(lane, slot):
-    row = (lane >> 2 & 4) | (lane >> 1 & 3)
-    column = ((lane >> 2 & 2) | (lane & 1)) * 4
-    return row + 8 * (slot % 8 // 4), column + slot % 4, slot // 8
-
-
 def table(operand, lane_map, lane, slot):
     if lane_map == "apple10":
-        row, column, tile = of_apple10(lane, slot)
-        return (row + 16 * tile, column) if operand == "transposed" else (row, column + 16 * tile)
+        row = ((lane >> 2 & 4) | (lane >> 1 & 3)) + 8 * (slot % 8 // 4)
+        column = ((lane >> 2 & 2) | (lane & 1)) * 4 + slot % 4
+        shift = 16 * (slot // 8)
+        return (row + shift, column) if operand == "transposed" else (row, column + shift)
     row = (lane >> 4 & 1) * 4 + (lane >> 1 & 3)
     column = (lane >> 3 & 1) * 4 + (lane & 1) * 2
     across = 2 if operand == "left" else 4  # tiles of 8x8
@@ -167,7 +162,7 @@ def cut(x, rounds):
 def test_relaxed_precision_cuts_float_operands_to_11_bits(relaxed_precision):
     relaxed = relaxed_precision is not None
     kernel = product(left="float", right="float", relaxed=relaxed)
-    a, b, c = operands(SHAPES[0], torch.float32, torch.float32)
+    a, b, c = operands(SHAPES[0], torch.float32)
     x, y = (cut(m, relaxed_precision == "round") if relaxed else m.double() for m in (a, b))
     # The sum of each element in order of k, every step rounded once.
     expected = c.double()

@@ -120,7 +120,6 @@ def matrices():
 
 
 AS_NEEDED, OTHERWISE = ("a", "b"), ("a transposed", "b plain")
-# Each kernel's threads, the storage of its operands, and its result.
 PRODUCTS = {
     "cooperative": (32, AS_NEEDED, lambda a, b, c: a @ b.T),
     "of_three_groups": (96, AS_NEEDED, lambda a, b, c: a @ b.T),  # some slots have no element

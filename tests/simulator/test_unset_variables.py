@@ -166,6 +166,4 @@ among_cases: uninitialised
   float x; switch (n[{~3 => 2~}]) { case 1: x = 1; break; case 2: float y; y = 3; x = y; }
   o[i] = x;  //!
 """
-PLANTED = Planted(CASES, FUNCTIONS)
-
-test_fault_is_reported, test_clean_twin_is_not = PLANTED.tests()
+test_fault_is_reported, test_clean_twin_is_not = Planted(CASES, FUNCTIONS).tests()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.tuning.fake_gpu import FakeGpu
+from tests.tuning.fake_gpu import CPU, M2_MAX, FakeGpu
+from torch_metal_attn.tools import tune
 from torch_metal_attn.tuned import loading, tiles
 
 
@@ -18,7 +19,15 @@ def no_table():
 
 @pytest.fixture
 def fake_gpu(monkeypatch, tmp_path):
-    """A fake Mac whose cache is tmp_path."""
+    """A Mac with the reference's results and the fake's times; its cache is tmp_path."""
     fake = FakeGpu()
-    fake.install(monkeypatch, tmp_path)
+    monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(tmp_path))
+    monkeypatch.delenv(loading.SETTING, raising=False)
+    monkeypatch.setattr(loading, "this_machine", lambda: M2_MAX)
+    monkeypatch.setattr(tune.mps, "problem", lambda: "")
+    monkeypatch.setattr(tune, "DEVICE", CPU)
+    monkeypatch.setattr(tune, "timer_of", lambda device: fake.timer)
+    monkeypatch.setattr(tiles, "make", fake.remember(tiles.make))
+    monkeypatch.setattr(tune, "calls_of", fake.calls_of)
+    monkeypatch.setattr(tune, "_call_of", lambda *arguments: fake.launch)
     return fake

@@ -20,12 +20,10 @@ def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float
 
 
 def explained(op, *arguments, **options):
-    """The launches of an op."""
     return extension.launches(getattr(torch.ops.metal_attn_explain, op)(*arguments, **options))
 
 
 def told(kernel, *qkv, **options):
-    """The launch of a kernel."""
     if kernel.startswith("flash_bwd"):
         launches = backward_launches("flash_fwd", dict(zip("qkv", qkv, strict=True)) | options)
     else:

@@ -2,10 +2,9 @@
 
 import torch
 
-from torch_metal_attn.tools import tune
 from torch_metal_attn.tools.bench import timing
 from torch_metal_attn.tools.bench.versus import OURS, TORCHS
-from torch_metal_attn.tuned import loading, tiles
+from torch_metal_attn.tuned import tiles
 from torch_metal_attn.tuned.loading import Machine
 
 CPU = torch.device("cpu")
@@ -34,14 +33,11 @@ class FakeClock:
 
 
 class FakeGpu(FakeClock):
-    """Launches take `seconds` by a word of the forced tile, or 1; torch's attention `torch`.
-
-    Seconds are a number, or a function of the number of launches of the tile before.
-    """
+    """Launches take `seconds` by a word of the forced tile, or 1; torch's attention `torch`."""
 
     def __init__(self):
         super().__init__()
-        self.seconds = {}
+        self.seconds = {}  # numbers, or functions of the number of the tile's launches before
         self.torch = 2.0
         self.calls = []  # the tiles that were forced, by launch
         self._forced = {}
@@ -68,15 +64,3 @@ class FakeGpu(FakeClock):
     def calls_of(self, shape, device):
         calls = {OURS: self.launch, TORCHS: lambda: self.ask(self.torch)}
         return calls, calls
-
-    def install(self, monkeypatch, folder):
-        """Run `tune` as on a Mac, with the reference's results and this GPU's times."""
-        monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(folder))
-        monkeypatch.delenv(loading.SETTING, raising=False)
-        monkeypatch.setattr(loading, "this_machine", lambda: M2_MAX)
-        monkeypatch.setattr(tune.mps, "problem", lambda: "")
-        monkeypatch.setattr(tune, "DEVICE", CPU)
-        monkeypatch.setattr(tune, "timer_of", lambda device: self.timer)
-        monkeypatch.setattr(tiles, "make", self.remember(tiles.make))
-        monkeypatch.setattr(tune, "calls_of", self.calls_of)
-        monkeypatch.setattr(tune, "_call_of", lambda *arguments: self.launch)

@@ -111,7 +111,6 @@ def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, blocks):
 
 
 def test_the_table_is_what_the_generator_wrote():
-    """Each row has its kernel's numbers, within their limits, and none was changed by hand."""
     text = table.TABLE.read_text()
     _, lists = text.split("default tile.\n\n")
     assert f"Their checksum: {table.checksum(lists)}\n" in text

@@ -13,7 +13,6 @@ from torch_metal_attn import allow_tf32, sdpa_replaced, simulate
 from torch_metal_attn.tuned import advice, loading
 
 PLAIN, BAND = (f"flash_fwd float 8 8 {feature} q<=16 k<=16" for feature in ("plain", "band"))
-TILE = f"V_SLICE=8 BLOCK_K=32 SIMDGROUPS=4 {HELD}"
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +22,8 @@ def no_keys():
 
 def timed(key=PLAIN, **ratios):
     """Puts a table in use with torch's time divided by ours, by kind."""
-    loading._loaded = loading.Loaded({key: loading.Row(TILE, ratios)}, loading.MEASURED)
+    row = loading.Row(f"V_SLICE=8 BLOCK_K=32 SIMDGROUPS=4 {HELD}", ratios)
+    loading._loaded = loading.Loaded({key: row}, loading.MEASURED)
 
 
 def attend(**options):
@@ -35,7 +35,6 @@ def attend(**options):
 
 
 def test_what_torch_runs_faster_is_left_to_torch():
-    """Without a warning: it was asked for."""
     timed(forward=0.5)
     expected = F.scaled_dot_product_attention(*qkv())
     with simulate(), warnings.catch_warnings():
@@ -64,7 +63,6 @@ def test_by_the_features_of_the_call():
 
 
 def test_tf32_has_rows_of_its_own(gpu):
-    """Also if it is allowed between two calls."""
     gpu("Apple M5")
     timed(forward=0.5)
     assert attend() == 0
@@ -96,7 +94,6 @@ def test_training_is_judged_by_whole_steps(ratios, replaced):
 
 
 def test_the_innermost_block_decides():
-    """Without `prefer` all calls are ours."""
     timed(forward=0.1)
     with simulate(record=True), sdpa_replaced(prefer="fastest") as outer:
         with sdpa_replaced() as inner:

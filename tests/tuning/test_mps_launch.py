@@ -2,6 +2,7 @@
 
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,8 +11,6 @@ from tests.runtime.conftest import any_fake, fakes, libraries  # noqa: F401
 from tests.runtime.fake_mac import kernels
 from torch_metal_attn.runtime import extension, shaders
 from torch_metal_attn.tuned import tiles
-
-ops = torch.ops.metal_attn
 
 
 @pytest.fixture
@@ -22,39 +21,28 @@ def fake(any_fake):  # noqa: F811
 
 
 # A refused tile stays so in the process, so each test has head dims of its own.
-def arguments_of(op, head_dim):
+def call(ops, op, head_dim):
     q = torch.zeros(1, 2, 40, head_dim)
     new, lse = q[:, :, :1].contiguous(), torch.zeros(1, 2, 40)
-    return {
+    arguments = {
         "flash_fwd": (q, q, q),
         "flash_decode": (q[:, :, :1], q, q),
         "decode_step": (new, new, new, q.clone(), q.clone(), torch.tensor([3], dtype=torch.int32)),
         "flash_bwd": (q, None, q, q, q, q, lse),
         "flash_bwd_bias": (q, q, q, q, lse, lse),
-    }[op]
-
-
-def options_of(op):
-    return {"attn_bias": torch.zeros(40, 40)} if op == "flash_bwd_bias" else {}
+    }
+    options = {"attn_bias": torch.zeros(40, 40)} if op == "flash_bwd_bias" else {}
+    return getattr(ops, op)(*arguments[op], **options)
 
 
 def launches_of(op, head_dim):
-    explained = getattr(torch.ops.metal_attn_explain, op)
-    return extension.launches(explained(*arguments_of(op, head_dim), **options_of(op)))
-
-
-def launch_of(op, head_dim, kernel):
-    (launch,) = (one for one in launches_of(op, head_dim) if one["kernel"] == kernel)
-    return launch
+    """The launches of an op, by kernel."""
+    launches = extension.launches(call(torch.ops.metal_attn_explain, op, head_dim))
+    return {launch["kernel"]: launch for launch in launches}
 
 
 def text_of(defines):
-    """A part that only this specialisation's text has."""
     return "".join(f"#define {name} {value}\n" for name, value in defines.items())
-
-
-def run(fake, op, head_dim):
-    getattr(fake.ops, op)(*arguments_of(op, head_dim), **options_of(op))
 
 
 @pytest.mark.parametrize(
@@ -67,20 +55,18 @@ def run(fake, op, head_dim):
     ],
 )
 def test_a_tables_tile_that_does_not_compile(op, head_dim, kernel, word, define, fake, capfd):
-    """It is what a launch takes. Its row is dropped, which is said once: the default tile runs."""
-    tuning = launch_of(op, head_dim, kernel)["tuning"]
+    tuning = launches_of(op, head_dim)[kernel]["tuning"]
     key = tuning["key"]
     tile = next(tile for tile in tuning["candidates"] if f"{word} " in f"{tile} ")
     fake.refuse(f"#define {define}\n")
-    # As tune does, which leaves the tile out.
     fake.library.metal_attn_use_tiles(tiles.make([(kernel, tile, "forced")], fake.library))
     with pytest.raises(RuntimeError, match=f"compiling {kernel} .* failed: .*told to be refused"):
-        run(fake, op, head_dim)
+        call(fake.ops, op, head_dim)
     assert capfd.readouterr().err == ""
     rows = [(key, tile, "tuned on this machine")]
     fake.library.metal_attn_use_tiles(tiles.make(rows, fake.library))
     for _ in range(2):
-        run(fake, op, head_dim)
+        call(fake.ops, op, head_dim)
     assert fake.log()[-1] == "end"
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(
@@ -112,17 +98,13 @@ REASONS = {
     ],
 )
 def test_a_default_tile_that_the_gpu_refuses(op, head_dim, kernel, stage, fake, capfd):
-    """The next one of the table runs from then on, which is said once; other kernels keep theirs.
-
-    explain, which reads the same table in the package's library, would show it on a Mac.
-    """
-    before = {one["kernel"]: one for one in launches_of(op, head_dim)}
+    before = launches_of(op, head_dim)
     compiled = []
     fake.set_compiler(compiled.append)
     fake.refuse(text_of(before[kernel]["defines"]), stage)
-    run(fake, op, head_dim)
+    call(fake.ops, op, head_dim)
     fake.refuse("")
-    run(fake, op, head_dim)
+    call(fake.ops, op, head_dim)
     texts = [text for text in compiled if f" void {kernel}(" in text]
     assert len(texts) == 2, "the tile that was refused, and the next one"
     assert text_of(before.pop(kernel)["defines"]) not in texts[1]
@@ -137,7 +119,6 @@ def test_a_default_tile_that_the_gpu_refuses(op, head_dim, kernel, stage, fake, 
 
 @pytest.mark.parametrize("stage", REASONS)
 def test_a_problem_of_which_every_tile_is_refused(stage, fake, capfd):
-    """An error with all reasons, and what to report; it comes again without a new attempt."""
     head_dim = {"text": 136, "pipeline": 144, "dispatch": 152}[stage]
     compiled = []
     fake.set_compiler(compiled.append)
@@ -145,38 +126,29 @@ def test_a_problem_of_which_every_tile_is_refused(stage, fake, capfd):
     errors = []
     for _ in range(2):
         with pytest.raises(RuntimeError) as raised:
-            run(fake, "flash_fwd", head_dim)
+            call(fake.ops, "flash_fwd", head_dim)
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
-    count = int(
-        re.search(rf"all (\d+) tiles of flash_fwd float {head_dim} {head_dim}", errors[0])[1]
-    )
+    words = rf"all (\d+) tiles of flash_fwd float {head_dim} {head_dim}"
+    count = int(re.search(words, errors[0])[1])
     assert count == len(set(compiled)) == len(compiled) > 2
     assert errors[0].count(REASONS[stage]) == count
     assert "python -m torch_metal_attn verify --full" in errors[0].splitlines()[-1]
     assert capfd.readouterr().err == ""
     fake.refuse("")
-    run(fake, "flash_decode", head_dim)  # has tiles of its own
+    call(fake.ops, "flash_decode", head_dim)  # has tiles of its own
 
 
 def test_threads_that_meet_a_refused_tile_at_once(fake, capfd):
-    """All go on with the next tile, and one line says so."""
-    fake.refuse(text_of(launch_of("flash_fwd", 168, "flash_fwd")["defines"]), "dispatch")
-    start, failures = threading.Barrier(8), []
+    fake.refuse(text_of(launches_of("flash_fwd", 168)["flash_fwd"]["defines"]), "dispatch")
+    start = threading.Barrier(8)
 
-    def call():
+    def work(_):
         start.wait()
-        try:
-            run(fake, "flash_fwd", 168)
-        except Exception as error:
-            failures.append(error)
+        call(fake.ops, "flash_fwd", 168)
 
-    threads = [threading.Thread(target=call) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
     assert sum(line.startswith("dispatch") for line in fake.log()) == 8
     assert len(capfd.readouterr().err.splitlines()) == 1
 
@@ -186,7 +158,7 @@ def test_a_refusal_of_which_torch_keeps_no_text(fakes):  # noqa: F811
     oldest = fakes["tensor"]
     oldest.clear()
     shaders.serve(oldest.library)
-    oldest.refuse(text_of(launch_of("flash_fwd", 120, "flash_fwd")["defines"]), "dispatch")
-    run(oldest, "flash_fwd", 120)
+    oldest.refuse(text_of(launches_of("flash_fwd", 120)["flash_fwd"]["defines"]), "dispatch")
+    call(oldest.ops, "flash_fwd", 120)
     assert kernels(oldest) == ["flash_fwd"] * 2
     assert oldest.log()[-1] == "end"

@@ -68,7 +68,6 @@ class TestWhichTableIsUsed:
         assert loading.load(M2_MAX) == Loaded(words="default (TORCH_METAL_ATTN_TUNED=off)")
 
     def test_the_one_that_the_variable_names(self, places, monkeypatch):
-        """Also if it does not exist."""
         write(places[0])
         monkeypatch.setenv(loading.SETTING, str(places[1]))
         loaded = loading.load(M2_MAX)
@@ -86,7 +85,6 @@ class TestWhichTableIsUsed:
         ],
     )
     def test_none_for_another_machine(self, field, other, places, monkeypatch, capsys):
-        """A line on stderr says why."""
         write(places[0], M2_MAX._replace(**{field: other}))
         monkeypatch.setattr(loading, "this_machine", lambda: M2_MAX)
         loading.install()

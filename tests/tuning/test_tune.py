@@ -58,7 +58,6 @@ def candidates(**options):
 
 class TestOnAFakeClock:
     def test_the_fastest_tile_is_kept_and_used(self, fake_gpu, run):
-        """A line for each tile, one for torch; and what the chooser then does."""
         tiles = candidates(causal=True)
         tile = tiles[2]
         fake_gpu.seconds = {tile: 0.25}
@@ -182,7 +181,6 @@ class TestOnAFakeClock:
 
     @pytest.mark.parametrize("first", [1, 4])
     def test_a_tile_that_raises_when_it_is_timed(self, first, fake_gpu, run):
-        """Also if it is only the second time."""
         launch, tile = fake_gpu.launch, candidates()[1]
         fake_gpu.seconds = {tile: 0.1}
 

@@ -42,11 +42,9 @@ class FakeMps:
         torch.ops.load_library(str(library))
         self.ops = getattr(torch.ops, f"fake_mps_{variant}")
         self.library = ctypes.CDLL(str(library))
-        self.library.fake_mps_log.restype = ctypes.c_char_p
-        self.library.fake_mps_last_text.restype = ctypes.c_char_p
-        self.library.fake_mps_allocations.restype = ctypes.c_char_p
         self.library.fake_mps_overlapped.restype = ctypes.c_bool
-        for name in ("metal_attn_mps_problem", "metal_attn_tensor_tiles_problem"):
+        texts = [f"fake_mps_{name}" for name in ("log", "last_text", "allocations")]
+        for name in (*texts, "metal_attn_mps_problem", "metal_attn_tensor_tiles_problem"):
             getattr(self.library, name).restype = ctypes.c_char_p
         if insist:
             with mock.patch.dict(os.environ, TORCH_METAL_ATTN_BACKEND="mps"):
@@ -67,22 +65,15 @@ class FakeMps:
         self.library.fake_mps_set_compiler(None)
 
     def fail(self, shim: str, text: str | None = None, *, after: int = 0) -> None:
-        """Makes the shim of this name fail with `text` from its call number `after` on.
-
-        Until further notice; "" makes none fail.
-        """
+        """Makes this shim fail with `text` from its call number `after` on; "" makes none fail."""
         text = f"{shim} was told to fail" if text is None else text
         self.library.fake_mps_fail(shim.encode(), text.encode(), after)
 
     def refuse(self, part: str, stage: str = "text") -> None:
-        """Makes texts that hold `part` fail, until further notice; "" makes none.
-
-        stage: where, one of STAGES, with Metal's or torch's words.
-        """
+        """Makes texts that hold `part` fail in this stage of STAGES; "" makes none fail."""
         self.library.fake_mps_refuse(part.encode(), STAGES.index(stage))
 
     def set_compiler(self, begin: Callable[[str], None]) -> None:
-        """Calls `begin` with each text before it is compiled."""
         signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
         self._compiler = signature(lambda text: begin(text.decode("latin-1")))
         self.library.fake_mps_set_compiler(self._compiler)
@@ -115,7 +106,6 @@ class FakeMps:
         return [int(line) for line in self.library.fake_mps_allocations().split()]
 
     def overlapped(self) -> bool:
-        """True if two command blocks ever ran at once."""
         return self.library.fake_mps_overlapped()
 
 
@@ -173,18 +163,13 @@ def compile_command(root: Path = ROOT, optimisation: str = "-O0") -> list[str]:
 
 
 def link_command(*objects: str | Path) -> list[str | Path]:
-    """The compiler as the linker of a library of torch's ops."""
     torch_libraries = [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
     return [compiler() or "c++", "-shared", *objects, *torch_libraries]
 
 
 def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
-    """The extension's own objects of those sources for which ninja finds them up to date.
-
-    Only if they were made against this torch.
-    """
+    """The extension's objects that ninja finds up to date, if they were made against this torch."""
     rules = EXTENSION / "build.ninja"
-    # As in the Makefile: this environment's before others.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     ninja = shutil.which("ninja", path=path)
     if ninja is None or not rules.exists():
@@ -200,10 +185,7 @@ def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
 
 
 def _precompiled() -> list[str]:
-    """Options of GCC, also of -O0, with which it takes the extension's precompiled header.
-
-    Macros must be those of its build. A header that does not fit is included as text.
-    """
+    """Options with which GCC takes the extension's precompiled header, whose macros they repeat."""
     header = EXTENSION / "torch.h"
     if not header.exists():
         return []

@@ -8,7 +8,6 @@ import torch
 from torch_metal_attn.distributed.calls import Visible, calls
 from torch_metal_attn.distributed.layout import in_packed, rows, shares, shares_of_all
 
-CPU = torch.device("cpu")
 VISIBLE = {
     "whole": Visible(False, -1, -1),
     "causal": Visible(True, -1, -1),
@@ -21,7 +20,6 @@ VISIBLE = {
 
 
 def visible_pairs(bounds, visible):
-    """(query, key) rows of the packed sequences, by the definition."""
     right = 0 if visible.causal else visible.right
     return {
         (q, k)
@@ -65,9 +63,8 @@ def planned(bounds, processes, layout, visible, packed):
     for rank in range(processes):
         pairs, number = [], []
         for owner in range(processes):
-            made = calls(
-                spans[rank], spans[owner], visible, owner == rank, owner < rank, packed, CPU
-            )
+            order = (owner == rank, owner < rank)
+            made = calls(spans[rank], spans[owner], visible, *order, packed, torch.device("cpu"))
             number.append(len(made))
             for call in made:
                 pairs += pairs_of(call, held[rank], held[owner])
@@ -92,7 +89,6 @@ def test_each_visible_pair_is_in_one_call(lengths, layout, visible):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_zigzag_balances_a_causal_mask(packed):
-    """The work of each process, as pairs; contiguous leaves the first almost idle."""
     work = {
         layout: [len(pairs) for _, pairs in planned([0, 64], 4, layout, VISIBLE["causal"], packed)]
         for layout in ("contiguous", "zigzag")
@@ -112,11 +108,7 @@ def test_contiguous_shares_have_any_lengths():
     "lengths, bounds, message",
     [
         ([4, 2], None, "q has 4 rows on rank 0; its zigzag share of the sequence has 3"),
-        (
-            [4, 4],
-            [0, 2, 7],
-            "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens",
-        ),
+        ([4, 4], [0, 2, 7], "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens"),
     ],
 )
 def test_lengths_that_are_no_shares(lengths, bounds, message):

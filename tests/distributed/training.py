@@ -41,7 +41,6 @@ class Model(Language):
 
 
 def batch():
-    """Tokens and labels: (B, L) each."""
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(6))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -56,11 +55,6 @@ def train(model, data, parameters):
         optimiser.step()
         optimiser.zero_grad()
     return [x.detach().clone() for x in parameters()]
-
-
-def alone():
-    model = Model()
-    return train(model, batch(), model.parameters)
 
 
 def in_parallel(wrapper, mesh, sequence=None):
@@ -84,7 +78,6 @@ def in_parallel(wrapper, mesh, sequence=None):
 
 
 def every_way():
-    """By name the parameters after each of the WAYS."""
     everyone = init_device_mesh("cpu", (4,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))["sequence"]
     meshes = {"of four": (everyone,), "of two with rings": (everyone, pairs)}

@@ -85,7 +85,6 @@ def _parsed_by(module, arguments, where):
 
 
 def _printed_by(main, arguments, where):
-    """Standard output and error of a command, which may report faults."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         status = main(arguments)
     assert status in (0, 1), f"{where}: {out.getvalue()}"

@@ -24,7 +24,6 @@ from torch_metal_attn.simulator.lint import lint_source
 from torch_metal_attn.simulator.metal import versions
 
 ROOT = Path(__file__).parents[2]
-# The name of the reader's model in pages.
 MODEL = '"your/model"'
 FOLDERS = "bench|csrc|docs|shaders|tests|torch_metal_attn"
 FENCE = re.compile(r" *```([a-z]*)$")
@@ -32,7 +31,7 @@ FENCE = re.compile(r" *```([a-z]*)$")
 
 @dataclass
 class Block:
-    """One fenced block: its language, text, and the line of the page on which the text begins."""
+    """A fenced block; line: where its text begins on the page."""
 
     language: str
     text: str
@@ -77,9 +76,9 @@ def run_page(path, folder, model=None):
             if block is not outputs[0]:
                 continue
             assert printed is not None, f"{where}: nothing before this block has printed"
-            assert any(_same(output.text, printed) for output in outputs), (
-                f"{where}: printed was\n{printed}"
-            )
+            same = doctest.OutputChecker().check_output
+            matches = [same(output.text, printed, doctest.ELLIPSIS) for output in outputs]
+            assert any(matches), f"{where}: printed was\n{printed}"
             printed = None
         elif block.language == "metal":
             _check_metal(block.text, where)
@@ -99,12 +98,7 @@ def outputs_of(blocks):
     return [row if row[0].language == "text" else [] for row in rows for _ in row]
 
 
-def _same(expected, printed):
-    return doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS)
-
-
 def _run_python(block, path, namespace, model):
-    """The output of the block."""
     text = block.text
     if MODEL in text:
         assert model is not None, f"{path.name}:{block.line}: there is no model for {MODEL}"
@@ -137,7 +131,6 @@ def _check_metal(text, where):
 
 
 def dead_paths(path):
-    """Paths and names of tests in `...` on a page that do not exist in the repository."""
     dead = []
     for quoted in re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")):
         if not re.match(rf"({FOLDERS})/[\w./:-]*$", quoted):
@@ -152,7 +145,6 @@ def dead_paths(path):
 
 
 def dead_links(path):
-    """Links of the page to files or headings that do not exist."""
     # Brackets in code are not links.
     text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.S)
     dead = []
@@ -167,6 +159,6 @@ def dead_links(path):
 
 
 def _headings(path):
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Anchors, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}

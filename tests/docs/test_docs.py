@@ -23,7 +23,6 @@ ID = operator.attrgetter("name")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny Llama and a tokenizer of words, as from_pretrained takes them."""
     tiny_models = pytest.importorskip("tests.transformers.tiny_models")
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
@@ -44,7 +43,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """Runs a page, a path or its text, in an empty folder, and forgets `flash_attn` afterwards."""
+    """Runs a page, a path or its text, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     before = set(sys.modules)
@@ -66,22 +65,21 @@ def page(tmp_path, monkeypatch):
 ON_KERNELS = [doc_pages.ROOT / name for name in ("README.md", "docs/numerics.md")]
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if path not in ON_KERNELS], ids=ID)
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if path not in ON_KERNELS], ids=lambda path: path.name
+)
 def test_blocks(path, page, request):
-    """On the CPU: checks of arguments, and torch operations outside of `simulate()`."""
     model = request.getfixturevalue("model") if doc_pages.MODEL in path.read_text() else None
     page(path, model)
 
 
 @pytest.mark.parametrize("path", ON_KERNELS, ids=ID)
 def test_blocks_on_kernels(path, page, device, request):
-    """On mps, or in the simulator with every access checked."""
     page(path, request.getfixturevalue("model"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ID)
 def test_notebooks(path, page, device):
-    """Each cell prints what is stored."""
     text = docs_site.notebook_page(path)
     page(text)
     assert str(doc_pages.ROOT) not in text
@@ -179,7 +177,6 @@ MARKDOWN = """Does this.
 
 
 def test_docstrings_become_lists():
-    """In `make docs`, also if the names of a section are in one paragraph."""
     docs_docstrings = pytest.importorskip("docs_docstrings", reason="needs the extra docs")
     actual = docs_docstrings.as_markdown(DOCSTRING)
     assert re.sub(r" *\n+", "\n", actual) == re.sub(r"\n+", "\n", MARKDOWN)
@@ -221,7 +218,6 @@ BROKEN = {
 
 
 def test_a_broken_block_fails(page):
-    """test_blocks has correct blocks of each kind."""
     page("```python\nof_another_page = 1\n```")
     for text, words in BROKEN.items():
         with pytest.raises(Exception, match=re.escape(words)):

@@ -1,8 +1,4 @@
-"""Trainers that call torch's attention or flash-attn's: the same losses, in the kernels, by count.
-
-The ways in which timm, open_clip and openai-whisper call attention are those of
-tests/sdpa/test_sdpa_replaced.py.
-"""
+"""Trainers that call torch's attention or flash-attn's: the same losses, from the kernels."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -22,8 +18,7 @@ def kernels(expected):
     """A block whose launches of attention are counted: {kernel: number}."""
     with simulate(check=True) as run:
         yield
-    counts = Counter(launch.kernel for launch in run.launches)
-    assert counts == expected
+    assert Counter(launch.kernel for launch in run.launches) == expected
 
 
 def backward_of(calls):
@@ -45,7 +40,6 @@ def build(factory, *arguments):
     ids=["nanoGPT", "nanochat", "flash_attn"],
 )
 def test_training(attention, context):
-    """3 steps of a model with 2 layers: the losses of stock torch."""
     stock = NanoGPT if attention is NanoGPT else NanoChat
     expected = modules.train(build(lambda: Language(stock(), stock())))
     model = build(lambda: Language(attention(), attention()))
@@ -58,7 +52,6 @@ def test_training(attention, context):
 
 
 def test_nanogpts_dropout():
-    """Reproducible by the seed, and other weights than torch drops."""
     model = build(lambda: Language(NanoGPT(0.3)))
     losses = []
     for _ in range(2):

@@ -1,6 +1,6 @@
 """Kernels of MLX and PyTorch, unmodified, in the simulator: their results, and torch's.
 
-The headers come from the wheels on PyPI (peers.py). Each family uses a feature that others do not.
+Each family uses a feature that others do not.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,6 @@ CONV_HEADERS = (
 GEMM_CONSTANTS = dict.fromkeys(("has_batch", "use_out_source", "do_axpby"), False) | dict.fromkeys(
     ("align_M", "align_N", "align_K"), True
 )
-# 64 = 8 * 8
 FFT_CONSTANTS = dict.fromkeys(range(3, 23), 0) | {0: False, 1: True, 2: 8, 6: 2, 22: False}
 IGAMMA = """
 kernel void k0(const device float* x, device float* out, uint i [[thread_position_in_grid]]) {

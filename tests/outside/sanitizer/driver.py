@@ -46,19 +46,16 @@ def allocate(size: int) -> int:
 
 
 def free(pointer: int) -> None:
-    """Free memory of `allocate`."""
     _call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
 
 def upload(data: bytes) -> int:
-    """Allocated memory with this content."""
     pointer = allocate(len(data))
     _call("cuMemcpyHtoD_v2", ctypes.c_uint64(pointer), data, ctypes.c_size_t(len(data)))
     return pointer
 
 
 def download(pointer: int, size: int) -> bytes:
-    """The content of memory."""
     data = ctypes.create_string_buffer(size)
     _call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(pointer), ctypes.c_size_t(size))
     return data.raw
@@ -73,7 +70,6 @@ class Programs:
         self._kernels: dict[str, ctypes.c_void_p] = {}
 
     def launch(self, dispatch: Dispatch, pointers: Mapping[str, int]) -> None:
-        """Run a dispatch, and wait for it."""
         program = self.packed.programs[dispatch.program]
         addresses = {slot: pointers[name] + at for slot, (name, at) in dispatch.buffers.items()}
         constants = {slot: upload(data) for slot, data in dispatch.constants.items()}

@@ -81,13 +81,10 @@ class Problem:
 
 @dataclass
 class Packed:
-    """The whole file."""
-
     programs: dict[str, Program] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Write the file, compressed."""
         with lzma.open(path, "wb") as file:
             pickle.dump(self, file)
 

@@ -41,7 +41,6 @@ ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4}
 
 
 def numbers(data: bytes, dtype: str) -> np.ndarray:
-    """The elements as float64."""
     if dtype == "bfloat16":
         halves = np.frombuffer(data, np.uint16).astype(np.uint32)
         return (halves << 16).view(np.float32).astype(np.float64)
@@ -99,7 +98,6 @@ def replay(programs: driver.Programs, problem: Problem) -> bool:
 
 
 def inside(folder: Path, fault: str | None) -> bool:
-    """Run all small problems, or one planted fault, in the process under a tool."""
     contents = packed.read(folder / "packed")
     programs = driver.Programs(folder, contents)
     chosen = [p for p in contents.problems if (p.name == fault if fault else p.fault is None)]
@@ -108,7 +106,6 @@ def inside(folder: Path, fault: str | None) -> bool:
 
 
 def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, int]:
-    """The output of a run under a tool, and its exit code."""
     prefix: Sequence[str] = ()
     if tool:
         prefix = ("compute-sanitizer", "--tool", tool, "--show-backtrace", "no", *TOOLS[tool])
@@ -129,7 +126,6 @@ def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, 
 
 
 def findings(output: str) -> dict[str, int]:
-    """The number of a tool's findings, by problem."""
     counts: dict[str, int] = {}
     name = "before the first problem"
     for line in output.split("\n"):
@@ -142,7 +138,6 @@ def findings(output: str) -> dict[str, int]:
 
 
 def check(folder: Path, log: list[str]) -> list[str]:
-    """Run all tools on all problems, then every planted fault. Returns what is wrong."""
     problems = packed.read(folder / "packed").problems
     names = [p.name for p in problems if p.fault is None]
     bad = []
@@ -173,7 +168,6 @@ def check(folder: Path, log: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Assemble every program, and check."""
     parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.sanitize", description=__doc__)
     parser.add_argument("file", type=Path, help="the file that `pack` wrote")
     parser.add_argument("--log", type=Path, help="a file for the output of the tools")

@@ -38,11 +38,6 @@ def prompt(channels: int, mask: str = "") -> dict[str, Tensor]:
     return text | ({mask: torch.arange(TEXT)[None] < TEXT - 2} if mask else {})
 
 
-def flux_inputs() -> dict[str, Any]:
-    image = latents(1, 16, 4, **prompt(32), pooled_projections=torch.randn(1, 32))
-    return image | {"img_ids": torch.randn(16, 3), "txt_ids": torch.randn(TEXT, 3)}
-
-
 _TWO_HEADS = {"num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
 FAMILIES = {
     "UNet XL": Family(
@@ -90,7 +85,11 @@ FAMILIES = {
             "pooled_projection_dim": 32,
             "axes_dims_rope": (4, 4, 8),
         },
-        flux_inputs,
+        lambda: {
+            **latents(1, 16, 4, **prompt(32), pooled_projections=torch.randn(1, 32)),
+            "img_ids": torch.randn(16, 3),
+            "txt_ids": torch.randn(TEXT, 3),
+        },
         calls=2,
     ),
     "QwenImage": Family(

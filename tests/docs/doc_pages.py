@@ -26,6 +26,11 @@ from torch_metal_attn.simulator.metal import versions
 ROOT = Path(__file__).parents[2]
 MODEL = '"your/model"'
 FOLDERS = "bench|csrc|docs|shaders|tests|torch_metal_attn"
+PYTEST = """
+import sys, pytest
+plugins = ["-p", "no:cacheprovider", "-p", "torch_metal_attn_pytest"]
+sys.exit(pytest.main(["-q", *plugins, sys.argv[1]]))
+"""
 FENCE = re.compile(r" *```([a-z]*)$")
 
 
@@ -65,11 +70,16 @@ def run_page(path, folder, model=None):
     namespace = {"__name__": "__page__"}
     printed = None
     blocks = blocks_of(path.read_text(encoding="utf-8"))
-    for block, outputs in zip(blocks, outputs_of(blocks), strict=True):
+    rows = [list(row) for _, row in groupby(blocks, key=lambda block: block.language == "text")]
+    # With each block its row of consecutive blocks, which are one if they are `text`.
+    for block, outputs in [(block, row) for row in rows for block in row]:
         where = f"{path.name}:{block.line}"
         first = block.text.split("\n")[0]
         if block.language == "python" and re.fullmatch(r"# test_\w+\.py", first):
-            _run_pytest(first.removeprefix("# "), block.text, folder)
+            name = first.removeprefix("# ")
+            (folder / name).write_text(block.text, encoding="utf-8")
+            done = run_program(PYTEST, name, folder=folder)
+            assert done.returncode == 0, done.stdout + done.stderr
         elif block.language == "python":
             printed = _run_python(block, path, namespace, model)
         elif block.language == "text":
@@ -81,7 +91,11 @@ def run_page(path, folder, model=None):
             assert any(matches), f"{where}: printed was\n{printed}"
             printed = None
         elif block.language == "metal":
-            _check_metal(block.text, where)
+            needs_4 = "<MetalPerformancePrimitives/" in block.text
+            language = "4.0" if needs_4 else versions.DEFAULT
+            compile_shader(block.text, check=True, language=language)
+            findings = lint_source(block.text, language=language)
+            assert not findings, f"{where}: {[str(finding) for finding in findings]}"
             assert re.fullmatch(r"// \w+\.metal", first), f"{where}: {first!r} names no file"
             (folder / first.removeprefix("// ")).write_text(block.text, encoding="utf-8")
         elif block.language == "sh":
@@ -90,12 +104,6 @@ def run_page(path, folder, model=None):
             check_yaml(block.text, where, folder)
         else:
             raise AssertionError(f"{where}: no rule says how to run a block of {block.language!r}")
-
-
-def outputs_of(blocks):
-    """For each block, its row of consecutive `text` blocks; [] for another language."""
-    rows = [list(row) for _, row in groupby(blocks, key=lambda block: block.language == "text")]
-    return [row if row[0].language == "text" else [] for row in rows for _ in row]
 
 
 def _run_python(block, path, namespace, model):
@@ -108,26 +116,6 @@ def _run_python(block, path, namespace, model):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(code, namespace)
     return out.getvalue()
-
-
-PYTEST = """
-import sys, pytest
-plugins = ["-p", "no:cacheprovider", "-p", "torch_metal_attn_pytest"]
-sys.exit(pytest.main(["-q", *plugins, sys.argv[1]]))
-"""
-
-
-def _run_pytest(name, text, folder):
-    (folder / name).write_text(text, encoding="utf-8")
-    done = run_program(PYTEST, name, folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _check_metal(text, where):
-    language = "4.0" if "<MetalPerformancePrimitives/" in text else versions.DEFAULT
-    compile_shader(text, check=True, language=language)
-    findings = lint_source(text, language=language)
-    assert not findings, f"{where}: {[str(finding) for finding in findings]}"
 
 
 def dead_paths(path):

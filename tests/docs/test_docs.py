@@ -17,7 +17,6 @@ PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
 DESIGN = sorted((doc_pages.ROOT / "docs" / "design").glob("*.md"))
 PAGES += DESIGN
 NOTEBOOKS = sorted((doc_pages.ROOT / "docs" / "notebooks").glob("*.ipynb"))
-MOST_COLUMNS = 140
 ID = operator.attrgetter("name")
 
 
@@ -94,7 +93,7 @@ def test_links(path):
 @each_case("path", PAGES)
 def test_lines_fit_a_screen(path):
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        assert len(line) <= MOST_COLUMNS, f"{path.name}:{number} has {len(line)} columns"
+        assert len(line) <= 140, f"{path.name}:{number} has {len(line)} columns"
 
 
 def test_every_op_and_public_name_is_on_a_page():
@@ -112,8 +111,8 @@ def test_every_report_has_a_test():
     assert sorted(numbers) == sorted(re.findall(r"(?<=[a-zA-Z_])\d{4,6}(?=[(=_:])", tests))
 
 
-TROUBLE = doc_pages.ROOT / "docs" / "troubleshooting.md"
-ROWS = [line.split(" | ")[0] for line in TROUBLE.read_text().splitlines() if line[:3] == "| `"]
+TROUBLE = (doc_pages.ROOT / "docs" / "troubleshooting.md").read_text()
+ROWS = [line.split(" | ")[0] for line in TROUBLE.splitlines() if line[:3] == "| `"]
 # Cells that quote the package, not variables or other programs.
 SAID = [row for row in ROWS if "from Xcode" not in row and not re.match(r"\| `[A-Z_]+=", row)]
 

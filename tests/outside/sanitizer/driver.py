@@ -8,9 +8,6 @@ from typing import Any
 
 from .packed import Dispatch, Packed
 
-# More than a kernel reads of an absent argument.
-_ABSENT_BYTES = 4096
-
 
 class CudaError(RuntimeError):
     """A call of the driver failed."""
@@ -66,7 +63,7 @@ class Programs:
 
     def __init__(self, folder: Path, packed: Packed) -> None:
         self.folder, self.packed = folder, packed
-        self.absent = upload(bytes(_ABSENT_BYTES))
+        self.absent = upload(bytes(4096))  # more than a kernel reads of an absent argument
         self._kernels: dict[str, ctypes.c_void_p] = {}
 
     def launch(self, dispatch: Dispatch, pointers: Mapping[str, int]) -> None:

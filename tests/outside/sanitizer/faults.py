@@ -30,10 +30,7 @@ def _memory_faults(dispatch: Dispatch, inputs: set[str], outputs: set[str]) -> I
 
 
 def plant(packed: Packed, sources: dict[str, Source]) -> Iterator[Problem]:
-    """A problem for each kernel and tool, made of the first problem that can have the fault.
-
-    Kernels without a barrier have no fault in barriers. Sources to compile are added to `sources`.
-    """
+    """A problem for each kernel and tool; sources to compile are added to `sources`."""
     known: set[tuple[str, str]] = set()
     for problem in list(packed.problems):
         inputs, outputs = set(problem.inputs), set(problem.expected)

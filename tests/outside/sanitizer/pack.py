@@ -22,10 +22,7 @@ PTX += ["-Xclang", "-target-feature", "-Xclang", "+ptx80"]
 
 
 def compile_ptx(source: Source) -> Program:
-    """Compile a kernel to PTX for sm_90: one entry, with a 64-bit device address for each buffer.
-
-    Threadgroup memory is static.
-    """
+    """PTX for sm_90: one entry, with a 64-bit device address for each buffer."""
     ir, entry = front_end(source, "nvptx_kernel, flatten", PTX)
     # Buffers in constant memory are passed by address, like other buffers.
     ir = ir.replace("addrspace(4)", "addrspace(1)")

@@ -19,11 +19,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One launch.
-
-    buffers: by slot, the name of the tensor and the offset in bytes.
-    constants: by slot, the bytes of the argument.
-    """
+    """One launch. By slot, buffers: name of the tensor and offset in bytes; constants: bytes."""
 
     program: str
     threadgroups: tuple[int, ...]
@@ -63,11 +59,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Problem:
-    """Launches, their inputs, and their expected results.
-
-    expected: dtype and bytes of each result. scratch: size of each tensor without contents.
-    kernel: the one with `fault`.
-    """
+    """expected: dtype and bytes of each result. scratch: size of each tensor without contents."""
 
     name: str
     dtype: str

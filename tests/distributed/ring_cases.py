@@ -27,10 +27,6 @@ class Case:
     lengths: tuple[int, ...] | None = None
     options: dict = field(default_factory=dict)
 
-    @property
-    def cu_seqlens(self):
-        return torch.tensor(BOUNDS, dtype=torch.int32) if self.packed else None
-
 
 CAUSAL = {"causal": True}
 SINK = torch.tensor([0.5, 2.0, -torch.inf, -1.0])
@@ -74,7 +70,8 @@ def problem(case):
 
 def run(case, group):
     """The whole out, log-sum-exp and gradients, the sink's last; the launches; both runs here."""
-    sharing = {"layout": case.layout, "cu_seqlens": case.cu_seqlens}
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32) if case.packed else None
+    sharing = {"layout": case.layout, "cu_seqlens": cu_seqlens}
     rank = torch.distributed.get_rank(group)
 
     def share(x, dim):

@@ -31,10 +31,7 @@ def visible_pairs(bounds, visible):
 
 
 def pairs_of(call, queries, keys):
-    """(query, key) rows that the kernel sees in a call, by the definition of its options.
-
-    queries, keys: the rows of the packed sequences that the process and its visitor hold.
-    """
+    """(query, key) rows that the kernel sees. queries, keys: the rows that two processes hold."""
     if call.packing is None:
         bounds = [[0, len(queries[call.q])], [0, len(keys[call.k])]]
     else:

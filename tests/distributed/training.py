@@ -58,10 +58,7 @@ def train(model, data, parameters):
 
 
 def in_parallel(wrapper, mesh, sequence=None):
-    """This process' part of the training. mesh: all processes that the model is wrapped for.
-
-    sequence: the mesh of the processes that share each sequence; they hold the same examples.
-    """
+    """mesh: all processes that the model is wrapped for. sequence: those that share a sequence."""
     ranks = 1 if sequence is None else sequence.size()
     data_rank, data_ranks = mesh.get_local_rank() // ranks, mesh.size() // ranks
     data = [x.chunk(data_ranks)[data_rank] for x in batch()]

@@ -62,11 +62,7 @@ def blocks_of(text):
 
 
 def run_page(path, folder, model=None):
-    """Runs every block of the page. Raises the exception of a block, or AssertionError.
-
-    folder: the current folder, empty. model: a folder with a model and its tokenizer, which
-    replaces "your/model".
-    """
+    """model: a folder with a model and its tokenizer, which replaces "your/model"."""
     namespace = {"__name__": "__page__"}
     printed = None
     blocks = blocks_of(path.read_text(encoding="utf-8"))

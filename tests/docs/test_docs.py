@@ -85,13 +85,9 @@ def test_notebooks(path, page, device):
 
 
 @each_case("path", PAGES)
-def test_links(path):
+def test_links_and_widths(path):
     assert doc_pages.dead_links(path) == []
     assert doc_pages.dead_paths(path) == []
-
-
-@each_case("path", PAGES)
-def test_lines_fit_a_screen(path):
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         assert len(line) <= 140, f"{path.name}:{number} has {len(line)} columns"
 

@@ -1,8 +1,4 @@
-"""ggml's kernels, from llama.cpp and whisper.cpp, unmodified, in the simulator.
-
-One text has all kernels, with matrices and packed blocks in device and threadgroup memory. Each run
-returns the kernel's result and that of a plain formula in float64.
-"""
+"""ggml's kernels, unmodified, in the simulator: their results, and those of formulas in float64."""
 
 import re
 import struct

@@ -1,7 +1,4 @@
-"""Kernels of MLX and PyTorch, unmodified, in the simulator: their results, and torch's.
-
-Each family uses a feature that others do not.
-"""
+"""Kernels of MLX and PyTorch, unmodified, in the simulator: their results, and torch's."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

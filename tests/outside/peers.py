@@ -30,7 +30,6 @@ HEADERS = {
 }
 
 METAL_TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
-TORCH_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 MLX_ATTENTION = """
 #include "mlx/backend/metal/kernels/utils.h"
@@ -152,11 +151,7 @@ def _mlx(
     lane_map: str | int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Counters]:
-    """MLX's attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal.
-
-    mask: (B, H, Lq, Lk), bool or of q's dtype. options: those of `compile_shader`.
-    Returns out, and the counters of the run.
-    """
+    """MLX's attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal."""
     batch, heads, q_length, head_dim = q.shape
     kv_length, element = k.shape[2], METAL_TYPES[q.dtype]
     mask_type = "bool" if mask is not None and mask.dtype == torch.bool else element
@@ -209,7 +204,7 @@ def _torch(
 ) -> tuple[Tensor, Counters]:
     """PyTorch 2.15's attention, with the arguments of `_mlx`, but top-left causal."""
     batch, heads, q_length, head_dim = q.shape
-    element = TORCH_TYPES[q.dtype]
+    element = str(q.dtype).removeprefix("torch.")
     mask_type = "bool_" if mask is not None and mask.dtype == torch.bool else element
     name = (
         f"{kernel}_{element}_bq{block_q}_bk{block_k}_bd{head_dim}_wm4_wn1"

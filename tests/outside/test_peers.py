@@ -196,15 +196,8 @@ def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
     library = compile_shader(peers.DECODE, include_dirs=[aten], check=check)
     suffix = {None: "none", "causal": "none_causal", "bool": "bool", "additive": element}[mask_kind]
     any_mask = torch.zeros(1, 1, 1, 1, dtype=torch.uint8) if mask is None else mask
-    mask_strides = (any_mask.stride(3), any_mask.stride(2), any_mask.stride(1), any_mask.stride(0))
-    common = (
-        [t.stride(1) for t in (q, k, v)],
-        [t.stride(2) for t in (q, k, v)],
-        64**-0.5,
-        any_mask,
-        mask_strides,
-        [*(t.stride(0) for t in (q, k, v)), 4],
-    )
+    batches, heads, rows, _ = zip(*(t.stride() for t in (q, k, v)), strict=True)
+    common = (heads, rows, 64**-0.5, any_mask, any_mask.stride()[::-1], (*batches, 4))
     first = 4 if passes == 1 else 6
     casts = {first + i: "int32" for i in (0, 1, 2, 3, 6, 7)}
     whole = {"threads": (4 * 1024, q_length, 1), "group_size": (1024, 1, 1)}

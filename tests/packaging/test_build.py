@@ -19,7 +19,8 @@ repository = pytest.importorskip("repository", reason="no .ci folder")
 needs_checkout = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 
 
-def symbols(*options):
+def symbols(on_macos="-u", elsewhere="--undefined-only"):
+    options = [on_macos] if sys.platform == "darwin" else ["-D", elsewhere]
     nm = shutil.which("nm")
     if nm is None:
         pytest.skip("nm is not installed")
@@ -27,10 +28,6 @@ def symbols(*options):
     assert listing.returncode == 0, listing.stderr
     names = [line.split()[-1].split("@")[0] for line in listing.stdout.splitlines() if line.strip()]
     return [name.removeprefix("_") for name in names] if sys.platform == "darwin" else names
-
-
-def undefined_symbols():
-    return symbols("-u") if sys.platform == "darwin" else symbols("-D", "--undefined-only")
 
 
 @needs_checkout
@@ -152,11 +149,11 @@ def test_on_a_mac_only_arm64_is_built(ninja, environment, jobs, tmp_path):
 def test_extension_needs_no_python():
     """So one file serves every Python, and building it needs no Python headers."""
     assert extension.PATH.name == "_C.abi3.so"
-    assert [name for name in undefined_symbols() if re.match(r"_?Py", name)] == []
+    assert [name for name in symbols() if re.match(r"_?Py", name)] == []
 
 
 def test_only_torchs_stable_c_functions_are_used():
-    names = undefined_symbols()
+    names = symbols()
     torch_names = [name for name in names if "torch" in name or "c10" in name]
     assert len(torch_names) > 20, "nm found nothing: this test cannot tell"
     assert [name for name in torch_names if not re.match(r"(aoti_torch|torch)_\w+$", name)] == []
@@ -165,7 +162,7 @@ def test_only_torchs_stable_c_functions_are_used():
 
 
 def test_what_others_call_is_exported():
-    exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
+    exported = symbols("-gU", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     names = """allow_tf32 hold_tensor let_meta_pass make_tiles params_text refusal
         limit_pieces release_tensor set_gpu_cores set_gpu_name set_shader_text set_simulator
@@ -180,7 +177,7 @@ def test_the_same_source_serves_every_torch_from_2_10():
     """The headers hide what came after TORCH_TARGET_VERSION; setup.py must say 2.10."""
     assert 'TORCH_2_10 = "0x020a000000000000"' in (ROOT / "setup.py").read_text()
     later = {"torch_exception_get_what", "torch_mps_set_arg_bytes", "torch_library_def_with_tags"}
-    assert later.isdisjoint(undefined_symbols())
+    assert later.isdisjoint(symbols())
 
 
 @each_case("family", shaders.families())

@@ -16,10 +16,9 @@ compile_shaders = pytest.importorskip("compile_shaders", reason="no .ci folder")
 
 NEWER = set(shaders.LANGUAGES)
 # In place of the lint's, which take seconds to find.
-SPECIALISATIONS = {
-    name: [{}, {"ELEMENT": "half"}, {"ELEMENT": "float"}] for name in shaders.families()
-}
-TEXTS = sum(len(each) for name, each in SPECIALISATIONS.items() if name not in NEWER)
+VARIANTS = [{}, {"ELEMENT": "half"}, {"ELEMENT": "float"}]
+SPECIALISATIONS = dict.fromkeys(shaders.families(), VARIANTS)
+TEXTS = len(VARIANTS) * (len(SPECIALISATIONS) - len(NEWER))
 
 # Notes its arguments; refuses the text whose file is named in $REFUSED and warns of each other.
 # If $MISSING exists, the Metal toolchain is not installed.
@@ -42,10 +41,7 @@ esac
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Compiles on a machine with these stand-ins.
-
-    refused: the text that xcrun refuses. torch_takes: torch's compiler; None if it has no mps.
-    """
+    """refused: the text that xcrun refuses. torch_takes: torch's compiler; None without mps."""
     calls, folder = tmp_path / "calls", tmp_path / "metal"
 
     def run(sdk="26.4", macos="15.6", toolchain=True, refused="none", torch_takes=list, xcode=True):
@@ -87,7 +83,7 @@ def test_both_compilers_get_every_specialisation_of_every_family(run):
     compiled = [re.search(r" -c (\S+/(\w+)_\d+\.metal) -o \S+\.air$", call) for call in calls]
     assert {match[2] for match in compiled} == set(shaders.families()) - NEWER
     assert [Path(match[1]).read_text() for match in compiled] == done.torch_texts
-    text = shaders.with_defines(shaders.source("flash_fwd"), SPECIALISATIONS["flash_fwd"][1])
+    text = shaders.with_defines(shaders.source("flash_fwd"), VARIANTS[1])
     assert text in done.torch_texts
     assert "Apple metal version 0" in done.log
     assert done.log.count("warning: unused variable") == TEXTS
@@ -105,7 +101,7 @@ def test_newer_languages_for_the_newest_macos_that_the_sdk_knows(run, sdk, oldes
     pattern = r"-std=metal4.0 -mmacosx-version-min=([\d.]+) .*/(\w+)_\d+\.metal"
     calls = re.findall(pattern, "\n".join(done.calls))
     assert set(calls) == {(oldest, name) for name in NEWER if oldest}
-    assert len(done.torch_texts) == sum(map(len, SPECIALISATIONS.values()))
+    assert len(done.torch_texts) == len(VARIANTS) * len(SPECIALISATIONS)
     alone = f"compiled by torch alone, not by Xcode's metal: {', '.join(sorted(NEWER))}"
     assert (f"warning: {alone}" in done.log) == (oldest is None)
 

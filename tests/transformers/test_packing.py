@@ -215,16 +215,6 @@ class TestBatchesOfTrainers:
     def answer(self, batch, **options):
         return tiny.answer(enable(tiny.build("Llama")), **batch, **options)
 
-    @pytest.mark.parametrize("multiple", BATCHES)
-    def test_frozen_batches_are_trls(self, multiple):
-        trl = pytest.importorskip("trl.trainer.sft_trainer")
-        collator = trl.DataCollatorForLanguageModeling(0, True, pad_to_multiple_of=multiple)
-        made = collator([{"input_ids": list(part)} for part in ((5, 9, 2), (7,), (4, 4))])
-        del made["labels"]
-        frozen = self.batch(multiple)
-        assert made.keys() == frozen.keys()
-        assert all(torch.equal(torch.as_tensor(made[x]), torch.as_tensor(frozen[x])) for x in made)
-
     @pytest.mark.parametrize("use_cache", [False, True])
     @pytest.mark.parametrize("multiple", BATCHES)
     def test_taken(self, multiple, use_cache, expected):

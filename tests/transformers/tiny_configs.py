@@ -1,7 +1,4 @@
-"""A small configuration for any model type of transformers, by rules for its options' names.
-
-Options that no rule knows keep their default.
-"""
+"""A small configuration for any model type of transformers, by rules for its options' names."""
 
 import re
 from collections.abc import Iterator
@@ -218,10 +215,7 @@ def _size(name: str) -> int | None:
 def _list(
     name: str, value: list[Any], level: str, total: int | None, layers: int
 ) -> list[Any] | None:
-    """A list with one item for each layer, of layers' numbers, or of sizes of stages.
-
-    total: how many layers there were; None for stages, which stay as many.
-    """
+    """A shorter list. total: the number of layers before; None for stages, which stay as many."""
     if name == "block_types":
         return list(dict.fromkeys(value))
     if name == "attention_types":

@@ -175,10 +175,7 @@ def padding(side: str, *shape: int) -> Tensor:
 
 
 def padded(model: Any, inputs: dict[str, Any], side: str) -> dict[str, Any] | None:
-    """`inputs`, its second sequence padded on one side ("none": a mask of ones), or None.
-
-    A sound, in the place of texts, is padded on the right only.
-    """
+    """`inputs` with a mask, or None. A sound in the place of texts is padded on the right only."""
     masked = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
     masks = {}
     for mask, name in masked.items():

@@ -80,11 +80,7 @@ def first_that_runs(
     gains: tuple[float, ...] = (4,),
     **changes: Any,
 ) -> tuple[Any, Any]:
-    """The first model of a class, by the rules of `tiny_configs`, that runs, and its result.
-
-    run: returns None where the result is not finite; then the weights get the next gain. changes:
-    options of the model's text.
-    """
+    """The first model of a class that runs, and its result, which is None if it is not finite."""
     reasons: list[str] = []
     for level in tiny_configs.LEVELS:
         try:
@@ -173,10 +169,7 @@ def generate_batch(
     new_tokens: int = 6,
     blocks: int = 16,
 ) -> list[tuple[list[int], Tensor]]:
-    """Greedy tokens of each prompt by continuous batching, and their log-probabilities.
-
-    The cache consists of `blocks` blocks of 8 tokens. A step takes at most 16 tokens.
-    """
+    """Greedy tokens of each prompt by continuous batching, and their log-probabilities."""
     config = transformers.ContinuousBatchingConfig(
         page_size=8, num_blocks=blocks, max_batch_tokens=16, return_logprobs=True
     )

@@ -1,8 +1,4 @@
-"""Small problems of every kernel and feature: the small cases of `verify --full`.
-
-compute-sanitizer makes kernels a hundred times slower. The expected results are those of the op's
-reference on the CPU.
-"""
+"""Small problems of every kernel and feature: the small cases of `verify --full`."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -44,11 +44,7 @@ def contents(tensor: Tensor) -> bytes:
 
 
 def inputs(tensors: Mapping[str, Tensor]) -> dict[str, bytes | Noise]:
-    """The contents of each storage, by the name that `Names` has for it.
-
-    Numbers that look like those of `torch.randn` do not compress, so noise from a seed replaces
-    them.
-    """
+    """The contents of each storage. Noise from a seed replaces randn's, which does not compress."""
     stored: dict[str, bytes | Noise] = {}
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
     for name in names.values():

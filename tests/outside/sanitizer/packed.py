@@ -47,10 +47,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault, and the tool that must find it.
-
-    tensor: the one that is too short (memcheck) or never written (initcheck).
-    """
+    """tensor: the one that is too short (memcheck) or never written (initcheck)."""
 
     tool: str
     what: str

@@ -323,10 +323,9 @@ def _fault(actual: list[Tensor], expected: list[Tensor]) -> str:
 def _refusal(call: Callable[[], Any]) -> str | None:
     try:
         call()
-    except NotImplementedError as error:
-        return str(error)
     except Exception as error:
-        return f"fails with {shown(error)}"
+        is_refusal = isinstance(error, NotImplementedError)
+        return str(error) if is_refusal else f"fails with {shown(error)}"
     return None
 
 

@@ -236,5 +236,5 @@ def _(name: str, check: bool) -> Outcome:
              groups=(2, 2, 1), size=(32, 1, 1))  # fmt: skip
         call(name, check, params("flash_attn_ext", **kargs), q, k, v, mask, mask, mask, blocks, out,
              groups=(2, HEADS, 1), size=(32, 4, 1), shared=16384)  # fmt: skip
-    wide = (x.double() for x in (q, k, v, mask))
-    return out, scaled_dot_product_attention(*wide, enable_gqa=True).transpose(1, 2)
+    q, k, v, mask = (x.double() for x in (q, k, v, mask))
+    return out, scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)

@@ -9,10 +9,6 @@ from typing import Any
 from .packed import Dispatch, Packed
 
 
-class CudaError(RuntimeError):
-    """A call of the driver failed."""
-
-
 @lru_cache(maxsize=1)
 def cuda() -> Any:
     """The driver's library, with the first GPU's primary context current."""
@@ -25,14 +21,14 @@ def cuda() -> Any:
         library.cuCtxSetCurrent(context),
     )
     if any(statuses):
-        raise CudaError(f"CUDA cannot start: errors {statuses}")
+        raise RuntimeError(f"CUDA cannot start: errors {statuses}")
     return library
 
 
 def _call(name: str, *arguments: Any) -> None:
     status = getattr(cuda(), name)(*arguments)
     if status:
-        raise CudaError(f"{name}: CUDA error {status}")
+        raise RuntimeError(f"{name}: CUDA error {status}")
 
 
 def allocate(size: int) -> int:

@@ -8,7 +8,6 @@ from bench.front_end import Source
 from .packed import Dispatch, Fault, Packed, Problem
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-COMPILED_BARRIER = "bar.sync"
 # A barrier for half of a SIMD group, which the other half reaches too. No thread waits forever.
 FOREIGN = f"""__asm__ volatile("bar.warp.sync 0xffff;" ::: "memory"); {BARRIER}"""
 # The text that replaces each barrier.
@@ -38,7 +37,7 @@ def plant(packed: Packed, sources: dict[str, Source]) -> Iterator[Problem]:
             source = sources[dispatch.program]
             faults = [(fault, source) for fault in _memory_faults(dispatch, inputs, outputs)]
             outputs -= {name for name, _ in dispatch.buffers.values()}
-            if COMPILED_BARRIER in packed.programs[dispatch.program].ptx:
+            if "bar.sync" in packed.programs[dispatch.program].ptx:
                 for barrier, fault in BARRIER_FAULTS.items():
                     text = source.text.replace(BARRIER, barrier)
                     faults.append((fault, replace(source, text=text)))

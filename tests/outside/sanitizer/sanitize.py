@@ -22,8 +22,6 @@ import numpy as np
 from . import driver, packed
 from .packed import Problem, Program
 
-ARCHITECTURE = "sm_90"  # Hopper
-
 TOOLS = {
     "memcheck": ("--destroy-on-device-error", "kernel", "--padding", "4096"),
     "racecheck": ("--racecheck-report", "all"),
@@ -35,7 +33,6 @@ FINDING = re.compile(
 )
 PROBLEM = "problem: "
 SECONDS, FAULT_SECONDS = 480, 40
-WORKERS = 8
 # Bounds of errors by the dtype of the call, relative to numbers above 1. Other dtypes are exact.
 ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4}
 
@@ -62,7 +59,7 @@ def assemble(program: Program) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         source, output = Path(scratch, "program.ptx"), Path(scratch, "program.cubin")
         source.write_text(program.ptx)
-        command = ["ptxas", "-lineinfo", f"-arch={ARCHITECTURE}", str(source), "-o", str(output)]
+        command = ["ptxas", "-lineinfo", "-arch=sm_90", str(source), "-o", str(output)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{program.entry}: {(done.stdout + done.stderr).strip()[-600:]}")
@@ -156,7 +153,7 @@ def check(folder: Path, log: list[str]) -> list[str]:
         if wrong or code:
             bad.append(f"{words}: exit code {code}\n{output[-800:]}")
     planted = [(p, p.fault) for p in problems if p.fault]
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(8) as pool:
         outputs = list(pool.map(lambda one: run(folder, one[1].tool, one[0].name), planted))
     for (problem, fault), (output, _) in zip(planted, outputs, strict=True):
         log.append(f"##### {problem.name}: {fault.what}\n{output}")

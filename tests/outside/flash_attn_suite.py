@@ -22,7 +22,7 @@ import sys
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,18 +126,6 @@ def load(path: Path, device: str) -> types.ModuleType:
     return module
 
 
-@contextlib.contextmanager
-def as_on_an_a100() -> Iterator[None]:
-    # On machines with a GPU inductor reads the version too.
-    properties = types.SimpleNamespace(total_memory=80 * 2**30, major=8, minor=0)
-    with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        install_flash_attn(),
-    ):
-        yield
-
-
 def run(tests: list[Test], cases: list[list[int]], seconds: float, limit: float) -> None:
     end = time.monotonic() + seconds
     waiting = [(test, drawn[::-1]) for test, drawn in zip(tests, cases, strict=True)]
@@ -177,7 +165,14 @@ def main() -> None:
 
     signal.signal(signal.SIGALRM, stop)
     rng = random.Random(options.seed)
-    with as_on_an_a100(), simulate() if options.simulator else contextlib.nullcontext():
+    # On machines with a GPU inductor reads the version too.
+    a100 = types.SimpleNamespace(total_memory=80 * 2**30, major=8, minor=0)
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=a100),
+        install_flash_attn(),
+        simulate() if options.simulator else contextlib.nullcontext(),
+    ):
         modules = [load(options.checkout / name, options.device) for name in FILES]
         tests = [test for module in modules for test in tests_of(module)]
         tests = [test for test in tests if options.only in test.function.__name__]

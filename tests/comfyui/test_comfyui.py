@@ -139,7 +139,10 @@ def test_tensors_of_other_shapes_are_left_alone(device):
         ("mask is a list; it must be a tensor: pass torch.", (q, k, v), {"mask": [1]}),
         ("skip_output_reshape is 2; it must be a bool", (q, k, v), {"skip_output_reshape": 2}),
         ("k has 16 columns; with 2 heads of 16 it must have 32", (q, k[..., :16], v), {}),
-        ("k has 17 columns; with 2 heads", (q, k[..., :17], v), {"enable_gqa": True}),
+        (
+            "k has 17 columns; with 2 heads of 16 it must have a multiple of 16",
+            *((q, k[..., :17], v), {"enable_gqa": True}),
+        ),
         ("heads is 0; it must be at least 1", (q, k, v), {"heads": 0}),
     ):
         override = Attention()

@@ -28,6 +28,12 @@ def problem(queries=9, keys=7, heads=2, kv_heads=2, dtype=torch.float32):
     return [torch.randn(2, length, h, 16, dtype=dtype) for length, h in shapes]
 
 
+def by_torchs_name(*tensors):
+    functional = diffusers.models.attention_processor.F
+    bhld = (x.transpose(1, 2) for x in tensors)
+    return functional.scaled_dot_product_attention(*bhld).transpose(1, 2)
+
+
 KEYS = torch.tensor([[True] * 5 + [False] * 2, [True] * 7])
 OPTIONS = {
     "none": {},
@@ -52,10 +58,7 @@ def test_options(name, device, metal_attn):
 
 
 def test_blocks_that_a_model_chooses(device, metal_attn):
-    """Kandinsky 5 lists blocks of 64 keys for each head, by their mean scores.
-
-    torch's flex_attention reads the lists only if it is compiled.
-    """
+    """Kandinsky 5 lists blocks of 64 keys for each head, by their mean scores."""
     tensors = problem(queries=256, keys=256)
     blocks = nablaT_v2(*tensors[:2], torch.eye(4, dtype=torch.bool), thr=0.5)
     seen = blocks.to_dense().bool().repeat_interleave(64, 2).repeat_interleave(64, 3)
@@ -86,9 +89,7 @@ def test_strided_operands_are_copied(device, metal_attn):
     assert all(x.stride(-1) != 1 for x in strided)
     expected = dispatch_attention_fn(*tensors)
     assert torch.equal(dispatch_attention_fn(*strided), expected)
-    torch_nn = diffusers.models.attention_processor.F
-    bhld = [x.transpose(1, 2) for x in strided]
-    assert torch.equal(torch_nn.scaled_dot_product_attention(*bhld).transpose(1, 2), expected)
+    assert torch.equal(by_torchs_name(*strided), expected)
 
 
 def test_refusals(device, metal_attn):
@@ -128,9 +129,8 @@ def test_a_diffusers_that_is_too_old(monkeypatch):
 
 def test_set_attention_backend(device):
     """It is the model's own with diffusers' dispatcher, and diffusers' active one without."""
-    flux, unet = FAMILIES["Flux"], FAMILIES["UNet XL"]
     with attention_backend("native"), torch.no_grad():
-        for family in (flux, unet):
+        for family in (FAMILIES["Flux"], FAMILIES["UNet XL"]):
             model = family.build()
             model.set_attention_backend("metal_attn")
             before = launches()
@@ -139,7 +139,6 @@ def test_set_attention_backend(device):
 
 
 def test_models_without_attention_say_so(recwarn):
-    """Attention that a processor writes out by hand is out of reach."""
     unet, flux = FAMILIES["UNet XL"].build(), FAMILIES["Flux"].build()
     tiny = diffusers.AutoencoderTiny(
         encoder_block_out_channels=(8,),
@@ -160,26 +159,17 @@ def test_models_without_attention_say_so(recwarn):
 
 
 def test_guidance_that_replaces_scores(device, metal_attn):
-    """Perturbed attention guidance waits for torch's function, to return the values."""
     query, key, value = problem(keys=9)
     with AttentionScoreSkipFunctionMode():
         assert torch.equal(dispatch_attention_fn(query, key, value), value)
-        functional = diffusers.models.attention_processor.F
-        bhld = (x.transpose(1, 2) for x in (query, key, value))
-        skipped = functional.scaled_dot_product_attention(*bhld)
+        assert torch.equal(by_torchs_name(query, key, value), value)
         attend = torch.compile(dispatch_attention_fn, backend="eager", fullgraph=True)
         assert torch.equal(attend(query, key, value), value)
-    assert torch.equal(skipped.transpose(1, 2), value)
 
 
 def test_compiled(device, metal_attn):
     tensors = problem()
     expected = dispatch_attention_fn(*tensors)
-
-    def by_torchs_name(*tensors):
-        functional = diffusers.models.attention_processor.F
-        bhld = (x.transpose(1, 2) for x in tensors)
-        return functional.scaled_dot_product_attention(*bhld).transpose(1, 2)
 
     for call in (dispatch_attention_fn, by_torchs_name):
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
@@ -211,7 +201,6 @@ def test_flash_backends(backend, device):
 
 
 def test_backend_of_the_environment():
-    """diffusers reads it on its import, and would refuse the name."""
     done = run_program("""
 import os
 os.environ["DIFFUSERS_ATTN_BACKEND"] = "metal_attn"
@@ -225,7 +214,6 @@ assert constants.DIFFUSERS_ATTN_BACKEND == dispatch.DIFFUSERS_ATTN_BACKEND == "m
 
 
 def test_diffusers_imported_before(monkeypatch):
-    """Registered once more, as if torch_metal_attn came last."""
     monkeypatch.setattr(diffusers.models.attention_processor, "F", torch.nn.functional)
     monkeypatch.delitem(attention_dispatch._AttentionBackendRegistry._backends, "metal_attn")
     monkeypatch.delitem(sys.modules, "torch_metal_attn.integrations.diffusers")

@@ -31,7 +31,6 @@ def test_forward(name, device, metal_attn):
 
 @pytest.mark.parametrize("name", ["Flux", "UNet XL"])
 def test_lora_training(name, device, metal_attn):
-    """The gradients of an adapter of q, k, v and the output, of both kinds of attention."""
     family = FAMILIES[name]
     model, arguments = family.build(), family.arguments()
     model.requires_grad_(False)

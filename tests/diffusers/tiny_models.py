@@ -1,8 +1,4 @@
-"""Tiny models of diffusers with random weights and inputs, of each way to call attention.
-
-Torch's function with a mask and with heads of 512 columns; diffusers' dispatcher, with a mask and
-with grouped heads.
-"""
+"""Tiny models of diffusers with random weights and inputs, of each way to call attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +13,7 @@ TEXT = 7  # tokens of a prompt, of which the last two are padding where a model 
 
 @dataclass(frozen=True)
 class Family:
-    """A class of diffusers and its options. inputs: makes its arguments. calls: attentions of one
-    forward pass."""
+    """A class of diffusers and its options. calls: the attentions of one forward pass."""
 
     model: str
     options: dict[str, Any]
@@ -41,11 +36,6 @@ def latents(*shape: int, **text: Any) -> dict[str, Any]:
 def prompt(channels: int, mask: str = "") -> dict[str, Tensor]:
     text = {"encoder_hidden_states": torch.randn(1, TEXT, channels)}
     return text | ({mask: torch.arange(TEXT)[None] < TEXT - 2} if mask else {})
-
-
-def flux_inputs() -> dict[str, Any]:
-    image = latents(1, 16, 4, **prompt(32), pooled_projections=torch.randn(1, 32))
-    return image | {"img_ids": torch.randn(16, 3), "txt_ids": torch.randn(TEXT, 3)}
 
 
 _TWO_HEADS = {"num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
@@ -80,7 +70,6 @@ FAMILIES = {
         {
             "block_out_channels": (512,),
             "norm_num_groups": 8,
-            "latent_channels": 4,
             "sample_size": 8,
         },
         lambda: {"sample": torch.randn(1, 3, 8, 8)},
@@ -90,21 +79,23 @@ FAMILIES = {
         "FluxTransformer2DModel",
         {
             **_TWO_HEADS,
-            "patch_size": 1,
             "in_channels": 4,
             "num_single_layers": 1,
             "joint_attention_dim": 32,
             "pooled_projection_dim": 32,
             "axes_dims_rope": (4, 4, 8),
         },
-        flux_inputs,
+        lambda: {
+            **latents(1, 16, 4, **prompt(32), pooled_projections=torch.randn(1, 32)),
+            "img_ids": torch.randn(16, 3),
+            "txt_ids": torch.randn(TEXT, 3),
+        },
         calls=2,
     ),
     "QwenImage": Family(
         "QwenImageTransformer2DModel",
         {
             **_TWO_HEADS,
-            "patch_size": 2,
             "in_channels": 16,
             "out_channels": 4,
             "joint_attention_dim": 16,
@@ -138,6 +129,5 @@ FAMILIES = {
 
 
 def answer(model: torch.nn.Module, arguments: dict[str, Any]) -> Tensor:
-    """The model's result as one tensor."""
     result = model(**arguments, return_dict=False)[0]
     return torch.cat([x.flatten() for x in result]) if isinstance(result, list) else result

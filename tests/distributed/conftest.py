@@ -7,13 +7,11 @@ from tests.distributed import refusals, ring_cases, training
 from tests.helpers.processes import run_in_processes
 from tests.helpers.shared import folder_of_all_workers
 
-PROCESSES = 4
-
 
 def every_case(rank):
     # Every process of the default group calls new_group, in the same order.
     groups = {n: torch.distributed.new_group(list(range(n))) for n in (1, 2, 3)}
-    groups[PROCESSES] = None
+    groups[4] = None
     return {
         "ring": {
             name: ring_cases.run(case, groups[case.processes])
@@ -28,6 +26,5 @@ def every_case(rank):
 
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory):
-    return run_in_processes(
-        every_case, PROCESSES, folder_of_all_workers(tmp_path_factory) / "processes"
-    )
+    folder = folder_of_all_workers(tmp_path_factory)
+    return run_in_processes(every_case, 4, folder / "processes")

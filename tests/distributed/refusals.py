@@ -109,7 +109,6 @@ ON_RANK_1 = {
 
 
 def errors(rank, calls=REFUSED):
-    """The error of each call on this process."""
     texts = {}
     for name, call in calls.items():
         try:

@@ -27,10 +27,6 @@ class Case:
     lengths: tuple[int, ...] | None = None
     options: dict = field(default_factory=dict)
 
-    @property
-    def cu_seqlens(self):
-        return torch.tensor(BOUNDS, dtype=torch.int32) if self.packed else None
-
 
 CAUSAL = {"causal": True}
 SINK = torch.tensor([0.5, 2.0, -torch.inf, -1.0])
@@ -74,7 +70,8 @@ def problem(case):
 
 def run(case, group):
     """The whole out, log-sum-exp and gradients, the sink's last; the launches; both runs here."""
-    sharing = {"layout": case.layout, "cu_seqlens": case.cu_seqlens}
+    cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32) if case.packed else None
+    sharing = {"layout": case.layout, "cu_seqlens": cu_seqlens}
     rank = torch.distributed.get_rank(group)
 
     def share(x, dim):
@@ -84,10 +81,9 @@ def run(case, group):
 
     q, k, v, dout, dlse = problem(case)
     q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
-    along, along_lse = 1, 2
     if case.packed:
         q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
-        along, along_lse = 0, 1
+    along, along_lse = (0, 1) if case.packed else (1, 2)
     results = []
     # Backward gets equal values, so the second run must give the same bits.
     other_strides = torch.autograd.graph.saved_tensors_hooks(
@@ -118,7 +114,6 @@ def run(case, group):
 
 
 def visible(case):
-    """Bool (L, L): the query of a row sees the key of a column."""
     bounds = BOUNDS if case.packed else [0, case.length]
     left, right = case.options.get("window_size", (-1, -1))
     right = 0 if case.options.get("causal") else right
@@ -131,7 +126,6 @@ def visible(case):
 
 
 def alibi(case):
-    """The bias that ALiBi adds to the scores of whole sequences, (B, H, L, L) or (1, H, T, T)."""
     slopes = case.options["alibi_slopes"]
     place = torch.arange(BOUNDS[-1] if case.packed else case.length)
     apart = (place[:, None] - place).abs()
@@ -152,17 +146,12 @@ def check(case, whole):
     if "learnable_sink" in options:
         *whole, of_sink = whole
         check_sink(of_sink, q, k, v, dout, dlse, options)
-    if case.packed:
-        out, lse, *gradients = (x[None] for x in whole)
-    else:
-        out, lse, *gradients = whole
+    out, lse, *gradients = (x[None] for x in whole) if case.packed else whole
     out, *gradients = (x.transpose(1, 2) for x in (out, *gradients))
     flash_bwd_check.hold_gradients(q, k, v, dout, dlse, (out, lse, *gradients), options)
 
 
 def check_sink(actual, q, k, v, dout, dlse, options):
-    """The gradient of learnable_sink, added up over all processes."""
-
     def gradient(dtype):
         leaf = SINK.double().requires_grad_()
         with_leaf = options | {"learnable_sink": leaf}

@@ -8,7 +8,6 @@ import torch
 from torch_metal_attn.distributed.calls import Visible, calls
 from torch_metal_attn.distributed.layout import in_packed, rows, shares, shares_of_all
 
-CPU = torch.device("cpu")
 VISIBLE = {
     "whole": Visible(False, -1, -1),
     "causal": Visible(True, -1, -1),
@@ -21,7 +20,6 @@ VISIBLE = {
 
 
 def visible_pairs(bounds, visible):
-    """(query, key) rows of the packed sequences, by the definition."""
     right = 0 if visible.causal else visible.right
     return {
         (q, k)
@@ -33,10 +31,7 @@ def visible_pairs(bounds, visible):
 
 
 def pairs_of(call, queries, keys):
-    """(query, key) rows that the kernel sees in a call, by the definition of its options.
-
-    queries, keys: the rows of the packed sequences that the process and its visitor hold.
-    """
+    """(query, key) rows that the kernel sees. queries, keys: the rows that two processes hold."""
     if call.packing is None:
         bounds = [[0, len(queries[call.q])], [0, len(keys[call.k])]]
     else:
@@ -65,9 +60,8 @@ def planned(bounds, processes, layout, visible, packed):
     for rank in range(processes):
         pairs, number = [], []
         for owner in range(processes):
-            made = calls(
-                spans[rank], spans[owner], visible, owner == rank, owner < rank, packed, CPU
-            )
+            order = (owner == rank, owner < rank)
+            made = calls(spans[rank], spans[owner], visible, *order, packed, torch.device("cpu"))
             number.append(len(made))
             for call in made:
                 pairs += pairs_of(call, held[rank], held[owner])
@@ -92,7 +86,6 @@ def test_each_visible_pair_is_in_one_call(lengths, layout, visible):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_zigzag_balances_a_causal_mask(packed):
-    """The work of each process, as pairs; contiguous leaves the first almost idle."""
     work = {
         layout: [len(pairs) for _, pairs in planned([0, 64], 4, layout, VISIBLE["causal"], packed)]
         for layout in ("contiguous", "zigzag")

@@ -41,7 +41,6 @@ class Model(Language):
 
 
 def batch():
-    """Tokens and labels: (B, L) each."""
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(6))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -58,16 +57,8 @@ def train(model, data, parameters):
     return [x.detach().clone() for x in parameters()]
 
 
-def alone():
-    model = Model()
-    return train(model, batch(), model.parameters)
-
-
 def in_parallel(wrapper, mesh, sequence=None):
-    """This process' part of the training. mesh: all processes that the model is wrapped for.
-
-    sequence: the mesh of the processes that share each sequence; they hold the same examples.
-    """
+    """mesh: all processes that the model is wrapped for. sequence: those that share a sequence."""
     ranks = 1 if sequence is None else sequence.size()
     data_rank, data_ranks = mesh.get_local_rank() // ranks, mesh.size() // ranks
     data = [x.chunk(data_ranks)[data_rank] for x in batch()]
@@ -84,7 +75,6 @@ def in_parallel(wrapper, mesh, sequence=None):
 
 
 def every_way():
-    """By name the parameters after each of the WAYS."""
     everyone = init_device_mesh("cpu", (4,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))["sequence"]
     meshes = {"of four": (everyone,), "of two with rings": (everyone, pairs)}

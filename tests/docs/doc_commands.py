@@ -62,7 +62,10 @@ def _python(arguments, where, folder):
             assert path.startswith("-") or (ROOT / path.split("::")[0]).exists(), where
         return
     if module == "torch_metal_attn.simulator":
-        return _printed_by(simulator.main, arguments, where)
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+            status = simulator.main(arguments)
+        assert status in (0, 1), f"{where}: {out.getvalue()}"  # 1: it reports faults
+        return out.getvalue()
     assert module in COMMAND_LINES, f"{where}: no rule says how to check {module}"
     _parsed_by(COMMAND_LINES[module], arguments, where)
 
@@ -82,14 +85,6 @@ def _parsed_by(module, arguments, where):
         except SystemExit as error:
             raise AssertionError(f"{where}: not understood") from error
     raise AssertionError(f"{where}: the arguments were not read")
-
-
-def _printed_by(main, arguments, where):
-    """Standard output and error of a command, which may report faults."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
-        status = main(arguments)
-    assert status in (0, 1), f"{where}: {out.getvalue()}"
-    return out.getvalue()
 
 
 def _pip(arguments, where, folder):

@@ -24,15 +24,19 @@ from torch_metal_attn.simulator.lint import lint_source
 from torch_metal_attn.simulator.metal import versions
 
 ROOT = Path(__file__).parents[2]
-# The name of the reader's model in pages.
 MODEL = '"your/model"'
 FOLDERS = "bench|csrc|docs|shaders|tests|torch_metal_attn"
+PYTEST = """
+import sys, pytest
+plugins = ["-p", "no:cacheprovider", "-p", "torch_metal_attn_pytest"]
+sys.exit(pytest.main(["-q", *plugins, sys.argv[1]]))
+"""
 FENCE = re.compile(r" *```([a-z]*)$")
 
 
 @dataclass
 class Block:
-    """One fenced block: its language, text, and the line of the page on which the text begins."""
+    """A fenced block; line: where its text begins on the page."""
 
     language: str
     text: str
@@ -58,31 +62,36 @@ def blocks_of(text):
 
 
 def run_page(path, folder, model=None):
-    """Runs every block of the page. Raises the exception of a block, or AssertionError.
-
-    folder: the current folder, empty. model: a folder with a model and its tokenizer, which
-    replaces "your/model".
-    """
+    """model: a folder with a model and its tokenizer, which replaces "your/model"."""
     namespace = {"__name__": "__page__"}
     printed = None
     blocks = blocks_of(path.read_text(encoding="utf-8"))
-    for block, outputs in zip(blocks, outputs_of(blocks), strict=True):
+    rows = [list(row) for _, row in groupby(blocks, key=lambda block: block.language == "text")]
+    # With each block its row of consecutive blocks, which are one if they are `text`.
+    for block, outputs in [(block, row) for row in rows for block in row]:
         where = f"{path.name}:{block.line}"
         first = block.text.split("\n")[0]
         if block.language == "python" and re.fullmatch(r"# test_\w+\.py", first):
-            _run_pytest(first.removeprefix("# "), block.text, folder)
+            name = first.removeprefix("# ")
+            (folder / name).write_text(block.text, encoding="utf-8")
+            done = run_program(PYTEST, name, folder=folder)
+            assert done.returncode == 0, done.stdout + done.stderr
         elif block.language == "python":
             printed = _run_python(block, path, namespace, model)
         elif block.language == "text":
             if block is not outputs[0]:
                 continue
             assert printed is not None, f"{where}: nothing before this block has printed"
-            assert any(_same(output.text, printed) for output in outputs), (
-                f"{where}: printed was\n{printed}"
-            )
+            same = doctest.OutputChecker().check_output
+            matches = [same(output.text, printed, doctest.ELLIPSIS) for output in outputs]
+            assert any(matches), f"{where}: printed was\n{printed}"
             printed = None
         elif block.language == "metal":
-            _check_metal(block.text, where)
+            needs_4 = "<MetalPerformancePrimitives/" in block.text
+            language = "4.0" if needs_4 else versions.DEFAULT
+            compile_shader(block.text, check=True, language=language)
+            findings = lint_source(block.text, language=language)
+            assert not findings, f"{where}: {[str(finding) for finding in findings]}"
             assert re.fullmatch(r"// \w+\.metal", first), f"{where}: {first!r} names no file"
             (folder / first.removeprefix("// ")).write_text(block.text, encoding="utf-8")
         elif block.language == "sh":
@@ -93,18 +102,7 @@ def run_page(path, folder, model=None):
             raise AssertionError(f"{where}: no rule says how to run a block of {block.language!r}")
 
 
-def outputs_of(blocks):
-    """For each block, its row of consecutive `text` blocks; [] for another language."""
-    rows = [list(row) for _, row in groupby(blocks, key=lambda block: block.language == "text")]
-    return [row if row[0].language == "text" else [] for row in rows for _ in row]
-
-
-def _same(expected, printed):
-    return doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS)
-
-
 def _run_python(block, path, namespace, model):
-    """The output of the block."""
     text = block.text
     if MODEL in text:
         assert model is not None, f"{path.name}:{block.line}: there is no model for {MODEL}"
@@ -116,28 +114,7 @@ def _run_python(block, path, namespace, model):
     return out.getvalue()
 
 
-PYTEST = """
-import sys, pytest
-plugins = ["-p", "no:cacheprovider", "-p", "torch_metal_attn_pytest"]
-sys.exit(pytest.main(["-q", *plugins, sys.argv[1]]))
-"""
-
-
-def _run_pytest(name, text, folder):
-    (folder / name).write_text(text, encoding="utf-8")
-    done = run_program(PYTEST, name, folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _check_metal(text, where):
-    language = "4.0" if "<MetalPerformancePrimitives/" in text else versions.DEFAULT
-    compile_shader(text, check=True, language=language)
-    findings = lint_source(text, language=language)
-    assert not findings, f"{where}: {[str(finding) for finding in findings]}"
-
-
 def dead_paths(path):
-    """Paths and names of tests in `...` on a page that do not exist in the repository."""
     dead = []
     for quoted in re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")):
         if not re.match(rf"({FOLDERS})/[\w./:-]*$", quoted):
@@ -152,7 +129,6 @@ def dead_paths(path):
 
 
 def dead_links(path):
-    """Links of the page to files or headings that do not exist."""
     # Brackets in code are not links.
     text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.S)
     dead = []
@@ -167,6 +143,6 @@ def dead_links(path):
 
 
 def _headings(path):
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Anchors, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -2,10 +2,8 @@
 
 `temperature` is a tensor (H,) with a gradient: a factor of each head's scores, before the other
 rules. `score_clamp` is a number c > 0: scores are clamped to -c..c after the other rules, and their
-slope beyond is 0. An edit adds lines to a list, a struct or a function that it names, so neither
-the file's wording nor earlier options matter. test_recipe.py makes the edits in a copy of the
-sources, builds it and runs recipe_case.py with it: a place that moves, or a new one, shows there
-first. temperature shares a buffer slot with the gradient of a bias, which it refuses.
+slope beyond is 0. test_recipe.py makes the edits in a copy of the sources, builds it and runs
+recipe_case.py with it. temperature shares a buffer slot with the gradient of a bias.
 """
 
 import ast
@@ -101,29 +99,19 @@ EDIT = re.compile(
 )
 
 
-def edits(option):
-    """(file, place, names, text) of each edit."""
-    return [
-        (f, place, names.split(), more or lines)
-        for f, place, names, more, lines in EDIT.findall(OPTIONS[option])
-    ]
-
-
 def apply(root, option):
-    """Make the edits in the copy at `root`; returns the names of the files that changed."""
-    for name, place, names, added in edits(option):
-        path = root / name
+    edits = EDIT.findall(OPTIONS[option])
+    for name, place, names, more, lines in edits:
+        path, added = root / name, more or lines
         text = path.read_text(encoding="utf-8")
-        of_python = path.suffix == ".py"
-        at = (python_offset if of_python else offset)(text, place, names)
+        at = (python_offset if path.suffix == ".py" else offset)(text, place, names.split())
         if place == "list":
             added = " \\\n" + added.rstrip("\n")
         path.write_text(text[:at] + added + text[at:], encoding="utf-8")
-    return {name for name, *_ in edits(option)}
+    return {name for name, *_ in edits}
 
 
 def offset(text, place, names):
-    """Where a C++ or Metal file has the place."""
     patterns = {
         "list": rf"^#define {names[0]}\(X\)(?:.*\\\n)*.*",
         "value": rf"\b{names[0]} = [^;]*",
@@ -147,7 +135,6 @@ def offset(text, place, names):
 
 
 def python_offset(text, place, names):
-    """Where a Python file has the place."""
     nodes = {node.name: node for node in ast.walk(ast.parse(text)) if hasattr(node, "name")}
     node, lines = nodes[names[-1]], text.splitlines(keepends=True)
     if place == "parameter":

@@ -17,13 +17,11 @@ PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
 DESIGN = sorted((doc_pages.ROOT / "docs" / "design").glob("*.md"))
 PAGES += DESIGN
 NOTEBOOKS = sorted((doc_pages.ROOT / "docs" / "notebooks").glob("*.ipynb"))
-MOST_COLUMNS = 140
 ID = operator.attrgetter("name")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny Llama and a tokenizer of words, as from_pretrained takes them."""
     tiny_models = pytest.importorskip("tests.transformers.tiny_models")
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
@@ -44,7 +42,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """Runs a page, a path or its text, in an empty folder, and forgets `flash_attn` afterwards."""
+    """Runs a page, a path or its text, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     before = set(sys.modules)
@@ -66,37 +64,32 @@ def page(tmp_path, monkeypatch):
 ON_KERNELS = [doc_pages.ROOT / name for name in ("README.md", "docs/numerics.md")]
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if path not in ON_KERNELS], ids=ID)
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if path not in ON_KERNELS], ids=lambda path: path.name
+)
 def test_blocks(path, page, request):
-    """On the CPU: checks of arguments, and torch operations outside of `simulate()`."""
     model = request.getfixturevalue("model") if doc_pages.MODEL in path.read_text() else None
     page(path, model)
 
 
 @pytest.mark.parametrize("path", ON_KERNELS, ids=ID)
 def test_blocks_on_kernels(path, page, device, request):
-    """On mps, or in the simulator with every access checked."""
     page(path, request.getfixturevalue("model"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ID)
 def test_notebooks(path, page, device):
-    """Each cell prints what is stored."""
     text = docs_site.notebook_page(path)
     page(text)
     assert str(doc_pages.ROOT) not in text
 
 
 @each_case("path", PAGES)
-def test_links(path):
+def test_links_and_widths(path):
     assert doc_pages.dead_links(path) == []
     assert doc_pages.dead_paths(path) == []
-
-
-@each_case("path", PAGES)
-def test_lines_fit_a_screen(path):
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        assert len(line) <= MOST_COLUMNS, f"{path.name}:{number} has {len(line)} columns"
+        assert len(line) <= 140, f"{path.name}:{number} has {len(line)} columns"
 
 
 def test_every_op_and_public_name_is_on_a_page():
@@ -114,8 +107,8 @@ def test_every_report_has_a_test():
     assert sorted(numbers) == sorted(re.findall(r"(?<=[a-zA-Z_])\d{4,6}(?=[(=_:])", tests))
 
 
-TROUBLE = doc_pages.ROOT / "docs" / "troubleshooting.md"
-ROWS = [line.split(" | ")[0] for line in TROUBLE.read_text().splitlines() if line[:3] == "| `"]
+TROUBLE = (doc_pages.ROOT / "docs" / "troubleshooting.md").read_text()
+ROWS = [line.split(" | ")[0] for line in TROUBLE.splitlines() if line[:3] == "| `"]
 # Cells that quote the package, not variables or other programs.
 SAID = [row for row in ROWS if "from Xcode" not in row and not re.match(r"\| `[A-Z_]+=", row)]
 
@@ -179,7 +172,6 @@ MARKDOWN = """Does this.
 
 
 def test_docstrings_become_lists():
-    """In `make docs`, also if the names of a section are in one paragraph."""
     docs_docstrings = pytest.importorskip("docs_docstrings", reason="needs the extra docs")
     actual = docs_docstrings.as_markdown(DOCSTRING)
     assert re.sub(r" *\n+", "\n", actual) == re.sub(r"\n+", "\n", MARKDOWN)
@@ -221,7 +213,6 @@ BROKEN = {
 
 
 def test_a_broken_block_fails(page):
-    """test_blocks has correct blocks of each kind."""
     page("```python\nof_another_page = 1\n```")
     for text, words in BROKEN.items():
         with pytest.raises(Exception, match=re.escape(words)):

@@ -20,7 +20,6 @@ from torch_metal_attn.tools.doctor.attention import OURS
 from torch_metal_attn.tools.doctor.watch import Watch
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))
-SHARED = "tiny_pipeline"
 NEEDED = {
     "chat": ["transformers"],
     "serve": ["transformers", "psutil"],
@@ -31,7 +30,6 @@ PROMPTS = [[72, 105], [65], [1, 2, 3, 4, 5]]
 
 
 def example(name):
-    """The script as a module; skips if a library that it needs is missing."""
     for library in NEEDED.get(name, []):
         pytest.importorskip(library)
     return importlib.import_module(name)
@@ -39,17 +37,10 @@ def example(name):
 
 def continued(prompt, most):
     """The next tokens by torch's eager attention, without a cache."""
-    model = tiny_llama()
+    model, tokens = tiny_llama(), torch.tensor([prompt])
     model.set_attn_implementation("eager")
-    tokens = torch.tensor([prompt])
-    made = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        use_cache=False,
-        do_sample=False,
-        max_new_tokens=most,
-        pad_token_id=0,
-    )
+    options = {"use_cache": False, "do_sample": False, "pad_token_id": 0, "max_new_tokens": most}
+    made = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
     return made[0].tolist()[len(prompt) :]
 
 
@@ -71,7 +62,7 @@ def test_bad_arguments(name, arguments, message, capsys):
     assert message in capsys.readouterr().err + str(ended.value)
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != SHARED])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "tiny_pipeline"])
 def test_help(name, capsys):
     with pytest.raises(SystemExit) as ended:
         example(name).main(["--help"])
@@ -116,8 +107,6 @@ class Letters:
 
 
 class Served:
-    """A server, and clients of it."""
-
     def __init__(self, server):
         self.server = server
 
@@ -129,7 +118,6 @@ class Served:
         return client
 
     def __call__(self, *request, **headers):
-        """The status, and the tokens of the answer or the error's text."""
         with closing(self.connect(*request, **headers)) as client:
             answer = client.getresponse()
             body = json.load(answer)
@@ -152,7 +140,6 @@ def served(tokenizer=None, model=None):
 
 
 def events(client):
-    """The parts of a stream, then its end mark."""
     answer = client.getresponse()
     assert answer.getheader("Content-Type") == "text/event-stream"
     for line in answer:
@@ -184,7 +171,6 @@ REFUSED = [
 
 
 def test_serve():
-    """Wrong requests in between are refused, and do not affect others."""
     with served() as post, ThreadPoolExecutor() as pool:
         requests = [{"prompt": prompt, "max_tokens": 3} for prompt in PROMPTS]
         wrong = [(pool.submit(post, request), message) for request, message in REFUSED]
@@ -226,7 +212,6 @@ def test_serve_takes_many_clients(capfd, monkeypatch):
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_serve_streams(chat):
-    """The parts together have the tokens and the text of a whole answer."""
     name = "messages" if chat else "prompt"
     request = {name: [{"role": "user", "content": "Hi"}] if chat else "Hi", "max_tokens": 6}
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -258,16 +243,15 @@ def test_serve_ends_at_token_0():
 
 
 def test_serve_shares_prefixes(monkeypatch):
-    """The second prompt finds a page of the first, with which it has a prefix in common."""
     from transformers.generation.continuous_batching import PagedAttentionCache
 
-    matches = []
-    search = PagedAttentionCache.search_prefix_match
-    monkeypatch.setattr(
-        PagedAttentionCache,
-        "search_prefix_match",
-        lambda self, *arguments: matches.append(search(self, *arguments)) or matches[-1],
-    )
+    matches, search = [], PagedAttentionCache.search_prefix_match
+
+    def noted(self, *arguments):
+        matches.append(search(self, *arguments))
+        return matches[-1]
+
+    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", noted)
     serve = example("serve")
     config = partial(serve.ContinuousBatchingConfig, page_size=16)
     monkeypatch.setattr(serve, "ContinuousBatchingConfig", config)
@@ -279,7 +263,6 @@ def test_serve_shares_prefixes(monkeypatch):
 
 
 def test_serve_says_that_its_scheduler_has_ended(monkeypatch):
-    """Waiting and later requests get an error after an unexpected fault."""
     monkeypatch.setattr(example("serve").Handler, "check", lambda *_: None)
     with served() as post:
         status, error = post({"prompt": [256]})
@@ -293,27 +276,20 @@ def test_train_gpt(capsys, tmp_path):
     losses = train_gpt.main(["--steps", "4", "--batch", "2", "--length", "32"])
     assert losses[-1] < losses[0]
     assert "step 4/4: loss " in capsys.readouterr().out
-
     (tmp_path / "byte.txt").write_text("x\n\n")
     with pytest.raises(SystemExit):
         train_gpt.main(["--text", str(tmp_path / "byte.txt")])
     assert "byte.txt has no document of two bytes or more" in capsys.readouterr().err
-
     model = train_gpt.GPT()
     parts = train_gpt.documents("one\n\nx\n\nand another\n\nthree", 512)
     assert [len(part) for part in parts] == [3, 11, 5]
     with torch.no_grad():
-        logits = [
-            model(inputs, bounds, longest)
-            for inputs, _, bounds, longest in (
-                train_gpt.packed(chosen, "cpu") for chosen in (parts, *([part] for part in parts))
-            )
-        ]
+        packed = (train_gpt.packed(each, "cpu") for each in (parts, *([part] for part in parts)))
+        logits = [model(inputs, bounds, longest) for inputs, _, bounds, longest in packed]
     torch.testing.assert_close(logits[0], torch.cat(logits[1:]))
 
 
 def count_calls(watch):
-    """The numbers of attention calls of metal_attn and of others."""
     ours = sum(calls for call, calls in watch.seen.items() if call.goes_to == OURS)
     return ours, watch.seen.total() - ours
 
@@ -323,14 +299,12 @@ def test_train_lora(tmp_path):
     losses = {}
     for backend, expected in (("metal_attn", (17, 0)), ("native", (0, 17))):
         with Watch() as watch:
-            losses[backend] = train_lora.main(
-                ["--steps", "2", "--backend", backend, "--out", str(tmp_path / backend)]
-            )
+            options = ["--steps", "2", "--backend", backend, "--out", str(tmp_path / backend)]
+            losses[backend] = train_lora.main(options)
         assert count_calls(watch) == expected
     assert losses["metal_attn"] == pytest.approx(losses["native"], abs=1e-4)
     safetensors = pytest.importorskip("safetensors.torch")
-    file = "pytorch_lora_weights.safetensors"
-    weights = safetensors.load_file(tmp_path / "metal_attn" / file)
+    weights = safetensors.load_file(tmp_path / "metal_attn" / "pytorch_lora_weights.safetensors")
     assert any(weight.abs().max() > 0 for name, weight in weights.items() if "lora_B" in name)
 
 

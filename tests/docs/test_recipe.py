@@ -7,13 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.docs import recipe
 from tests.docs.doc_pages import ROOT
 from tests.runtime.fake_mps.build import compile_command, link_command, of_the_extension
 
-PLACES = {"temperature": 15, "score_clamp": 12}
 CASE = Path(__file__).with_name("recipe_case.py")
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 # The definitions of a file: the last word of a line without indentation, its classes before it, and
@@ -21,19 +18,6 @@ INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 DEFINED = re.compile(
     r"^(?!namespace)\w[^;={(\n]*?((?:\w+::)*\w+(?:\[\w*\])?(?: =|\([^)]*\)| \{))", re.MULTILINE
 )
-
-
-@pytest.mark.parametrize(
-    "options", [["temperature"], ["score_clamp"], ["score_clamp", "temperature"]]
-)
-def test_the_places_of_an_option(options, tmp_path):
-    """Each option by itself, and after the other in another order than below."""
-    for name in {name for option in recipe.OPTIONS for name, *_ in recipe.edits(option)}:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    for option in options:
-        assert len(recipe.edits(option)) == PLACES[option]
-        recipe.apply(tmp_path, option)
 
 
 def test_two_new_score_options(tmp_path):
@@ -60,8 +44,8 @@ def build(copy, changed):
         f"rule link\n  command = {' '.join(map(str, link_command('$in')))} -o $out",
     ]
     sources = sorted((copy / "csrc").rglob("*.cpp"))
-    unedited = [s.relative_to(copy) for s in sources if not reaches(copy, s, changed)]
-    kept = of_the_extension(ROOT / source for source in unedited)
+    unedited = [s for s in sources if included(copy, s).isdisjoint(copy / name for name in changed)]
+    kept = of_the_extension(ROOT / source.relative_to(copy) for source in unedited)
     edited = [s for s in sources if ROOT / s.relative_to(copy) not in kept]
     objects = [str(kept_object) for kept_object in kept.values()]
     for number, sources in enumerate(together(edited)):
@@ -95,13 +79,8 @@ def together(sources):
     return [files for _, files in units]
 
 
-def reaches(root, source, changed):
-    return any(str(path.relative_to(root)) in changed for path in included(root, source))
-
-
 def included(root, source):
-    """A file and all of the project's files that it includes."""
-    found, waiting = set(), [Path(source)]
+    found, waiting = set(), [source]
     while waiting:
         path = waiting.pop()
         if path not in found:

@@ -1,7 +1,4 @@
-"""How libraries call attention, in our own words: these stand for libraries that are not installed.
-
-Each module has the calls of its library's source: the function, its layout, masks and switches.
-"""
+"""How libraries that are not installed call attention: the function, its layout and switches."""
 
 import torch
 from torch import nn
@@ -63,8 +60,6 @@ class NanoChat(nn.Module):
 
 
 class FlashAttention(NanoChat):
-    """As trainers call it that import flash_attn."""
-
     @staticmethod
     def flash_attn_func(*args, **options):
         from flash_attn import flash_attn_func
@@ -100,7 +95,6 @@ def loss_of(model, batch):
 
 
 def train(model, steps=3):
-    """The losses of some steps of AdamW."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(steps):

@@ -1,8 +1,4 @@
-"""Trainers that call torch's attention or flash-attn's: the same losses, in the kernels, by count.
-
-The ways in which timm, open_clip and openai-whisper call attention are those of
-tests/sdpa/test_sdpa_replaced.py.
-"""
+"""Trainers that call torch's attention or flash-attn's: the same losses, from the kernels."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -22,17 +18,16 @@ def kernels(expected):
     """A block whose launches of attention are counted: {kernel: number}."""
     with simulate(check=True) as run:
         yield
-    counts = Counter(launch.kernel for launch in run.launches)
-    assert counts == expected
+    assert Counter(launch.kernel for launch in run.launches) == expected
 
 
 def backward_of(calls):
     return dict.fromkeys(["flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"], calls)
 
 
-def build(factory, *arguments):
+def build(factory):
     torch.manual_seed(0)
-    return factory(*arguments)
+    return factory()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +40,6 @@ def build(factory, *arguments):
     ids=["nanoGPT", "nanochat", "flash_attn"],
 )
 def test_training(attention, context):
-    """3 steps of a model with 2 layers: the losses of stock torch."""
     stock = NanoGPT if attention is NanoGPT else NanoChat
     expected = modules.train(build(lambda: Language(stock(), stock())))
     model = build(lambda: Language(attention(), attention()))
@@ -58,7 +52,6 @@ def test_training(attention, context):
 
 
 def test_nanogpts_dropout():
-    """Reproducible by the seed, and other weights than torch drops."""
     model = build(lambda: Language(NanoGPT(0.3)))
     losses = []
     for _ in range(2):
@@ -74,10 +67,8 @@ def test_nanogpts_dropout():
 def test_accelerate():
     """A prepared model in bf16: twice stock torch's error, and gradients in float32."""
 
-    def model():
-        return build(lambda: Language(NanoGPT()))
-
-    def gradients(model, backward):
+    def gradients(prepare, backward):
+        model = prepare(build(lambda: Language(NanoGPT())))
         backward(modules.loss_of(model, modules.tokens()))
         return [x.grad for x in model.parameters()]
 
@@ -85,9 +76,9 @@ def test_accelerate():
         return sum((a - b).norm() ** 2 for a, b in zip(gradients, exact, strict=True)).sqrt()
 
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    exact = gradients(model(), torch.Tensor.backward)
-    stock = gradients(accelerator.prepare(model()), accelerator.backward)
+    exact = gradients(lambda model: model, torch.Tensor.backward)
+    stock = gradients(accelerator.prepare, accelerator.backward)
     with kernels({"flash_fwd": 1} | backward_of(1)), sdpa_replaced():
-        ours = gradients(accelerator.prepare(model()), accelerator.backward)
+        ours = gradients(accelerator.prepare, accelerator.backward)
     assert {x.dtype for x in ours} == {torch.float32}
     assert 0 < error(ours) <= 2 * error(stock)

@@ -45,7 +45,6 @@ def test_reshape_and_cache_flash(kv_cache_dtype, dtype):
 
 
 def test_argument_order_is_vllms():
-    """As in vllm/_custom_ops.py."""
     expected = ["key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype"]
     expected += ["k_scale", "v_scale"]
     assert list(inspect.signature(vllm.reshape_and_cache_flash).parameters) == expected
@@ -77,11 +76,7 @@ def test_sglangs_tables_are_pages_of_one_row():
         ({"kv_cache_dtype": "int8"}, NotImplementedError, "kv_cache_dtype is 'int8'"),
         ({"kv_cache_dtype": "fp8"}, ValueError, "key_cache has dtype torch.float16; with fp8"),
         ({"key_cache": torch.zeros(7, 2, 8)}, ValueError, "key_cache"),
-        (
-            dict.fromkeys(("key_cache", "value_cache"), LARGE),
-            ValueError,
-            "a page size of 1099511627776",
-        ),
+        ({"key_cache": LARGE, "value_cache": LARGE}, ValueError, "a page size of 1099511627776"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

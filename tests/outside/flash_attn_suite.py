@@ -22,7 +22,7 @@ import sys
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,7 @@ OF_CUDA = {"test_compilation_count": "counts what Triton compiles"}
 
 
 class TooLong(BaseException):
-    """A case took too long. Not an Exception, so that the case does not catch it."""
-
-
-def _stop(*_: Any) -> None:
-    raise TooLong
+    """Not an Exception, so that the case does not catch it."""
 
 
 @dataclass
@@ -60,7 +56,6 @@ class Test:
         return math.prod(len(values) for _, values in self.axes)
 
     def case(self, index: int) -> dict[str, Any]:
-        """The parameters of one of its cases."""
         parameters: dict[str, Any] = {}
         for names, values in self.axes:
             index, place = divmod(index, len(values))
@@ -76,7 +71,6 @@ class Test:
         return [first, *(i for i in cases if sizes[i] <= largest and i != first)]
 
     def run(self, case: dict[str, Any], limit: float) -> None:
-        """Run one case for at most `limit` seconds and count its outcome."""
         start = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, limit)
         try:
@@ -106,7 +100,6 @@ def size(case: dict[str, Any]) -> int:
 
 
 def summary(error: Exception) -> str:
-    """One line. pytest does not rewrite these assertions, so their values are missing."""
     frame = inspect.trace()[-1]
     line = "".join(frame.code_context or []).strip()
     text = str(error).splitlines()[0] if str(error) else line
@@ -114,7 +107,6 @@ def summary(error: Exception) -> str:
 
 
 def tests_of(module: types.ModuleType) -> list[Test]:
-    """The module's test functions, with their values from pytest.mark.parametrize."""
     tests = []
     for name, function in vars(module).items():
         if name.startswith("test_") and name not in OF_CUDA:
@@ -125,7 +117,6 @@ def tests_of(module: types.ModuleType) -> list[Test]:
 
 
 def load(path: Path, device: str) -> types.ModuleType:
-    """A file of tests as a module, for another device."""
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     text = path.read_text().replace('"cuda"', f'"{device}"')
@@ -135,34 +126,15 @@ def load(path: Path, device: str) -> types.ModuleType:
     return module
 
 
-@contextlib.contextmanager
-def as_on_an_a100() -> Iterator[None]:
-    """Makes torch.cuda report an A100, and installs `flash_attn`."""
-    # On machines with a GPU inductor reads the version too.
-    properties = types.SimpleNamespace(total_memory=80 * 2**30, major=8, minor=0)
-    with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        install_flash_attn(),
-    ):
-        yield
-
-
 def run(tests: list[Test], cases: list[list[int]], seconds: float, limit: float) -> None:
-    """Run cases of each test within this many seconds, shared by the tests."""
     end = time.monotonic() + seconds
-    waiting = [(test, iter(drawn)) for test, drawn in zip(tests, cases, strict=True)]
-    while waiting and time.monotonic() < end:
-        test, rest = entry = min(waiting, key=lambda entry: entry[0].seconds)
-        index = next(rest, None)
-        if index is None:
-            waiting.remove(entry)
-        else:
-            test.run(test.case(index), limit)
+    waiting = [(test, drawn[::-1]) for test, drawn in zip(tests, cases, strict=True)]
+    while (waiting := [entry for entry in waiting if entry[1]]) and time.monotonic() < end:
+        test, rest = min(waiting, key=lambda entry: entry[0].seconds)
+        test.run(test.case(rest.pop()), limit)
 
 
 def table(tests: list[Test], eligible: list[int]) -> str:
-    """The counts in Markdown, and the failures."""
     outcomes = ("passed", "failed", "skipped by itself", "too long")
     heads = ("test", "cases", "small enough", "run", *outcomes, "seconds")
     rows = [
@@ -177,27 +149,35 @@ def table(tests: list[Test], eligible: list[int]) -> str:
 
 
 def main() -> None:
-    """Run a sample and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="of flash-attn 2.8")
     parser.add_argument("--device", default="cpu", help="cpu or mps")
     parser.add_argument("--simulator", action="store_true", help="run the kernels on the CPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=10**9, help="cases of each test")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of a case")
     parser.add_argument("--size", type=int, default=2**22, help="see above")
     parser.add_argument("--only", default="", help="tests whose names contain this")
     options = parser.parse_args()
 
-    signal.signal(signal.SIGALRM, _stop)
+    def stop(*_: Any) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, stop)
     rng = random.Random(options.seed)
-    with as_on_an_a100(), simulate() if options.simulator else contextlib.nullcontext():
+    # On machines with a GPU inductor reads the version too.
+    a100 = types.SimpleNamespace(total_memory=80 * 2**30, major=8, minor=0)
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=a100),
+        install_flash_attn(),
+        simulate() if options.simulator else contextlib.nullcontext(),
+    ):
         modules = [load(options.checkout / name, options.device) for name in FILES]
         tests = [test for module in modules for test in tests_of(module)]
         tests = [test for test in tests if options.only in test.function.__name__]
         cases = [test.drawn(options.size, rng) for test in tests]
-        run(tests, [drawn[: options.count] for drawn in cases], 60 * options.minutes, options.limit)
+        run(tests, cases, 60 * options.minutes, options.limit)
     print(table(tests, [len(drawn) for drawn in cases]))
 
 

@@ -1,8 +1,4 @@
-"""ggml's kernels, from llama.cpp and whisper.cpp, unmodified, in the simulator.
-
-One text has all kernels, with matrices and packed blocks in device and threadgroup memory. Each run
-returns the kernel's result and that of a plain formula in float64.
-"""
+"""ggml's kernels, unmodified, in the simulator: their results, and those of formulas in float64."""
 
 import re
 import struct
@@ -28,9 +24,10 @@ CONSTANTS: dict[int | str, bool | int | float] = {
     **dict.fromkeys((310, 701), True),
     **dict.fromkeys((700, 800), False),
     **dict.fromkeys((224, 601), 8),
-    **dict.fromkeys((225,), 64),
-    **dict.fromkeys((600,), 2),
+    225: 64,
+    600: 2,
 }
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 FORMATS = {"int32_t": "i", "uint64_t": "Q", "int16_t": "h", "float": "f", "bool": "?"}
 
 Outcome = tuple[Tensor, Tensor]
@@ -49,7 +46,6 @@ BOUNDS = dict.fromkeys(
 
 @lru_cache
 def library(check: bool) -> ShaderLibrary:
-    """All kernels. Each is compiled at its first call."""
     defines = {"GGML_METAL_EMBED_LIBRARY": 1, "GGML_METAL_HAS_BF16": 1}
     return compile_shader(peers.ggml_source(), defines=defines, constants=CONSTANTS, check=check)
 
@@ -68,7 +64,6 @@ def params(family: str, **values: Any) -> Tensor:
 
 
 def sizes(name: str, tensor: Tensor) -> dict[str, int]:
-    """ggml's `ne` of a tensor, innermost dimension first. `strides` returns `nb`, in bytes."""
     return {f"ne{name}{i}": size for i, size in enumerate(tensor.shape[::-1])}
 
 
@@ -78,8 +73,6 @@ def strides(name: str, tensor: Tensor) -> dict[str, int]:
 
 
 def family(*names: str) -> Callable[[Callable[[str, bool], Outcome]], None]:
-    """Adds a run for kernels by their names, without ggml's `kernel_`."""
-
     def add(run: Callable[[str, bool], Outcome]) -> None:
         RUNS.update({name: partial(run, name) for name in names})
 
@@ -95,14 +88,12 @@ def call(
     shared: int = 0,
 ) -> None:
     threads = tuple(a * b for a, b in zip(groups, size, strict=True))
-    memory = {0: shared} if shared else None
-    kernel = getattr(library(check), f"kernel_{name}")
-    kernel(*args, threads=threads, group_size=size, threadgroup_bytes=memory)
+    options = {"group_size": size, "threadgroup_bytes": {0: shared} if shared else None}
+    getattr(library(check), f"kernel_{name}")(*args, threads=threads, **options)
 
 
 @family("soft_max_f32", "soft_max_f16_4")
 def _(name: str, check: bool) -> Outcome:
-    """The softmax of a scaled row with a mask, and a sink of each head."""
     x, sinks = torch.randn(2, 3, 5, 68), torch.randn(3)
     mask = torch.randn(1, 1, 5, 68).to(torch.float16 if "f16" in name else torch.float32)
     out = torch.empty_like(x)
@@ -148,10 +139,8 @@ def _(name: str, check: bool) -> Outcome:
 
 
 def weights(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """A random matrix in one of ggml's formats, and in float64."""
-    if kind in ("f16", "bf16", "f32"):
-        names = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
-        values = torch.randn(rows, columns).to(names[kind])
+    if kind in DTYPES:
+        values = torch.randn(rows, columns).to(DTYPES[kind])
         return values, values.double()
     block = {"q8_0": 32, "q4_0": 32, "q4_K": 256}[kind]
     scale = torch.rand(rows, columns // block, 1).half()
@@ -225,10 +214,7 @@ def _(name: str, check: bool) -> Outcome:
     "flash_attn_ext_vec_f16_dk64_dv64",
 )
 def _(name: str, check: bool) -> Outcome:
-    """(batch, heads, sequence, head_dim), grouped heads, with a mask."""
-    dtype = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[
-        name.split("_")[-3]
-    ]
+    dtype = DTYPES[name.split("_")[-3]]
     q = torch.randn(1, HEADS, QUERIES, HEAD_DIM)
     k, v = torch.randn(2, 1, KV_HEADS, KEYS, HEAD_DIM).to(dtype)
     mask = torch.zeros(1, 1, QUERIES, KEYS, dtype=torch.float16)
@@ -250,7 +236,5 @@ def _(name: str, check: bool) -> Outcome:
              groups=(2, 2, 1), size=(32, 1, 1))  # fmt: skip
         call(name, check, params("flash_attn_ext", **kargs), q, k, v, mask, mask, mask, blocks, out,
              groups=(2, HEADS, 1), size=(32, 4, 1), shared=16384)  # fmt: skip
-    wide = scaled_dot_product_attention(
-        q.double(), k.double(), v.double(), attn_mask=mask.double(), enable_gqa=True
-    )
-    return out, wide.transpose(1, 2)
+    q, k, v, mask = (x.double() for x in (q, k, v, mask))
+    return out, scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)

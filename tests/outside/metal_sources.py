@@ -1,7 +1,4 @@
-"""Kernels of MLX and PyTorch, unmodified, in the simulator: their results, and torch's.
-
-The headers come from the wheels on PyPI (peers.py). Each family uses a feature that others do not.
-"""
+"""Kernels of MLX and PyTorch, unmodified, in the simulator: their results, and torch's."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,14 +15,7 @@ from . import peers
 FOLDERS = {peers.MLX: "mlx/backend/metal/kernels", peers.TORCH: "c10/metal"}
 UTILS = ("defines.h", "utils.h")
 GEMM = (*UTILS, "steel/gemm/gemm.h")
-CONV_HEADERS = (
-    *(*UTILS, "steel/gemm/mma.h", "steel/conv/conv.h", "steel/conv/params.h"),
-    "steel/conv/kernels/steel_conv.h",
-)
-GEMM_CONSTANTS = dict.fromkeys(("has_batch", "use_out_source", "do_axpby"), False) | dict.fromkeys(
-    ("align_M", "align_N", "align_K"), True
-)
-# 64 = 8 * 8
+CONV = (*UTILS, "steel/gemm/mma.h", "steel/conv/conv.h", "steel/conv/params.h")
 FFT_CONSTANTS = dict.fromkeys(range(3, 23), 0) | {0: False, 1: True, 2: 8, 6: 2, 22: False}
 IGAMMA = """
 kernel void k0(const device float* x, device float* out, uint i [[thread_position_in_grid]]) {
@@ -33,7 +23,6 @@ kernel void k0(const device float* x, device float* out, uint i [[thread_positio
 }"""
 
 Outcome = tuple[Tensor, Tensor]
-Constants = Mapping[Any, bool | int]
 FAMILIES: dict[str, Callable[[], Outcome]] = {}
 
 
@@ -42,7 +31,7 @@ def family(
     headers: tuple[str, ...],
     kernel: str,
     wheel: str = peers.MLX,
-    constants: Constants | None = None,
+    constants: Mapping[Any, bool | int] | None = None,
 ) -> Callable[[Callable[[ShaderLibrary], Outcome]], None]:
     """Adds a family: runs `kernel`, an instance of a template or a text, as k0 of the library."""
     lines = ["#include <metal_stdlib>", "#include <metal_simdgroup>", "using namespace metal;"]
@@ -164,7 +153,8 @@ def _(library: ShaderLibrary) -> Outcome:
     "steel gemm, fused",
     (*GEMM, "steel/gemm/kernels/steel_gemm_fused.h"),
     "gemm<half, 32, 32, 16, 2, 2, false, true, float>",
-    constants=GEMM_CONSTANTS,
+    constants=dict.fromkeys(("has_batch", "use_out_source", "do_axpby"), False)
+    | dict.fromkeys(("align_M", "align_N", "align_K"), True),
 )
 def _(library: ShaderLibrary) -> Outcome:
     a, b = torch.randn(32, 48).half(), torch.randn(32, 48).half()
@@ -175,7 +165,11 @@ def _(library: ShaderLibrary) -> Outcome:
     return out, a @ b.T
 
 
-@family("steel conv", CONV_HEADERS, "implicit_gemm_conv_2d<half, 32, 32, 16, 2, 2, 0, false>")
+@family(
+    "steel conv",
+    (*CONV, "steel/conv/kernels/steel_conv.h"),
+    "implicit_gemm_conv_2d<half, 32, 32, 16, 2, 2, 0, false>",
+)
 def _(library: ShaderLibrary) -> Outcome:
     """3x3, 16 channels in and 32 out, 6x6 pixels, padded."""
     x, weight = torch.randn(1, 6, 6, 16).half(), torch.randn(32, 3, 3, 16).half()

@@ -28,10 +28,8 @@ HEADERS = {
     TORCH: ("torch/include/ATen/native/mps/kernels/", "torch/include/c10/metal/"),
     GGML: ("pywhispercpp/.dylibs/libggml-metal.",),
 }
-DOWNLOAD_SECONDS = 900
 
 METAL_TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
-TORCH_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 MLX_ATTENTION = """
 #include "mlx/backend/metal/kernels/utils.h"
@@ -62,20 +60,17 @@ class PeerUnavailable(RuntimeError):
 
 
 def include_dir(requirement: str) -> Path:
-    """The include directory of a wheel. Raises PeerUnavailable if pip cannot get it."""
     return _wheel(requirement) / requirement.split("==")[0].split("-")[0] / "include"
 
 
 @lru_cache
 def ggml_source() -> str:
-    """The text of ggml's kernels for Apple's compiler. Raises PeerUnavailable too."""
     [library] = _wheel(GGML).glob(f"{HEADERS[GGML][0]}*")
     text = library.read_bytes().partition(b"#define GGML_COMMON_DECL_METAL")
     return b"".join(text[1:]).partition(b"\0")[0].decode()
 
 
 def _wheel(requirement: str) -> Path:
-    """The folder with a wheel's files, downloaded once into the user's cache."""
     folder = cache.default_dir() / "peers" / requirement.replace("==", "-")
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "complete"
@@ -95,15 +90,10 @@ def _download(requirement: str, folder: Path) -> None:
     command += ["--dest", str(folder), requirement]
     try:
         # The wheels are only read, so constraints on installed packages do not apply.
-        pip = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=DOWNLOAD_SECONDS,
-            env=os.environ | {"PIP_CONSTRAINT": os.devnull},
-        )
+        settings = os.environ | {"PIP_CONSTRAINT": os.devnull}
+        pip = subprocess.run(command, capture_output=True, text=True, timeout=900, env=settings)
     except subprocess.TimeoutExpired:
-        raise PeerUnavailable(f"pip took over {DOWNLOAD_SECONDS} s for {requirement}") from None
+        raise PeerUnavailable(f"pip took over 900 s for {requirement}") from None
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or not wheels:
         reason = pip.stderr.strip().split("\n")[-1]
@@ -123,7 +113,6 @@ def params(*fields: tuple[str, Any]) -> Tensor:
 
 
 def outer_strides(*tensors: Tensor) -> list[int]:
-    """Batch, head and row strides, one tensor after the other."""
     return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 
@@ -136,7 +125,6 @@ def _attend(
     group_size: tuple[int, int],
     lane_map: str | int | None,
 ) -> tuple[Tensor, Counters]:
-    """Run a kernel whose threadgroups each have a block of one head's queries."""
     out = operands[3]
     batch, heads, q_length, _ = out.shape
     getattr(library, kernel)(
@@ -163,11 +151,7 @@ def _mlx(
     lane_map: str | int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Counters]:
-    """MLX's attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal.
-
-    mask: (B, H, Lq, Lk), bool or of q's dtype. options: those of `compile_shader`.
-    Returns out, and the counters of the run.
-    """
+    """MLX's attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal."""
     batch, heads, q_length, head_dim = q.shape
     kv_length, element = k.shape[2], METAL_TYPES[q.dtype]
     mask_type = "bool" if mask is not None and mask.dtype == torch.bool else element
@@ -220,7 +204,7 @@ def _torch(
 ) -> tuple[Tensor, Counters]:
     """PyTorch 2.15's attention, with the arguments of `_mlx`, but top-left causal."""
     batch, heads, q_length, head_dim = q.shape
-    element = TORCH_TYPES[q.dtype]
+    element = str(q.dtype).removeprefix("torch.")
     mask_type = "bool_" if mask is not None and mask.dtype == torch.bool else element
     name = (
         f"{kernel}_{element}_bq{block_q}_bk{block_k}_bd{head_dim}_wm4_wn1"
@@ -240,36 +224,28 @@ def _torch(
 
 
 def block_k(q: Tensor) -> int:
-    """Keys of a block, as both MLX and PyTorch choose them."""
     return 32 if q.shape[3] < 128 else 16
 
 
 def mlx_steel_attention(q: Tensor, *kv: Tensor, **options: Any) -> tuple[Tensor, Counters]:
-    """MLX's attention on 8x8 matrices; arguments and result as of `_mlx`."""
     return _mlx("attention", 32, block_k(q), q, *kv, **options)
 
 
 def mlx_nax_attention(
     *qkv: Tensor, lane_map: str | int = "apple10", **options: Any
 ) -> tuple[Tensor, Counters]:
-    """MLX's attention for M5, on tensor operations."""
     return _mlx("attention_nax", 64, 32, *qkv, lane_map=lane_map, language="4.0", **options)
 
 
 def torch_prefill_attention(q: Tensor, *kv: Tensor, **options: Any) -> tuple[Tensor, Counters]:
-    """PyTorch's attention on 8x8 matrices; arguments and result as of `_torch`."""
-    group = (128, 1)
-    header = "PrefillAttention.h"
-    return _torch("prefill_attention", header, 32, block_k(q), group, q, *kv, **options)
+    sizes = (32, block_k(q), (128, 1))
+    return _torch("prefill_attention", "PrefillAttention.h", *sizes, q, *kv, **options)
 
 
 def torch_mpp_attention(
     *qkv: Tensor, table: str = "apple10", lane_map: str | int | None = None, **options: Any
 ) -> tuple[Tensor, Counters]:
-    """PyTorch's attention for macOS 26.2, on tensor operations.
-
-    table: the lane map that the kernel is written for, and by default runs under.
-    """
+    """table: the lane map that the kernel is written for, and by default runs under."""
     kernel = f"prefill_attention_mpp_{table.replace('apple', 'a')}"
     options |= {"language": "4.0", "lane_map": table if lane_map is None else lane_map}
     return _torch(kernel, "MppAttention.h", 64, 32, (32, 4), *qkv, **options)

@@ -26,7 +26,6 @@ def test_a_kernel_of_a_family_runs_right(mlx, aten, name):
 
 @pytest.mark.parametrize("name", ggml_kernels.RUNS)
 def test_a_kernel_of_ggml_runs_right(ggml, name):
-    """With checks, except a kernel that reads other lanes' values without a barrier."""
     torch.manual_seed(0)
     if name in ggml_kernels.RACES:
         with pytest.raises(SimulatorFault, match=r"^race: "):
@@ -37,42 +36,32 @@ def test_a_kernel_of_ggml_runs_right(ggml, name):
 
 
 def headers(requirement):
-    try:
-        return peers.include_dir(requirement)
-    except peers.PeerUnavailable as error:
-        pytest.skip(str(error))
+    @pytest.fixture(scope="session")
+    def folder():
+        try:
+            return peers.include_dir(requirement)
+        except peers.PeerUnavailable as error:
+            pytest.skip(str(error))
+
+    return folder
 
 
-@pytest.fixture(scope="session")
-def mlx():
-    return headers(peers.MLX)
+mlx, ggml, aten = map(headers, (peers.MLX, peers.GGML, peers.TORCH))
 
 
-@pytest.fixture(scope="session")
-def ggml():
-    return headers(peers.GGML)
-
-
-@pytest.fixture(scope="session")
-def aten():
-    return headers(peers.TORCH)
-
-
-def make_qkv(dtype, *, q_length, kv_length, head_dim, heads=4, kv_heads=2, batch=1):
+def make_qkv(dtype, q_length, kv_length, head_dim):
     torch.manual_seed(0)
-    q = torch.randn(batch, heads, q_length, head_dim).to(dtype)
-    k = torch.randn(batch, kv_heads, kv_length, head_dim).to(dtype)
-    v = torch.randn(batch, kv_heads, kv_length, head_dim).to(dtype)
-    return q, k, v
+    shapes = (4, q_length, head_dim), (2, kv_length, head_dim), (2, kv_length, head_dim)
+    return [torch.randn(1, *shape).to(dtype) for shape in shapes]
 
 
-def make_mask(kind, dtype, heads, q_length, kv_length):
+def make_mask(kind, dtype, q_length, kv_length):
     """(B, H, Lq, Lk), bool without an empty row, or additive."""
     if kind is None:
         return None
     if kind == "additive":
-        return torch.randn(1, heads, q_length, kv_length).to(dtype)
-    mask = torch.rand(1, heads, q_length, kv_length) > 0.3
+        return torch.randn(1, 4, q_length, kv_length).to(dtype)
+    mask = torch.rand(1, 4, q_length, kv_length) > 0.3
     mask[..., 0] = True
     return mask
 
@@ -110,8 +99,8 @@ def visible(q, k, causal, mask, corner=0):
     ],
 )
 def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length, kv_length, check):
-    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=head_dim)
-    mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    q, k, v = make_qkv(dtype, q_length, kv_length, head_dim)
+    mask = make_mask(mask_kind, dtype, q_length, kv_length)
     out, _ = kernel(q, k, v, causal=causal, mask=mask, check=check)
     corner = kv_length - q_length if kernel is peers.mlx_steel_attention else 0
     assert_as_good_as_torch(out, q, k, v, visible(q, k, causal, mask, corner))
@@ -129,10 +118,9 @@ def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length
     ],
 )
 def test_mlx_sdpa_vector(mlx, dtype, q_length, mask_kind, check):
-    """In one pass for one query, in two for more."""
     kv_length, blocks = (100, 1) if q_length == 1 else (150, 32)
-    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)
-    mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    q, k, v = make_qkv(dtype, q_length, kv_length, 64)
+    mask = make_mask(mask_kind, dtype, q_length, kv_length)
     constants = {
         **dict.fromkeys(("query_transposed", "do_causal", "has_sinks"), False),
         "has_mask": mask is not None,
@@ -179,8 +167,8 @@ NAX, MPP = peers.mlx_nax_attention, peers.torch_mpp_attention
 )
 def test_tensor_operations(mlx, aten, kernel, lane_map, head_dim, causal, mask_kind, dtype, check):
     """Each kernel is right under its lane map, and wrong under all others."""
-    q, k, v = make_qkv(dtype, q_length=70, kv_length=101, head_dim=head_dim)
-    mask = make_mask(mask_kind, dtype, 4, 70, 101)
+    q, k, v = make_qkv(dtype, 70, 101, head_dim)
+    mask = make_mask(mask_kind, dtype, 70, 101)
     options = {"causal": causal, "mask": mask, "check": check}
     out, _ = kernel(q, k, v, **options, lane_map=lane_map)
     corner = 101 - 70 if kernel is NAX else 0
@@ -201,22 +189,15 @@ def test_tensor_operations(mlx, aten, kernel, lane_map, head_dim, causal, mask_k
 )
 def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
     q_length, kv_length = 2, 100
-    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)
-    mask = None if mask_kind == "causal" else make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    q, k, v = make_qkv(dtype, q_length, kv_length, 64)
+    mask = None if mask_kind == "causal" else make_mask(mask_kind, dtype, q_length, kv_length)
     out = torch.full_like(q, torch.nan)
     element = peers.METAL_TYPES[dtype]
     library = compile_shader(peers.DECODE, include_dirs=[aten], check=check)
     suffix = {None: "none", "causal": "none_causal", "bool": "bool", "additive": element}[mask_kind]
     any_mask = torch.zeros(1, 1, 1, 1, dtype=torch.uint8) if mask is None else mask
-    mask_strides = (any_mask.stride(3), any_mask.stride(2), any_mask.stride(1), any_mask.stride(0))
-    common = (
-        [t.stride(1) for t in (q, k, v)],
-        [t.stride(2) for t in (q, k, v)],
-        64**-0.5,
-        any_mask,
-        mask_strides,
-        [*(t.stride(0) for t in (q, k, v)), 4],
-    )
+    batches, heads, rows, _ = zip(*(t.stride() for t in (q, k, v)), strict=True)
+    common = (heads, rows, 64**-0.5, any_mask, any_mask.stride()[::-1], (*batches, 4))
     first = 4 if passes == 1 else 6
     casts = {first + i: "int32" for i in (0, 1, 2, 3, 6, 7)}
     whole = {"threads": (4 * 1024, q_length, 1), "group_size": (1024, 1, 1)}
@@ -251,7 +232,6 @@ TORCH_HEADERS = """
     "project,text", [("mlx", MLX_HEADERS), ("aten", TORCH_HEADERS)], ids=["mlx", "torch"]
 )
 def test_the_lint_finds_nothing_that_apple_accepts(project, text, request):
-    """Only rules of this project, and texts that do not compile here, may be reported."""
     findings = lint_source(text, include_dirs=[str(request.getfixturevalue(project))])
     rules = {finding.rule for finding in findings}
     assert rules & PROJECT_RULES

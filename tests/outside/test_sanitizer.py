@@ -61,10 +61,7 @@ def test_faults_of_a_text_are_told_apart():
 
 
 def test_small_problems_have_every_kernel():
-    """Exceptions: probes, kernels of Metal 4, and flash_bwd_captures.
-
-    flash_bwd_captures adds to zeros that torch writes, and a recording has launches only.
-    """
+    """Exceptions: probes, Metal 4, and flash_bwd_captures, which adds to zeros of torch's."""
     launched = set()
     for case in problems.cases():
         with simulate(record=True) as run:
@@ -80,7 +77,6 @@ def test_small_problems_have_every_kernel():
 
 
 def test_faults_are_planted_in_every_kernel():
-    """One for each tool; faults in barriers only in kernels that have a barrier."""
     contents, sources = packed_cases("^(softmax|apply_causal|rope|merge|index)")
     for name, source in sources.items():
         has_barrier = source.kernel == "softmax" and "#define ROW_SIMDGROUPS 1\n" not in source.text
@@ -162,19 +158,12 @@ class FakeDriver:
 
 
 def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
-    """On the fake driver only a result of zeros is right."""
     fake = FakeDriver(monkeypatch)
     (tmp_path / "p").write_bytes(b"cubin")
     dispatch = packed.Dispatch("p", (2, 1, 1), (32, 1, 1), {0: ("x", 0), 2: ("out", 4)}, {1: b"ab"})
     for expected, right in ((bytes(8), True), (np.ones(2, np.float32).tobytes(), False)):
-        problem = packed.Problem(
-            "zero",
-            "float32",
-            [dispatch],
-            {"x": b"1234"},
-            {"out": ("float32", expected)},
-            {"out": 8},
-        )
+        results = {"out": ("float32", expected)}
+        problem = packed.Problem("zero", "float32", [dispatch], {"x": b"1234"}, results, {"out": 8})
         every = Packed({"p": Program("", "k", [0, 1, 2, 5])}, [problem])
         assert sanitize.replay(driver.Programs(tmp_path, every), problem) == right
     assert fake.launched == [(2, 1, 1, 32, 1, 1)] * 2
@@ -188,7 +177,6 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
 
 
 def test_the_gpus_side_needs_numpy_only():
-    """The machine with the GPU has only this folder."""
     for module in ("__init__", "driver", "packed", "sanitize"):
         text = (Path(sanitize.__file__).parent / f"{module}.py").read_text()
         for node in ast.walk(ast.parse(text)):

@@ -16,28 +16,22 @@ from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
 from torch_metal_attn.runtime import extension, shaders, version
 
 repository = pytest.importorskip("repository", reason="no .ci folder")
-EXTENSION = extension.PATH
-
 needs_checkout = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 
 
-def symbols(*options):
+def symbols(on_macos="-u", elsewhere="--undefined-only"):
+    options = [on_macos] if sys.platform == "darwin" else ["-D", elsewhere]
     nm = shutil.which("nm")
     if nm is None:
         pytest.skip("nm is not installed")
-    listing = subprocess.run([nm, *options, str(EXTENSION)], capture_output=True, text=True)
+    listing = subprocess.run([nm, *options, extension.PATH], capture_output=True, text=True)
     assert listing.returncode == 0, listing.stderr
     names = [line.split()[-1].split("@")[0] for line in listing.stdout.splitlines() if line.strip()]
     return [name.removeprefix("_") for name in names] if sys.platform == "darwin" else names
 
 
-def undefined_symbols():
-    return symbols("-u") if sys.platform == "darwin" else symbols("-D", "--undefined-only")
-
-
 @needs_checkout
 def test_setuptools_that_is_too_old(tmp_path):
-    """As a new environment of Python 3.11 has it, where --no-build-isolation uses it."""
     old = tmp_path / "setuptools" / "command"
     old.mkdir(parents=True)
     (old.parent / "__init__.py").write_text('__version__ = "65.5.0"\nExtension = setup = None\n')
@@ -58,7 +52,6 @@ def test_setuptools_that_is_too_old(tmp_path):
 @needs_checkout
 @pytest.mark.parametrize("url", ["", "https://example.org/someone/torch_metal_attn"])
 def test_the_repository_is_named_once(url, tmp_path, monkeypatch, capsys):
-    """By pyproject.toml; the build says if it is empty."""
     project = (ROOT / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(
         re.sub('^repository = ".*"$', f'repository = "{url}"', project, flags=re.MULTILINE)
@@ -134,9 +127,7 @@ print("jobs:", os.environ["MAX_JOBS"], "platform:", sysconfig.get_platform())
 
 @needs_checkout
 @pytest.mark.parametrize(
-    # The system keeps 2 of 8 GB; the user's own number wins.
-    ("ninja", "environment", "jobs"),
-    [(True, {}, 6), (False, {"MAX_JOBS": "3"}, 3)],
+    ("ninja", "environment", "jobs"), [(True, {}, 6), (False, {"MAX_JOBS": "3"}, 3)]
 )
 def test_on_a_mac_only_arm64_is_built(ninja, environment, jobs, tmp_path):
     if not ninja:
@@ -157,12 +148,12 @@ def test_on_a_mac_only_arm64_is_built(ninja, environment, jobs, tmp_path):
 
 def test_extension_needs_no_python():
     """So one file serves every Python, and building it needs no Python headers."""
-    assert EXTENSION.name == "_C.abi3.so"
-    assert [name for name in undefined_symbols() if re.match(r"_?Py", name)] == []
+    assert extension.PATH.name == "_C.abi3.so"
+    assert [name for name in symbols() if re.match(r"_?Py", name)] == []
 
 
 def test_only_torchs_stable_c_functions_are_used():
-    names = undefined_symbols()
+    names = symbols()
     torch_names = [name for name in names if "torch" in name or "c10" in name]
     assert len(torch_names) > 20, "nm found nothing: this test cannot tell"
     assert [name for name in torch_names if not re.match(r"(aoti_torch|torch)_\w+$", name)] == []
@@ -171,7 +162,7 @@ def test_only_torchs_stable_c_functions_are_used():
 
 
 def test_what_others_call_is_exported():
-    exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
+    exported = symbols("-gU", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     names = """allow_tf32 hold_tensor let_meta_pass make_tiles params_text refusal
         limit_pieces release_tensor set_gpu_cores set_gpu_name set_shader_text set_simulator
@@ -186,7 +177,7 @@ def test_the_same_source_serves_every_torch_from_2_10():
     """The headers hide what came after TORCH_TARGET_VERSION; setup.py must say 2.10."""
     assert 'TORCH_2_10 = "0x020a000000000000"' in (ROOT / "setup.py").read_text()
     later = {"torch_exception_get_what", "torch_mps_set_arg_bytes", "torch_library_def_with_tags"}
-    assert later.isdisjoint(undefined_symbols())
+    assert later.isdisjoint(symbols())
 
 
 @each_case("family", shaders.families())
@@ -208,7 +199,6 @@ def test_unknown_family():
 @needs_checkout
 @each_case("family", shaders.families())
 def test_line_directives_name_the_original(family):
-    """Every line of the flattened text is the line of the file that #line says it is."""
     name, number, checked = None, 0, 0
     head, mark, text = shaders.source(family).partition("#line")
     assert re.fullmatch(r"(#(include <.*>|(if|pragma|define) .*|endif)\n)+", head)
@@ -225,37 +215,32 @@ def test_line_directives_name_the_original(family):
     assert checked > 100
 
 
-def write(folder, **files):
-    for stem, text in files.items():
-        name = f"{stem}.metal" if stem == "main" else f"{stem}.h"
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder / "main.metal"
-
-
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("shader", "header", "message"),
     [
-        ({"main": "x\n// caf\u00e9\n"}, "shaders/main.metal:2: a character that is not ASCII"),
+        ("x\n// caf\u00e9\n", "", "shaders/main.metal:2: a character that is not ASCII"),
         (
-            {"main": '#include "a.h"\n', "a": "#pragma once\n\u00b5\n"},
+            '#include "a.h"\n',
+            "#pragma once\n\u00b5\n",
             "shaders/a.h:2: a character that is not ASCII",
         ),
-        ({"main": '\n#include "absent.h"\n'}, 'shaders/main.metal:2: no file "absent.h"'),
-        ({"main": '#include "../setup.py"\n'}, 'main.metal:1: no file "../setup.py"'),
-        ({"main": '#include "a.h"\n', "a": "x\n"}, "shaders/a.h:1: a header without #pragma once"),
+        ('\n#include "absent.h"\n', "", 'shaders/main.metal:2: no file "absent.h"'),
+        ('#include "../setup.py"\n', "", 'main.metal:1: no file "../setup.py"'),
+        ('#include "a.h"\n', "x\n", "shaders/a.h:1: a header without #pragma once"),
         (
-            {"main": '#ifdef X\n# include "a.h"\n#endif\n', "a": "#pragma once\n"},
+            *('#ifdef X\n# include "a.h"\n#endif\n', "#pragma once\n"),
             'shaders/main.metal:2: include of "a.h" in a conditional block',
         ),
     ],
 )
-def test_flatten_refuses(tmp_path, files, message):
+def test_flatten_refuses(tmp_path, shader, header, message):
+    (tmp_path / "main.metal").write_text(shader, encoding="utf-8")
+    (tmp_path / "a.h").write_text(header, encoding="utf-8")
     with pytest.raises(shaders.ShaderError, match=re.escape(message)):
-        shaders.flatten(write(tmp_path, **files))
+        shaders.flatten(tmp_path / "main.metal")
 
 
 def test_package_data_wins_over_a_checkout(tmp_path, monkeypatch):
-    """An installed package reads what was flattened into it."""
     (tmp_path / "built.metal").write_text("kernel void built() {}\n")
     monkeypatch.setattr(shaders, "_PACKAGE_DATA", tmp_path)
     assert shaders.families() == ["built"]

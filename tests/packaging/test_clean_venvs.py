@@ -64,7 +64,6 @@ load("your/model")
     ],
 )
 def test_readme_blocks(shell, printed, passes, tmp_path, capfd):
-    """One session of Python, in the folder and the environment of the first commands."""
     settings = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     page = PAGE.format(shell=shell, printed=printed)
     assert clean_venvs.passes(page, tmp_path, settings) == passes
@@ -72,7 +71,6 @@ def test_readme_blocks(shell, printed, passes, tmp_path, capfd):
 
 
 def test_the_first_steps_are_run():
-    """Installation, a first result and its output, and verify, in this order."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     steps = ["pip install --no-build-isolation", "torch.Size", "torch_metal_attn verify", "1 {}"]
     seen = [[block, *outputs] for _, block, outputs in clean_venvs._blocks(text)]

@@ -52,15 +52,12 @@ def layout(wheel, tmp_path_factory):
 
 
 def run(layout, script, *arguments):
-    environment = {
-        "LOCAL_KERNELS": f"someone/torch-metal-attn={layout}",
-        "HF_HUB_OFFLINE": "1",
-    }
+    kernels = f"someone/torch-metal-attn={layout}"
+    environment = {"LOCAL_KERNELS": kernels, "HF_HUB_OFFLINE": "1"}
     return run_program(script, *arguments, folder=layout, **environment)
 
 
 def test_loads_through_local_kernels(layout):
-    """The package comes from the folder, though it may be installed too, and computes."""
     done = run(layout, USE, "mps" if ON_MPS else "cpu")
     assert done.returncode == 0, done.stderr
     assert f"version: {hf_kernel.project_version()}" in done.stdout

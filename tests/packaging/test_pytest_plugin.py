@@ -29,7 +29,6 @@ KERNEL = '"kernel void add(device float* x, uint i [[thread_position_in_grid]]) 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A folder with what pip installs."""
     folder = tmp_path_factory.mktemp("site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
@@ -38,7 +37,7 @@ def installed(wheel, tmp_path_factory):
 
 @pytest.fixture
 def run(installed, tmp_path):
-    """Runs pytest in a project of these files; returns what it printed."""
+    """Runs pytest in a project of these files and returns its output."""
 
     def run(*options, **files):
         for name, text in files.items():
@@ -112,7 +111,6 @@ def test_what_torch_refuses(compile_shader, declared, says):
 
 
 def test_a_run_that_replaces_compile_shader(run):
-    """Also where a module compiles when it is imported, and under another name."""
     printed = run(
         "-o",
         "simulate_metal=true",

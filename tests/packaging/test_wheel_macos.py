@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -58,10 +59,9 @@ def built(folder, source=SOURCE):
     here = ["-march=native", "-specs=/no/such/file", "-L/no/such/folder", "-ltorch_cpu", "-shared"]
     options = [*here, "-std=c++20", "-fvisibility=hidden"]
     compiled, library = str(folder / "lib.o"), folder / "_C.abi3.so"
-    if macos_cc.run(["-c", str(folder / "lib.cpp"), "-o", compiled, *options], folder) != 0:
-        return None
-    if macos_cc.run([compiled, "-o", str(library), *options], folder) != 0:
-        return None
+    for arguments in (["-c", str(folder / "lib.cpp"), "-o", compiled], [compiled, "-o", library]):
+        if macos_cc.run([*map(str, arguments), *options], folder) != 0:
+            return None
     return library
 
 
@@ -140,14 +140,6 @@ def test_planted_faults_are_found(tmp_path, planted):
         assert [line for line in problems if line.startswith(fault)]
 
 
-def edited(library, folder, edit):
-    """A copy of the library with its load commands changed by `edit`."""
-    binary = lief.MachO.parse(str(library)).at(0)
-    edit(binary)
-    binary.write(str(folder / "edited.so"))
-    return folder / "edited.so"
-
-
 def for_macos_13(binary):
     binary.build_version.minos = [13, 0, 0]
 
@@ -165,7 +157,10 @@ def for_intel(binary):
     ],
 )
 def test_a_wrong_header(library, tmp_path, edit, fault):
-    problems = faults(edited(library, tmp_path, edit))
+    binary = lief.MachO.parse(str(library)).at(0)
+    edit(binary)
+    binary.write(str(tmp_path / "edited.so"))
+    problems = faults(tmp_path / "edited.so")
     assert [line for line in problems if line.startswith(fault)]
 
 
@@ -175,11 +170,9 @@ def test_a_library_of_linux():
 
 
 def test_versions_are_the_last_patch_of_each_minor(monkeypatch):
-    def index(command, **_):
-        listed = "Available versions: 2.11.1, 2.11.0, 2.10.10, 2.10.9, 2.10.2+cpu, 2.9.1, 2.8.0\n"
-        return subprocess.CompletedProcess(command, 0, f"torch (2.11.1)\n{listed}", "")
-
-    monkeypatch.setattr(subprocess, "run", index)
+    listed = "Available versions: 2.11.1, 2.11.0, 2.10.10, 2.10.9, 2.10.2+cpu, 2.9.1, 2.8.0\n"
+    done = subprocess.CompletedProcess([], 0, f"torch (2.11.1)\n{listed}", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     assert torches.versions() == ["2.10.10", "2.11.1"]
 
 
@@ -191,10 +184,8 @@ def test_no_index(monkeypatch):
 
 def test_a_wheel_is_read_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    read = []
-    monkeypatch.setattr(
-        torches, "_read_wheel", lambda version: read.append(version) or torch_with(THERE)
-    )
+    read = mock.Mock(return_value=torch_with(THERE))
+    monkeypatch.setattr(torches, "_read_wheel", read)
     assert torches.load("2.10.0") == torches.load("2.10.0") == torch_with(THERE)
-    assert read == ["2.10.0"]
+    read.assert_called_once_with("2.10.0")
     assert sys.platform == "darwin" or [*tmp_path.rglob("*.json.gz")]

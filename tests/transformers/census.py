@@ -1,8 +1,7 @@
 """Every class of transformers' auto mappings, small, with metal_attn, against its eager attention.
 
-Run `make census`, or `python -m tests.transformers.census [NAME ...]`. Each class must be equal to
-eager attention in every way in which it can be used, or be refused with a reason. None is accepted
-without a call in a kernel. bench/results/census.md is the result.
+Run `make census`, or `python -m tests.transformers.census [NAME ...]`. Each class must call the
+kernels and equal eager attention in every way, or be refused with a reason.
 """
 
 import argparse
@@ -86,7 +85,6 @@ class Entry:
 
     @property
     def advice(self) -> str:
-        """The attention that runs the class, as its refusal says."""
         if "sdpa_replaced()" in self.refused:
             return "sdpa_replaced()"
         named = re.search(r'attn_implementation="(\w+)"', self.refused)
@@ -94,7 +92,7 @@ class Entry:
 
 
 class TookTooLong(BaseException):
-    """A class took too long. It is no Exception, so that no model catches it."""
+    """It is no Exception, so that no model catches it."""
 
 
 def classes() -> list[tuple[str, str]]:
@@ -110,9 +108,12 @@ def classes() -> list[tuple[str, str]]:
 
 
 def examine(model_type: str, kind: str) -> Entry:
-    """Build one class small, and compare it in every way."""
     entry = Entry(model_type, kind)
-    before = signal.signal(signal.SIGPROF, _stop)
+
+    def stop(*_: Any) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         _examine(entry)
@@ -126,10 +127,6 @@ def examine(model_type: str, kind: str) -> Entry:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
     return entry
-
-
-def _stop(*_: Any) -> None:
-    raise TookTooLong
 
 
 def _examine(entry: Entry) -> None:
@@ -190,7 +187,6 @@ def _advice_fails(
 
 
 def eager(model_type: str, kind: str) -> tuple[Any, dict[str, Any], list[Tensor]]:
-    """A small model of a class, inputs that it accepts, and its output for them."""
     model_class = getattr(transformers, kind, None)
     if model_class is None:
         raise NotSmallError(f"transformers has no {kind}")
@@ -233,7 +229,6 @@ def _answer(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 def _numbers(result: Any) -> Iterator[Tensor]:
-    """The floating tensors of an output, without caches and attention weights."""
     if isinstance(result, Tensor) and result.is_floating_point() and result.numel():
         yield result
     elif isinstance(result, dict):
@@ -328,15 +323,13 @@ def _fault(actual: list[Tensor], expected: list[Tensor]) -> str:
 def _refusal(call: Callable[[], Any]) -> str | None:
     try:
         call()
-    except NotImplementedError as error:
-        return str(error)
     except Exception as error:
-        return f"fails with {shown(error)}"
+        is_refusal = isinstance(error, NotImplementedError)
+        return str(error) if is_refusal else f"fails with {shown(error)}"
     return None
 
 
 def summary(entries: list[Entry], total: int) -> str:
-    """The census as a page: counts, and the model types of each outcome."""
     entries = sorted(entries, key=lambda entry: (entry.model_type, entry.kind))
     outcomes = {name: [e for e in entries if e.outcome == name] for name in OUTCOMES}
     rows = [
@@ -345,14 +338,8 @@ def summary(entries: list[Entry], total: int) -> str:
     ]
     commit = ["git", "log", "-1", "--format=%h of %cs"]
     made = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
-    page = HEAD.format(
-        version=transformers.__version__,
-        tolerance=TOLERANCE,
-        count=len(entries),
-        total=total,
-        rows="\n".join(rows),
-        commit=made,
-    )
+    sizes = {"tolerance": TOLERANCE, "count": len(entries), "total": total, "commit": made}
+    page = HEAD.format(version=transformers.__version__, rows="\n".join(rows), **sizes)
     refused: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in outcomes.pop("refused"):
         # The reason without the names in it.

@@ -10,6 +10,7 @@ from torch_metal_attn.simulator import runs
 from torch_metal_attn.testing.judge import normal
 
 TOLERANCE = 1e-5
+LENGTHS = (17, 1, 13)  # of packed sequences
 # T5 adds a bias, Gemma 4 cuts masks up, PaliGemma's prefix is no band, indexers read masks.
 DENSE = {"T5", "Gemma4", "PaliGemma", "DeepSeek-V3.2", "GLM-MoE-DSA"}
 
@@ -31,7 +32,6 @@ def compare(name, side="none", device=None, model=None, fuse_rope=False, inputs=
 
 
 def compare_compiled(name, fuse_rope=False, **changes):
-    """The same of a model in one graph."""
     model, inputs = tiny.build(name, **changes), tiny.inputs(name, "left")
     if FAMILIES[name].generates:
         inputs["use_cache"] = False
@@ -65,9 +65,8 @@ def bounds(*ends, dtype=torch.int32):
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone(), **longest}
 
 
-def packed(model, *lengths):
-    """A row of sequences as the collator makes it, and the model's answers to each."""
-    parts = tiny.tokens(sum(lengths), batch=1).split(lengths, 1)
+def packed(model):
+    parts = tiny.tokens(sum(LENGTHS), batch=1).split(LENGTHS, 1)
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = collate([{"input_ids": part[0].tolist()} for part in parts])
     del batch["labels"]
@@ -75,7 +74,6 @@ def packed(model, *lengths):
 
 
 def compare_generated(name, side="left", fuse_rope=False, device="cpu", **options):
-    """The largest difference of the scores behind tokens that are equal."""
     model, inputs = tiny.build(name), tiny.inputs(name, side)
     options = {"disable_compile": True, "max_new_tokens": 6} | options
     expected, expected_scores = tiny.generate(model, inputs, **options)

@@ -18,7 +18,6 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 )
 from torch_metal_attn.simulator import runs  # noqa: E402
 
-TOLERANCE = 1e-5
 PROMPTS = tiny.prompts()
 
 
@@ -30,11 +29,10 @@ def expected(name):
 def assert_same(actual, expected):
     assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
     for (_, weights), (_, expected_weights) in zip(actual, expected, strict=True):
-        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-5)
 
 
 def in_batches(name, device="cpu", prompts=PROMPTS, **options):
-    """The results, the routes of all calls and the number of steps."""
     model, steps = tiny.build(name).to(device), []
     model.register_forward_hook(lambda *_: steps.append(1))
     with continuous_batching(model), record_routes() as routes:
@@ -60,16 +58,13 @@ class TestMatchesGenerate:
 
     @pytest.mark.parametrize("name", ["Gemma2", "gpt-oss"])
     def test_on_device(self, name, device):
-        """In the kernel at every layer and step, though they run in a thread of transformers'."""
         results, _, steps = in_batches(name, device)
         assert_same(results, expected(name))
-        run = runs.current()
-        if run is not None:
+        if (run := runs.current()) is not None:
             assert [launch.kernel for launch in run.launches] == ["flash_fwd"] * (2 * steps)
 
     @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
     def test_requests_that_are_evicted(self, name):
-        """The cache cannot hold all of them to their ends: some are computed a second time."""
         prompts = [PROMPTS[1], PROMPTS[1][::-1], PROMPTS[0]]
         results, routes, _ = in_batches(name, prompts=prompts, new_tokens=12, blocks=5)
         assert_same(results, tiny.generate_each(tiny.build(name), prompts, new_tokens=12))
@@ -96,7 +91,6 @@ class TestContext:
         assert_same(tiny.generate_each(first, PROMPTS), expected("Llama"))
 
     def test_managers_stay_on_their_side(self):
-        """A manager that is kept was made for one attention: with masks, or without."""
         model = tiny.build("Llama")
         sizes = {"num_blocks": 16, "page_size": 8, "max_batch_tokens": 16}
         config = transformers.ContinuousBatchingConfig(**sizes)
@@ -123,7 +117,7 @@ class TestContext:
             pass
         for name, reason in (
             ("Llama4", r"Llama4.* does not support flash attention"),
-            ("DeepSeek-V3", "DeepseekV3ForCausalLM caches latent ro"),  # since transformers 5.24
+            ("DeepSeek-V3", "DeepseekV3ForCausalLM caches latent ro"),
         ):
             model = tiny.build(name)
             with pytest.raises(NotImplementedError, match=reason), continuous_batching(model):

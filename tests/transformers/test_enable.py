@@ -36,19 +36,14 @@ PACKAGE = "torch_metal_attn.integrations.transformers"
 LORA = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 WRAPPERS = {
     "PEFT": lambda model: get_peft_model(model, LORA).eval(),
-    "compiled": lambda model: torch.compile(model),
-    "compiled PEFT": lambda model: torch.compile(
-        get_peft_model(model, LORA).eval(), backend="eager"
-    ),
+    "compiled": torch.compile,
+    "compiled PEFT": lambda model: torch.compile(WRAPPERS["PEFT"](model), backend="eager"),
     "DataParallel": torch.nn.DataParallel,
 }
-
-
 Q = normal(1, 2, 13, 8)
 GOOD = {"query": Q, "key": Q, "value": Q, "attention_mask": None, "module": torch.nn.Module()}
 ENDS = bounds(0, 6, 13)
-PADDED = torch.arange(13)[None] > 0
-LEFT = metal_attention_mask(1, 13, 13, attention_mask=PADDED, device="cpu")
+LEFT = metal_attention_mask(1, 13, 13, attention_mask=torch.arange(13)[None] > 0, device="cpu")
 NUMBER = torch.tensor(0.5, requires_grad=True)
 REFUSED = {
     NotImplementedError: {
@@ -96,23 +91,8 @@ def test_arguments_that_change_nothing():
     torch.testing.assert_close(out.transpose(1, 2), attention(Q, Q, Q)[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("SuperGlueForKeypointMatching", "does not use transformers' attention interface, so it"),
-        ("DeepseekOcr2ForConditionalGeneration", "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES"),
-    ],
-)
-def test_refused_before_it_is_built(name, reason):
-    """Neither can be built small."""
-    kind = getattr(transformers, name)
-    with torch.device("meta"), pytest.raises(NotImplementedError, match=reason):
-        kind._from_config(kind.config_class(), attn_implementation="metal_attn")
-
-
 class TestAttentionFunction:
     def test_no_mask_hides_nothing(self):
-        """As in eager attention, whatever the module says, which many only copied."""
         q, (k, v), module = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8), torch.nn.Module()
         causal = attention(q, k, v, causal=True, q_offset=0)[0].transpose(1, 2)
         full = attention(q, k, v)[0].transpose(1, 2)
@@ -128,7 +108,6 @@ class TestAttentionFunction:
         [(DECODE_QUERIES, {}), (DECODE_QUERIES + 1, {}), (1, {"dropout": 0.5}), (1, None)],
     )
     def test_kernel(self, queries, options):
-        """The one for few queries has no gradient and no dropout."""
         q = torch.randn(1, 2, queries, 8, requires_grad=options is None)
         k = torch.randn(1, 1, 20, 8)
         with simulate(record=True) as run:
@@ -138,8 +117,6 @@ class TestAttentionFunction:
         assert [launch.kernel for launch in run.recorded] == [kernel]
 
     def test_rows_that_are_not_contiguous_are_copied(self):
-        """As Inkling's keys are; `explain` names the copy, and its cost includes it."""
-
         class Attention(torch.nn.Module):
             def forward(self, q, k):
                 return metal_attention(self, q, k, q, None)[0]
@@ -162,7 +139,6 @@ class TestAttentionFunction:
 
     @pytest.mark.parametrize("form", ["none", "causal", "bool", "float", "descriptor"])
     def test_position_bias_with_every_mask(self, form):
-        """T5's bias has the heads as innermost dimension."""
         q, k, v = torch.randn(3, 2, 3, 13, 8)
         bias = torch.randn(1, 13, 13, 3).permute(0, 3, 1, 2)
         padded = torch.arange(13) >= torch.tensor([[0], [4]])
@@ -186,7 +162,6 @@ class TestAttentionFunction:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_sink_per_query(self, dtype):
-        """Inkling 2's: values and gradients, a query that sees no key."""
         generator = torch.Generator().manual_seed(0)
         exact = [torch.randn(2, 3, 13, 8, generator=generator) for _ in range(3)]
         exact.append(3 * torch.randn(2, 3, 13, 1, generator=generator))
@@ -216,24 +191,17 @@ class TestAttentionFunction:
         assert not results(ours, dtype)[0][1, :, :4].any()
 
 
-LENGTHS = (17, 1, 13)
-
-
 @pytest.mark.parametrize(
     "dtype, causal", [(torch.int32, True), (torch.int64, True), (torch.int32, False)]
 )
 def test_packed_on_device(dtype, causal, device):
     q, k, v = torch.randn(3, 1, 2, 31, 16)
-    out, _ = metal_attention(
-        torch.nn.Module(),
-        *(tensor.to(device) for tensor in (q, k, v)),
-        metal_attention_mask(1, 31, 31, device=device) if causal else None,
-        **{
-            name: value.to(device) if torch.is_tensor(value) else value
-            for name, value in bounds(0, 17, 18, 31, dtype=dtype).items()
-        },
-    )
-    parts = zip(*(tensor.split(LENGTHS, 2) for tensor in (q, k, v)), strict=True)
+    ends = bounds(0, 17, 18, 31, dtype=dtype)
+    ends |= {name: ends[name].to(device) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    mask = metal_attention_mask(1, 31, 31, device=device) if causal else None
+    tensors = (tensor.to(device) for tensor in (q, k, v))
+    out, _ = metal_attention(torch.nn.Module(), *tensors, mask, **ends)
+    parts = zip(*(tensor.split((17, 1, 13), 2) for tensor in (q, k, v)), strict=True)
     expected = torch.cat([attention(*part, causal=causal)[0] for part in parts], 2)
     torch.testing.assert_close(out.cpu(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
@@ -253,8 +221,6 @@ class TestEnable:
             tiny.build("Llama").set_attn_implementation(name)
 
     def test_text_of_classes(self):
-        """As inspect finds it: with decorators, inside others, and none of those without a file."""
-
         class Local:
             class Inner:
                 pass
@@ -266,7 +232,6 @@ class TestEnable:
         assert refusals.source(int) == ""
 
     def test_refuses_to_return_weights(self):
-        """The model's configuration may ask for them before or after `enable`."""
         model = tiny.build("Llama", output_attentions=True)
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in the config of"):
             enable(model)
@@ -304,7 +269,6 @@ class TestEnable:
 
     @pytest.mark.parametrize("wrapped", WRAPPERS)
     def test_wrapped_models(self, wrapped):
-        """Compiled ones are not compiled here: what `enable` does to them is the same."""
         model = WRAPPERS[wrapped](tiny.build("Llama"))
         inputs = {"input_ids": tiny.tokens()}
         with torch.compiler.set_stance("force_eager"):
@@ -324,16 +288,16 @@ class TestEnable:
 
     def test_refuses_other_objects_and_options(self):
         linear = torch.nn.Linear(2, 2)
-        reason = r"model is an? \w+; it must be a transformers PreTrained"
         for model in (linear, torch.compile(linear)):
-            with pytest.raises(TypeError, match=reason):
+            with pytest.raises(
+                TypeError, match=r"model is an? \w+; it must be a transformers PreT"
+            ):
                 enable(model)
         for option in ("fuse_rope", "absorb"):
             with pytest.raises(TypeError, match=f"{option} is 'yes'; it must be a bool"):
                 enable(linear, **{option: "yes"})
 
     def test_without_transformers(self, monkeypatch):
-        """Also with one that is too old: 5.3's masks are asked for in another way."""
         original = builtins.__import__
 
         def absent(name, *arguments, **options):

@@ -16,8 +16,6 @@ from torch_metal_attn.testing.judge import normal  # noqa: E402
 
 
 class Scores(nn.Module):
-    """A model as a function of tensors, without a cache."""
-
     def __init__(self, name, **changes):
         super().__init__()
         self.model = tiny.build(name, **changes)
@@ -27,7 +25,6 @@ class Scores(nn.Module):
 
 
 def texts(length, batch):
-    """Tokens and their padding, on the left."""
     starts = torch.tensor([0] * (batch - 1) + [3])[:, None]
     return tiny.tokens(length, batch), (torch.arange(length) >= starts).long()
 
@@ -35,7 +32,6 @@ def texts(length, batch):
 class TestTraced:
     @pytest.mark.parametrize("fuse_rope", [False, True])
     def test_text(self, fuse_rope):
-        """Works for any batch and length, few tokens too, after saving and loading."""
         scores = Scores("Gemma2")
         cases = [texts(19, 2), texts(13, 3), texts(31, 1)]
         with torch.no_grad():
@@ -51,7 +47,6 @@ class TestTraced:
         assert names.count("metal_attn::flash_fwd") == 2
 
     def test_causal_without_a_mask(self):
-        """Traced sizes are tensors; the diagonal stays with any of them."""
         q, k, v = normal(3, 1, 2, 21, 8)
 
         def attend(q, k, v):
@@ -75,7 +70,6 @@ def test_exported(tmp_path):
         for case, scores_of_case in zip(cases, expected, strict=True):
             actual = program.module()(*case)
             assert difference(actual, scores_of_case, case[1].bool()) <= TOLERANCE
-        # Headers that only the compiler of that C++ would include take it 10 s.
         options = {"aot_inductor.package_cpp_only": True, "aot_inductor.precompile_headers": False}
         package = torch._inductor.aoti_compile_and_package(
             program, package_path=str(tmp_path / "model.pt2"), inductor_configs=options

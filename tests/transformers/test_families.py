@@ -1,12 +1,4 @@
-"""Families of models in the ways that census.py does not go, against eager attention: on the
-device, packed, compiled, in training; the core families in all ways, with the routes they take.
-And faults that these comparisons must notice.
-
-Ways that a family does not have are not in its list: pictures and sound have no padding here, and
-encoders generate nothing. Compiling takes a second a model, so that is for core families that have
-each form of masks: Gemma 2 has Llama's in one of its layers, and ModernBERT has BERT's. With sinks
-gpt-oss is compiled in test_fuse_rope.py.
-"""
+"""Families of models against eager attention, in the ways that census.py does not go."""
 
 import pytest
 import torch
@@ -29,6 +21,7 @@ from tests.transformers.model_check import (  # noqa: E402
     packed,
 )
 from tests.transformers.tiny_families import CORE, FAMILIES, PROMPT  # noqa: E402
+from tests.transformers.tiny_inputs import padding  # noqa: E402
 from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
 from torch_metal_attn.simulator import runs, simulate  # noqa: E402
@@ -36,7 +29,7 @@ from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 PADDABLE = [name for name in FAMILIES if FAMILIES[name].takes != "pixels"]
 GENERATORS = [name for name in FAMILIES if FAMILIES[name].generates]
 DECODERS = [name for name in GENERATORS if FAMILIES[name].takes == "ids"]
-# With as few layers as have each kind of theirs.
+# Each form of masks: Gemma 2 has Llama's too, ModernBERT has BERT's. test_fuse_rope.py has gpt-oss.
 TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 COMPILED = {"Gemma2": {}, "Gemma4": TWO_KINDS | {"num_kv_shared_layers": 0}, "ModernBERT": {}}
 
@@ -50,7 +43,6 @@ REFUSES_PACKED = {
 # It tells its attention nothing of bounds, whatever the implementation.
 POSITIONS_ONLY = "StableLM"
 PACKED = [name for name in DECODERS if name not in {*REFUSES_PACKED, POSITIONS_ONLY}]
-SLIDING = ["Mistral", "Gemma2", "Gemma3", "Gemma4", "gpt-oss", "Llama4", "Cohere2"]
 
 
 def assert_routes(name, side, routes):
@@ -71,7 +63,6 @@ class TestForward:
 
     @pytest.mark.parametrize("name", FAMILIES)
     def test_on_device(self, name, device):
-        """The layer shapes of each family, in the kernel; padded where that is possible."""
         before = launches()
         apart, routes = compare(name, "left", device)
         assert apart <= TOLERANCE
@@ -82,7 +73,6 @@ class TestForward:
 
     @pytest.mark.parametrize("name", ["Llama", "CLIP", "T5", "PaliGemma"])
     def test_attention_weights_are_refused(self, name):
-        """Many models ask nobody for them: they would return an empty tuple."""
         model, inputs = enable(tiny.build(name)), tiny.inputs(name)
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in .*'eager'"):
             tiny.answer(model, **inputs, output_attentions=True)
@@ -102,9 +92,8 @@ class TestForward:
 
     @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
     def test_prompt_in_three_parts(self, name):
-        """Later parts meet keys of the earlier ones: other diagonals, and sliding caches."""
         model = tiny.build(name)
-        ids, mask = tiny.tokens(length=30), tiny.padding("left", length=30)
+        ids, mask = tiny.tokens(length=30), padding("left", 30)
         expected = tiny.answer(model, input_ids=ids, attention_mask=mask)
         enable(model)
         cache = transformers.DynamicCache(config=model.config)
@@ -116,13 +105,10 @@ class TestForward:
 
 
 class TestPacked:
-    LENGTHS = (17, 1, 13)
-
     @pytest.mark.parametrize("name", PACKED)
     def test_bounds(self, name):
-        """transformers makes no mask with a cache, and a mask of packed positions without one."""
         model = tiny.build(name)
-        batch, expected = packed(model, *self.LENGTHS)
+        batch, expected = packed(model)
         enable(model)
         for use_cache in (True, False):
             with record_routes() as routes:
@@ -134,7 +120,7 @@ class TestPacked:
     @pytest.mark.parametrize("name", [POSITIONS_ONLY, "Gemma4", "Llama4"])
     def test_positions(self, name):
         model = tiny.build(name)
-        batch, expected = packed(model, *self.LENGTHS)
+        batch, expected = packed(model)
         inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         actual = tiny.answer(enable(model), **inputs, use_cache=False)
         assert difference(actual, expected) <= TOLERANCE
@@ -142,7 +128,7 @@ class TestPacked:
     @pytest.mark.parametrize("name", REFUSES_PACKED)
     def test_refused(self, name):
         model = tiny.build(name)
-        batch, _ = packed(model, *self.LENGTHS)
+        batch, _ = packed(model)
         with pytest.raises(NotImplementedError, match=REFUSES_PACKED[name]):
             tiny.answer(enable(model), **batch)
 
@@ -159,9 +145,10 @@ class TestGeneration:
         apart = compare_generated(name, "none", cache_implementation="static", max_new_tokens=12)
         assert apart <= TOLERANCE
 
-    @pytest.mark.parametrize("name", SLIDING)
+    @pytest.mark.parametrize(
+        "name", ["Mistral", "Gemma2", "Gemma3", "Gemma4", "gpt-oss", "Llama4", "Cohere2"]
+    )
     def test_sliding_cache(self, name):
-        """Windows and chunks of 10 tokens, of which the cache keeps no more."""
         model, inputs = tiny.build(name), tiny.inputs(name, "left")
         results = []
         for _ in range(2):
@@ -183,7 +170,6 @@ class TestGeneration:
     ],
 )
 def test_generation_on_device(name, cache, device):
-    """The prompt in one kernel, every token behind it in the other."""
     before, options = launches(), {"cache_implementation": cache, "max_new_tokens": 4}
     with record_routes() as routes:
         assert compare_generated(name, device=device, **options) <= TOLERANCE
@@ -195,10 +181,7 @@ def test_generation_on_device(name, cache, device):
 
 
 def test_compiled_descriptor_from_outside_the_graph():
-    """`generate` with a static cache makes masks outside of the compiled forward.
-
-    Gemma 2 has Llama's in every other layer.
-    """
+    """`generate` with a static cache makes masks outside of the compiled forward."""
     model, inputs = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
     options = {"cache_implementation": "static", "max_new_tokens": 4}
     expected, expected_scores = tiny.generate(model, inputs, disable_compile=True, **options)
@@ -218,36 +201,23 @@ def test_compiled(name):
     assert compare_compiled(name, **COMPILED[name]) <= TOLERANCE
 
 
-class TestTraining:
-    """Gradients of every parameter, against eager attention's.
-
-    Those of other rotations are in test_fuse_rope.py.
-    """
-
-    @pytest.mark.parametrize("name", CORE)
-    def test_step(self, name):
-        inputs = tiny.inputs(name, "right")
-        expected = gradients(tiny.build(name), inputs)
-        assert_same_gradients(gradients(enable(tiny.build(name)), inputs), expected)
-        assert any(n.endswith("sinks") for n in expected) == (name == "gpt-oss")
-
-
-def drop(name):
-    return lambda options: {**options, name: None}
+@pytest.mark.parametrize("name", CORE)
+def test_gradients(name):
+    inputs = tiny.inputs(name, "right")
+    expected = gradients(tiny.build(name), inputs)
+    assert_same_gradients(gradients(enable(tiny.build(name)), inputs), expected)
+    assert any(n.endswith("sinks") for n in expected) == (name == "gpt-oss")
 
 
 def change(name, function):
-    def changed(options):
-        return {**options, name: function(options[name])} if name in options else options
-
-    return changed
+    return lambda options: options | {n: function(options[n]) for n in options if n == name}
 
 
 FAULTS = {
     "softcap dropped": ("Gemma2", "none", change("softcap", lambda cap: 0.0)),
-    "sinks dropped": ("gpt-oss", "none", drop("learnable_sink")),
-    "bias dropped": ("T5", "none", drop("attn_bias")),
-    "prefix dropped": ("PaliGemma", "none", drop("attn_mask")),
+    "sinks dropped": ("gpt-oss", "none", change("learnable_sink", lambda sink: None)),
+    "bias dropped": ("T5", "none", change("attn_bias", lambda bias: None)),
+    "prefix dropped": ("PaliGemma", "none", change("attn_mask", lambda mask: None)),
     "window one larger": ("Mistral", "none", change("window_size_left", lambda size: size + 1)),
     "window one smaller": ("Mistral", "none", change("window_size_left", lambda size: size - 1)),
     "window one larger on the right": (
@@ -257,8 +227,8 @@ FAULTS = {
     ),
     "chunk one larger": ("Llama4", "none", change("attention_chunk", lambda size: size + 1)),
     "chunks from key 0": ("Llama4", "left", change("leftpad_k", torch.zeros_like)),
-    "left padding ignored": ("Llama", "left", drop("leftpad_k")),
-    "right padding ignored": ("BERT", "right", drop("seqused_k")),
+    "left padding ignored": ("Llama", "left", change("leftpad_k", lambda lengths: None)),
+    "right padding ignored": ("BERT", "right", change("seqused_k", lambda lengths: None)),
     "one key past the length": (
         "BERT",
         "right",
@@ -268,8 +238,6 @@ FAULTS = {
 
 
 class TestPlantedFaults:
-    """The comparisons above notice what would be wrong."""
-
     def plant(self, monkeypatch, fault):
         flash = attention_module._flash
 

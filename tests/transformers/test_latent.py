@@ -28,7 +28,6 @@ from torch_metal_attn.quantisation import DTYPES, dequantise, quantise  # noqa: 
 from torch_metal_attn.simulator import runs  # noqa: E402
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES  # noqa: E402
 
-NAMES = ["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V3.2", "GLM-MoE-DSA"]
 # The other models that cache latent rows; of two only some layers do.
 OTHERS = [
     *("AXK1", "BailingHybrid", "Glm4MoeLite", "KimiLinear", "LongcatFlash", "MiniCPM3", "Mistral4"),
@@ -40,19 +39,8 @@ GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
 
 
-def class_name(kind):
-    return kind if "For" in kind else f"{kind}ForCausalLM"
-
-
 def generated(model, inputs, **options):
     return tiny.generate(model, inputs, **GREEDY | options)
-
-
-def eager_with(update, model, inputs, **options):
-    """The tokens and scores if another function updates the cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DynamicLayer, "update", update)
-        return generated(model, inputs, **options)
 
 
 def check(model, inputs, expected, tolerance=TOLERANCE, **options):
@@ -65,7 +53,7 @@ def check(model, inputs, expected, tolerance=TOLERANCE, **options):
     return routes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V3.2", "GLM-MoE-DSA"])
 @pytest.mark.parametrize("paging", [None, {}, {"page_size": 5}], ids=str)
 def test_tokens_are_those_of_eager(name, paging):
     side = "none" if paging is None else "left"
@@ -81,7 +69,6 @@ def test_tokens_are_those_of_eager(name, paging):
 
 
 def test_masks_with_holes():
-    """They have a column for each key, and pages may have more keys."""
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
     inputs["attention_mask"][:, 4] = 0
     expected = generated(model, inputs)
@@ -94,7 +81,7 @@ def test_masks_with_holes():
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_every_model(kind):
-    model, inputs = tiny.smallest(class_name(kind)), tiny.inputs("Llama", "left")
+    model, inputs = tiny.smallest(kind), tiny.inputs("Llama", "left")
     options = {"max_new_tokens": 3}
     expected = generated(model, inputs, **options)
     enable(model, absorb=True)
@@ -110,9 +97,8 @@ def test_every_model(kind):
 @pytest.mark.parametrize("absorb", [False, True])
 @pytest.mark.parametrize("kind", SELECTING)
 def test_keys_that_an_indexer_selects(kind, absorb):
-    """These models have DeepSeek-V3.2's code under other names."""
     inputs = tiny.inputs("Llama", "left")
-    model = tiny.smallest(class_name(kind), index_topk=3)
+    model = tiny.smallest(kind, index_topk=3)
     expected = generated(model, inputs, max_new_tokens=3)
     if absorb and kind.startswith("Dots3"):
         with pytest.raises(NotImplementedError, match=r"have 1024 \+ 64 columns; the kernels take"):
@@ -120,11 +106,24 @@ def test_keys_that_an_indexer_selects(kind, absorb):
         return
     routes = check(enable(model, absorb=absorb), inputs, expected, max_new_tokens=3)
     assert any("3 keys of each query" in call for call in routes.dense)
-    _, of_all = generated(tiny.smallest(class_name(kind), index_topk=64), inputs, max_new_tokens=1)
+    _, of_all = generated(tiny.smallest(kind, index_topk=64), inputs, max_new_tokens=1)
     assert difference(of_all, expected[1][:, :1]) > 10 * TOLERANCE
 
 
 WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
+
+
+def check_rounded(rounded, inputs, options, length, format, **cache_options):
+    """Tokens and scores are eager's if `rounded` updates its cache; returns ours and the model."""
+    model = tiny.build("DeepSeek-V3", **WIDE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicLayer, "update", rounded)
+        expected = generated(model, inputs, **options)
+    enable(model, absorb=True)
+    cache = latent_cache(model, length, format, **cache_options)
+    # A row that is rounded another way in float32 may have another code.
+    check(model, inputs, expected, 1e-3, cache=cache, **options)
+    return cache, model, expected[1]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,6 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
     ],
 )
 def test_quantised_rows(format, page_size, options):
-    """Tokens and scores are eager's with rows that are rounded to the format's values."""
     update = DynamicLayer.update
 
     def rounded(self, key_states, value_states, *arguments, **inputs):
@@ -148,14 +146,8 @@ def test_quantised_rows(format, page_size, options):
 
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    model = tiny.build("DeepSeek-V3", **WIDE)
-    expected = eager_with(rounded, model, inputs, **options)
-    enable(model, absorb=True)
-    cache = latent_cache(model, 64, format=format, page_size=page_size)
-    # A row that is rounded another way in float32 may have another code.
-    check(model, inputs, expected, 1e-3, cache=cache, **options)
-    held = cache.layers[0].cache.layers[0]
-    assert held.k_cache.dtype == DTYPES[format]
+    cache, *_ = check_rounded(rounded, inputs, options, 64, format, page_size=page_size)
+    assert cache.layers[0].cache.layers[0].k_cache.dtype == DTYPES[format]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +160,7 @@ def test_quantised_rows(format, page_size, options):
     ],
 )
 def test_recent_rows(repeats, page_size, options):
-    """Tokens and scores are eager's with rows that are rounded, but for the last ones."""
+    """All rows are rounded but the last ones."""
     update, kept, padding = DynamicLayer.update, 8 + VERIFY_QUERIES, 3
 
     def rounded(self, key_states, value_states, *arguments, **inputs):
@@ -185,13 +177,10 @@ def test_recent_rows(repeats, page_size, options):
     mask[1, :padding] = 0
     batch = 1 if options else 2
     inputs = {"input_ids": ids[:batch], "attention_mask": mask[:batch]}
-    model = tiny.build("DeepSeek-V3", **WIDE)
-    expected = eager_with(rounded, model, inputs, **options)
-    enable(model, absorb=True)
-    cache = latent_cache(model, 128, "q4_0", page_size=page_size, recent=8)
-    check(model, inputs, expected, 1e-3, cache=cache, **options)
+    cache_options = {"page_size": page_size, "recent": 8}
+    _, model, expected = check_rounded(rounded, inputs, options, 128, "q4_0", **cache_options)
     exact = generated(model, inputs, cache=latent_cache(model, 128), **options)[1]
-    assert (difference(exact, expected[1]) > 1e-2) == (repeats > 3)
+    assert (difference(exact, expected) > 1e-2) == (repeats > 3)
 
 
 def test_quantised_rows_on_device(device):
@@ -204,7 +193,6 @@ def test_quantised_rows_on_device(device):
 
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_on_device(page_size, device):
-    """The cache holds latents alone, and the kernel reads each row once."""
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
     expected = generated(model, inputs, max_new_tokens=3)
     enable(model, absorb=True).to(device)
@@ -227,7 +215,6 @@ def test_on_device(page_size, device):
 @pytest.mark.parametrize("page_size", [None, 5])
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-V3.2", "GLM-MoE-DSA"])
 def test_ways_to_generate(name, page_size, options):
-    """Beams reorder the cache, and prompt lookup takes rejected tokens back, of an indexer too."""
     torch.manual_seed(0)
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY, **options}
@@ -238,19 +225,14 @@ def test_ways_to_generate(name, page_size, options):
     assert model.generate(**inputs, cache=cache).tolist() == expected.tolist()
 
 
-FAULTS = {
-    "rotated keys dropped": {
-        "rows": lambda self: torch.cat([self.latents, 0 * self.k_rotated], -1)
-    },
-    "values of the first head": {
-        "values": lambda self, out: Latents.unbroken(self, out[:, :, :1].expand_as(out))
-    },
+FAULTS = {  # rotated keys dropped, and the values of the first head
+    "rows": lambda self: torch.cat([self.latents, 0 * self.k_rotated], -1),
+    "values": lambda self, out: Latents.unbroken(self, out[:, :, :1].expand_as(out)),
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name, monkeypatch):
-    ((method, fault),) = FAULTS[name].items()
+@pytest.mark.parametrize("method, fault", FAULTS.items())
+def test_fault_is_caught(method, fault, monkeypatch):
     monkeypatch.setattr(Latents, "unbroken", getattr(Latents, method), raising=False)
     monkeypatch.setattr(Latents, method, fault)
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
@@ -347,9 +329,7 @@ class TestRefused:
         cache = latent_cache(model, 4)
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="5 rows more do not fit"):
             model(tiny.tokens(5), cache=cache)
-        paged = latent_cache(model, 4, page_size=4)
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="10 new rows of 2 sequence"):
-            model(tiny.tokens(5), cache=paged)
-        llama = tiny.build("Llama")
+            model(tiny.tokens(5), cache=latent_cache(model, 4, page_size=4))
         with pytest.raises(ValueError, match="it must be latents"):
-            llama(tiny.tokens(3), past_key_values=cache)
+            tiny.build("Llama")(tiny.tokens(3), past_key_values=cache)

@@ -29,7 +29,7 @@ from transformers.utils import TransformersKwargs  # noqa: E402
 
 from tests.transformers import model_check  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
-from tests.transformers.model_check import bounds  # noqa: E402
+from tests.transformers.model_check import LENGTHS, bounds  # noqa: E402
 from tests.transformers.test_masks import check_attention  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     band,
@@ -49,7 +49,6 @@ BANDS = {
     "sliding": sliding_window_causal_mask_function,
     "both sides": sliding_window_bidirectional_mask_function,
 }
-
 CHUNKS = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
 
 
@@ -77,7 +76,6 @@ def call_for(function, positions, remapped=True):
 
 @st.composite
 def packed(draw):
-    """Rows of one length, each of other sequences, and which of their tokens see each other."""
     rows = [draw(st.lists(st.integers(1, 9), min_size=2, max_size=4)) for _ in range(2)]
     short, long = sorted(rows, key=sum)
     rows = [long, [*short, sum(long) - sum(short)] if sum(long) > sum(short) else short]
@@ -89,7 +87,6 @@ class TestDescriptor:
     @settings(max_examples=50)
     @given(packed())
     def test_equals_transformers(self, call):
-        """The mask, which is never dense, and attention with it."""
         batch, length = call["batch_size"], call["q_length"]
         mask = metal_attention_mask(**call)
         assert mask.shape == (batch, 1, length, len(band.COLUMNS))
@@ -101,7 +98,6 @@ class TestDescriptor:
         assert torch.equal(metal_attention_mask(**call), sdpa_mask(**call))
 
     def test_positions_alone_keep_no_sequences_apart(self):
-        """Without the other half of what transformers composes it is no band."""
         positions = positions_of([(5, 11)])
         call = call_for(causal_mask_function, positions) | {"allow_is_causal_skip": True}
         remap = masking_utils.remap_positions_for_packed_sequence
@@ -118,13 +114,10 @@ def attend(mask, **bounds):
 class TestBounds:
     """cu_seq_lens together with position_ids, which the mask function has seen."""
 
-    LENGTHS = (17, 1, 13)
-
     def mask(self, function=causal_mask_function):
-        return metal_attention_mask(**call_for(function, positions_of([self.LENGTHS])))
+        return metal_attention_mask(**call_for(function, positions_of([LENGTHS])))
 
-    def test_the_same(self):
-        """Empty sequences change nothing; the window is the mask's."""
+    def test_empty_sequences_change_nothing(self):
         mask = self.mask(sliding_window_causal_mask_function(5))
         for ends in ((0, 17, 18, 31), (0, 0, 17, 18, 18, 31, 31)):
             assert torch.equal(attend(mask, **bounds(*ends)), attend(mask))
@@ -151,9 +144,8 @@ class TestBounds:
 
 
 def test_model_by_positions():
-    """No dense mask, and a fused rotation that counts from each sequence's first token."""
     model = tiny.build("Mistral")
-    batch, expected = model_check.packed(model, *TestBounds.LENGTHS)
+    batch, expected = model_check.packed(model)
     by_positions = {name: batch[name] for name in ("input_ids", "position_ids")}
     for fuse_rope, inputs in ((False, by_positions), (True, by_positions), (True, batch)):
         with record_routes() as routes:
@@ -165,8 +157,8 @@ def test_model_by_positions():
 @pytest.mark.parametrize("name", ["Afmoe", "Electra", "Ernie", "GptOss", "OPT", "Xmod"])
 def test_models_whose_masks_ignore_positions(name):
     """Also without a cache. What the error advises works; some models count positions from 1."""
-    model = tiny.smallest(f"{name}ForCausalLM")
-    batch, expected = model_check.packed(model, *TestBounds.LENGTHS)
+    model = tiny.smallest(name)
+    batch, expected = model_check.packed(model)
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     positions = batch["position_ids"]
     advice = r"use_cache=False .* If you did, .* cu_seq_lens_\* and max_length_\* as well"
@@ -185,11 +177,7 @@ def test_bounds_beside_another_mask():
 
 
 class Waits(TorchDispatchMode):
-    """How often the host waits for a number of the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten._local_scalar_dense.default
@@ -198,6 +186,7 @@ class Waits(TorchDispatchMode):
 
 # Batches of TRL 1.16's collator for sequences of 3, 1 and 2 tokens, by its pad_to_multiple_of.
 # unsloth adds packed_seq_lengths.
+IDS = (5, 9, 2, 7, 4, 4)
 BATCHES = {
     None: ([0, 1, 2, 0, 0, 1], [0, 3, 4, 6], [0, 0, 0, 1, 2, 2]),
     8: ([0, 1, 2, 0, 0, 1, 0, 0], [0, 3, 4, 6, 7, 8], [0, 0, 0, 1, 2, 2, 3, 4]),
@@ -207,36 +196,24 @@ BATCHES = {
 @pytest.fixture(scope="module")
 def expected():
     model = enable(tiny.build("Llama"))
-    parts = torch.tensor([TestBatchesOfTrainers.IDS]).split((3, 1, 2), 1)
+    parts = torch.tensor([IDS]).split((3, 1, 2), 1)
     return torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
 
 
 class TestBatchesOfTrainers:
     """`seq_idx` and other names of sequences, next to the bounds that keep them apart."""
 
-    IDS = (5, 9, 2, 7, 4, 4)
-
     def batch(self, multiple=None):
         positions, ends, numbers = BATCHES[multiple]
         rows = {
-            "input_ids": torch.tensor([[*self.IDS, *[0] * (len(positions) - 6)]]),
+            "input_ids": torch.tensor([[*IDS, *[0] * (len(positions) - 6)]]),
             "position_ids": torch.tensor([positions]),
             "seq_idx": torch.tensor([numbers], dtype=torch.int32),
         }
         return rows | bounds(*ends)
 
-    def answer(self, batch, name="Llama", **options):
-        return tiny.answer(enable(tiny.build(name)), **batch, **options)
-
-    @pytest.mark.parametrize("multiple", BATCHES)
-    def test_frozen_batches_are_trls(self, multiple):
-        trl = pytest.importorskip("trl.trainer.sft_trainer")
-        collator = trl.DataCollatorForLanguageModeling(0, True, pad_to_multiple_of=multiple)
-        made = collator([{"input_ids": list(part)} for part in ((5, 9, 2), (7,), (4, 4))])
-        del made["labels"]
-        frozen = self.batch(multiple)
-        assert made.keys() == frozen.keys()
-        assert all(torch.equal(torch.as_tensor(made[x]), torch.as_tensor(frozen[x])) for x in made)
+    def answer(self, batch, **options):
+        return tiny.answer(enable(tiny.build("Llama")), **batch, **options)
 
     @pytest.mark.parametrize("use_cache", [False, True])
     @pytest.mark.parametrize("multiple", BATCHES)
@@ -251,7 +228,6 @@ class TestBatchesOfTrainers:
         torch.testing.assert_close(actual[:, :6], expected, rtol=0, atol=1e-5)
 
     def test_dense_masks_keep_sequences_apart(self):
-        """Chunks inside of sequences, in a bool mask and in an additive one."""
         mask = metal_attention_mask(**call_for(CHUNKS, positions_of([(5, 11)])))
         for one in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
             for end, apart in ((5, True), (4, False)):
@@ -288,17 +264,16 @@ class TestBatchesOfTrainers:
                 metal_attention(torch.nn.Module(), q, k, v, mask[None, None], seq_idx=numbers)
 
     def test_one_sequence_a_row(self):
-        ids = torch.tensor([self.IDS] * 2)
+        ids = torch.tensor([IDS] * 2)
         numbers = torch.tensor([[0] * 6, [1] * 6])
         expected = self.answer({"input_ids": ids})
         assert torch.equal(self.answer({"input_ids": ids, "seq_idx": numbers}), expected)
 
     def test_layers_after_the_first_do_not_wait(self):
         q, k, v = normal(3, 1, 2, 6, 8)
-        with torch.inference_mode():
-            batches = [self.batch()]
-        batches.append(self.batch())
-        for batch in batches:
+        for mode in (torch.inference_mode, nullcontext):
+            with mode():
+                batch = self.batch()
             del batch["input_ids"]
             metal_attention(torch.nn.Module(), q, k, v, None, **batch)
             with Waits() as waits:
@@ -339,9 +314,7 @@ class TestBatchesOfTrainers:
 
 
 class TestPositionsWithCache:
-    """With a cache, transformers does not detect packed sequences from position_ids."""
-
-    PACKED = positions_of([TestBounds.LENGTHS])
+    PACKED = positions_of([LENGTHS])
 
     def forward(self, name="Llama", *, batch=1, **inputs):
         inputs = {"input_ids": tiny.tokens(31, batch=batch), "use_cache": True} | inputs
@@ -350,13 +323,12 @@ class TestPositionsWithCache:
     @pytest.mark.parametrize(
         "name, rows, static",
         [
-            *((name, [TestBounds.LENGTHS], False) for name in ("Llama", "Mistral", "Gemma4")),
+            *((name, [LENGTHS], False) for name in ("Llama", "Mistral", "Gemma4")),
             *(("Llama", rows, False) for rows in ([(30, 1)], [(2, 29)], [(31,), (17, 14)])),
-            ("Llama", [TestBounds.LENGTHS], True),
+            ("Llama", [LENGTHS], True),
         ],
     )
     def test_refused(self, name, rows, static):
-        """Causal masks, windows, dense masks and static caches raise."""
         inputs = {"position_ids": positions_of(rows), "batch": len(rows)}
         if static:
             config = tiny.build(name).config
@@ -365,7 +337,6 @@ class TestPositionsWithCache:
             self.forward(name, **inputs)
 
     def test_other_positions(self):
-        """From 0, later, none, padded with 0 or 1, and back to 4."""
         count = torch.arange(31)
         for positions in (
             *(count, count + 5, 0 * count, (count - 7).clamp(min=0)),
@@ -376,19 +347,16 @@ class TestPositionsWithCache:
 
     @pytest.mark.parametrize("shape", [(2, 31), (1, 1, 31, 31)])
     def test_masks_of_users(self, shape):
-        """With a user's mask, transformers does not look for sequences in positions."""
         mask = torch.ones(shape, dtype=torch.bool).tril() if len(shape) > 2 else torch.ones(shape)
         self.forward(position_ids=self.PACKED, attention_mask=mask, batch=len(mask))
 
     def test_second_part_of_a_prompt(self):
-        """The cache may hold the same sequence or another."""
         model, ids = enable(tiny.build("Mistral")), tiny.tokens(31, batch=1)
         cache = transformers.DynamicCache(config=model.config)
         tiny.answer(model, input_ids=ids, past_key_values=cache)
         tiny.answer(model, input_ids=ids, position_ids=self.PACKED, past_key_values=cache)
 
     def test_bands(self):
-        """Bidirectional masks ignore position_ids with or without a cache."""
         bands = [BANDS[name](5) for name in ("causal", "sliding", "both sides")]
         for function, refused in zip([CHUNKS, *bands], [True, True, True, False], strict=True):
             mask = metal_attention_mask(1, 31, 31, 0, 0, function)

@@ -1,6 +1,5 @@
 """`import torch_metal_attn` is all that attn_implementation="metal_attn" needs."""
 
-import importlib
 import importlib.util
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,17 +28,6 @@ waiting = [getattr(finder, "awaited", "") for finder in sys.meta_path]
 assert not any(name.startswith("transformers") for name in waiting)
 """
 
-OURS_FIRST = """
-import sys, torch, torch_metal_attn
-assert "transformers" not in sys.modules
-"""
-
-THEIRS_FIRST = """
-import sys, torch, transformers.modeling_utils
-assert "torch_metal_attn" not in sys.modules
-import torch_metal_attn
-"""
-
 TOO_OLD = """
 import sys, warnings, torch_metal_attn
 warnings.simplefilter("error")
@@ -54,32 +42,36 @@ import torch_metal_attn.integrations.transformers
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A tiny Llama on disk, with what its eager attention answers."""
-    folder, ids = tmp_path_factory.mktemp("model"), tiny.tokens()
-    model = tiny.build("Llama")
+    folder, ids, model = tmp_path_factory.mktemp("model"), tiny.tokens(), tiny.build("Llama")
     model.save_pretrained(folder)
     torch.save({"ids": ids, "logits": tiny.answer(model, input_ids=ids)}, folder / "answer.pt")
     return folder
 
 
-class TestRegisters:
-    @pytest.mark.parametrize("first", [OURS_FIRST, THEIRS_FIRST], ids=["ours", "theirs"])
-    def test_in_either_order(self, first, saved):
-        done = run_program(first + LOADS, saved)
-        assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ("torch_metal_attn", "transformers"),
+        ("transformers.modeling_utils", "torch_metal_attn"),
+    ],
+)
+def test_registers_in_either_order(first, second, saved):
+    imports = f"import sys, torch, {first}\nassert {second!r} not in sys.modules\nimport {second}\n"
+    done = run_program(imports + LOADS, saved)
+    assert done.returncode == 0, done.stderr
 
-    def test_a_transformers_that_is_too_old_is_left_alone(self, tmp_path):
-        package = tmp_path / "transformers"
-        package.mkdir()
-        (package / "__init__.py").touch()
-        (package / "modeling_utils.py").write_text("here = True")
-        done = run_program(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{TOO_OLD}")
-        assert done.stdout == "unharmed\n"
-        assert "ImportError: torch_metal_attn.integrations.transformers needs" in done.stderr
+
+def test_a_transformers_that_is_too_old_is_left_alone(tmp_path):
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "modeling_utils.py").write_text("here = True")
+    done = run_program(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{TOO_OLD}")
+    assert done.stdout == "unharmed\n"
+    assert "ImportError: torch_metal_attn.integrations.transformers needs" in done.stderr
 
 
 def test_from_pretrained_refuses(tmp_path):
-    """Bloom would run its own attention, and with masks that were made for another."""
     config = transformers.BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=99)
     transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
     auto = transformers.AutoModelForCausalLM

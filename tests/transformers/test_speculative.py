@@ -20,7 +20,6 @@ def prompt():
 
 
 def counted(model):
-    """The model, and the numbers of queries of its forwards."""
     queries = []
     model.register_forward_hook(
         lambda module, args, kwargs, result: queries.append(result.logits.shape[1]),
@@ -35,34 +34,32 @@ def assistant(device, noise):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
-    # Drafts of one length, however sure the assistant is.
     model.generation_config.assistant_confidence_threshold = 0
     model.generation_config.num_assistant_tokens = DRAFT
     model.generation_config.num_assistant_tokens_schedule = "constant"
     return enable(model).to(device)
 
 
-# The model as its own assistant makes drafts that are all accepted, another one hardly any.
-WAYS = {"assisted": 0.0, "assisted by another model": 1.0, "prompt lookup": None}
-# Greedy's: one a token.
-MOST_FORWARDS = {"assisted": 3, "assisted by another model": NEW_TOKENS, "prompt lookup": 8}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_greedy(way, device):
+# The noise of the assistant's weights, of which 0 makes drafts that are all accepted.
+@pytest.mark.parametrize(
+    "noise, most_forwards",
+    [(0.0, 3), (1.0, NEW_TOKENS), (None, 8)],
+    ids=["assisted", "assisted by another model", "prompt lookup"],
+)
+def test_tokens_are_those_of_greedy(noise, most_forwards, device):
     expected = tiny.build(NAME).generate(**prompt(), **OPTIONS)
     model, queries = counted(enable(tiny.build(NAME)).to(device))
     drafts = []
-    if WAYS[way] is None:
+    if noise is None:
         options = {"prompt_lookup_num_tokens": DRAFT}
     else:
-        draft_model, drafts = counted(assistant(device, WAYS[way]))
+        draft_model, drafts = counted(assistant(device, noise))
         options = {"assistant_model": draft_model}
     inputs = {key: x.to(device) for key, x in prompt().items()}
     with record_routes() as routes:
         actual = model.generate(**inputs, **OPTIONS, **options)
     assert actual.tolist() == expected.tolist()
-    assert len(queries) <= MOST_FORWARDS[way]
+    assert len(queries) <= most_forwards
     assert any(1 < n <= DRAFT + 1 for n in queries[1:])
     assert routes.kernel.total() == LAYERS * (len(queries) + len(drafts))
     assert routes.dense.total() == 0

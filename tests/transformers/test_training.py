@@ -42,14 +42,14 @@ class Operands(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.dtypes = []
+        self.dtypes = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         options = kwargs or {}
         if func.namespace == "metal_attn" and ("fwd" in func.name() or "decode" in func.name()):
             added = [options.get("attn_mask"), options.get("attn_bias")]
             operands = [*args[:3], *(one for one in added if one is not None)]
-            self.dtypes += [one.dtype for one in operands if one.dtype != torch.bool]
+            self.dtypes |= {one.dtype for one in operands} - {torch.bool}
         return func(*args, **options)
 
 
@@ -60,14 +60,11 @@ def bfloat16():
 class TestAutocast:
     @pytest.mark.parametrize("name, side, dtype, autocast, fuse_rope", PRECISIONS)
     def test_forward(self, name, side, dtype, autocast, fuse_rope):
-        """As near to float32 as eager attention is.
-
-        Autocast's dtype counts, not the model's, whose rotary tables are in its own.
-        """
+        """Autocast's dtype counts, not the model's, whose rotary tables are in its own."""
         options = EVERY_EXPERT.get(name, {})
         with Operands() as operands:
             assert_as_near_as_eager(name, side, dtype, autocast, fuse_rope, **options)
-        assert set(operands.dtypes) == {torch.bfloat16 if autocast else dtype}
+        assert operands.dtypes == {torch.bfloat16 if autocast else dtype}
 
     @pytest.mark.parametrize("fuse_rope", [False, True])
     @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
@@ -85,7 +82,6 @@ class TestAutocast:
         assert error(enable(tiny.build(name), fuse_rope=fuse_rope)) <= 2 * eager
 
     def test_cache_of_another_dtype(self):
-        """A cache that float32 keys made float32 is cast as it is used."""
         options = {"max_new_tokens": 4}
         model, inputs = tiny.build("Qwen3"), tiny.inputs("Qwen3", "left")
         _, exact = tiny.generate(model, inputs, **options)
@@ -93,7 +89,7 @@ class TestAutocast:
             _, eager = tiny.generate(model, inputs, **options)
             with Operands() as operands:
                 _, ours = tiny.generate(enable(model), inputs, **options)
-        assert set(operands.dtypes) == {torch.bfloat16}
+        assert operands.dtypes == {torch.bfloat16}
         # Tokens may part by rounding: the first of them have seen the same.
         assert difference(ours[:, 0], exact[:, 0]) <= 2 * difference(eager[:, 0], exact[:, 0])
 
@@ -150,7 +146,7 @@ class TestTrainer:
         steps = [step for step in trainer.state.log_history if "loss" in step]
         assert len(steps) == self.STEPS
         curve = torch.tensor([[step["loss"], step["grad_norm"]] for step in steps])
-        return curve, set(operands.dtypes), routes
+        return curve, operands.dtypes, routes
 
     def compare(self, name, folder, wrap=lambda model: model, packed=False, **options):
         reference = tiny.build(name)
@@ -174,8 +170,6 @@ class TestTrainer:
         self.compare(name, tmp_path, packed=packed, use_cache=use_cache)
 
     def test_lora_with_checkpointing(self, tmp_path):
-        """Re-entrant checkpointing hands on copies of the mask."""
-
         def wrap(model):
             torch.manual_seed(0)
             config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

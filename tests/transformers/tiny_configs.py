@@ -1,8 +1,4 @@
-"""A small configuration for any model type of transformers, by rules for its options' names.
-
-There is no list of models. A rule names an option that many configurations have, and the value that
-makes a model small. Options that no rule knows keep their default.
-"""
+"""A small configuration for any model type of transformers, by rules for its options' names."""
 
 import re
 from collections.abc import Iterator
@@ -89,7 +85,6 @@ _FIXED = (
 LEVELS = ("all", "filled", "without heads", "layers")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers")
 _DEPTHS = ("depths", "layers", "num_blocks")
-# Set even where they were smaller.
 _ALWAYS = ("max_position_embeddings", "n_group", "topk_group", "vocab_size")
 _TOKEN = ("token_id", "token_index", "_token_ids")
 _HEADS = re.compile(r".*(head|rank|kv|hidden|dim|d_model|width|embd|inter|ffn|size)(?!.*vocab).*")
@@ -98,9 +93,8 @@ _HEADS = re.compile(r".*(head|rank|kv|hidden|dim|d_model|width|embd|inter|ffn|si
 def small(kind: type, level: str = "all", decodes: bool = False, **changes: Any) -> Any:
     """A small configuration of the class `kind`.
 
-    level: one of LEVELS, from smallest to largest; "filled" also gives a value to options that have
-        none. decodes: for a model that generates text and could also be an encoder. changes:
-        options to set.
+    level: one of LEVELS, from smallest to largest; "filled" also gives a value to options without
+        one. decodes: for a model that generates text and could also be an encoder.
     """
     config = kind()
     options = _options(config, level)
@@ -125,7 +119,6 @@ def _parts(config: Any, level: str) -> dict[str, Any]:
 
 
 def _own(config: Any) -> dict[str, Any]:
-    """The options of a configuration, without those of its parts."""
     return {
         name: value
         for name, value in config.to_dict().items()
@@ -138,7 +131,6 @@ def _options(config: Any, level: str) -> dict[str, Any]:
 
 
 def _changed(options: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
-    """Those of the options that become smaller."""
     total = next((options[name] for name in _LAYERS if isinstance(options.get(name), int)), None)
     depths = [options[name] for name in _DEPTHS if isinstance(options.get(name), (list, tuple))]
     stages = len(depths[0]) if depths else None
@@ -223,10 +215,7 @@ def _size(name: str) -> int | None:
 def _list(
     name: str, value: list[Any], level: str, total: int | None, layers: int
 ) -> list[Any] | None:
-    """A list with one item for each layer, of layers' numbers, or of sizes of stages.
-
-    total: how many layers there were; None for stages, which stay as many.
-    """
+    """A shorter list. total: the number of layers before; None for stages, which stay as many."""
     if name == "block_types":
         return list(dict.fromkeys(value))
     if name == "attention_types":

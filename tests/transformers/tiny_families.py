@@ -1,8 +1,7 @@
 """The families of models that are tested: a class, its options and its inputs.
 
 CORE has one family for each form of masks, options and outputs of attention functions. The others
-rotate queries in ways of their own, or keep packed sequences apart by positions alone. All other
-models of transformers are compared by `make census`.
+rotate queries in ways of their own, or keep packed sequences apart by positions alone.
 """
 
 from dataclasses import dataclass, field
@@ -17,11 +16,7 @@ IMAGE_TOKENS = 16  # patches of 8 columns and rows
 
 @dataclass(frozen=True)
 class Family:
-    """A model class by its name in transformers, and its inputs.
-
-    options: those of its configuration that are not small by the rules of `tiny_configs`, or that
-        shall be others.
-    """
+    """A model class. options: those of its configuration that differ from `tiny_configs`' rules."""
 
     model: str
     options: dict[str, Any] = field(default_factory=dict)

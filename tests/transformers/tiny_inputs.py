@@ -39,7 +39,6 @@ def guesses(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def _main(model: Any, names: Any) -> Iterator[dict[str, Any]]:
-    """Texts, pictures, sounds and series, and texts with each of the others."""
     texts = _texts(model, names)
     pictures = [
         {name: value}
@@ -63,18 +62,18 @@ def _main(model: Any, names: Any) -> Iterator[dict[str, Any]]:
             yield other
     if not texts and not others:
         yield {}
+
+    def columns(ids: Tensor, count: int) -> Tensor:
+        return ids[..., None].expand(-1, -1, count).clone()
+
     # Tokens of several codebooks: a row or a column for each.
     books = _first(model.config, "num_codebooks", "num_channels")
     ids = texts | decoded
     if ids and isinstance(books, int):
         yield {name: value.repeat_interleave(books, 0) for name, value in ids.items()}
         yield texts | {name: value.repeat_interleave(books, 0) for name, value in decoded.items()}
-        yield texts | {name: _columns(value, books) for name, value in decoded.items()}
-        yield {name: _columns(value, books + 1) for name, value in ids.items()}
-
-
-def _columns(ids: Tensor, count: int) -> Tensor:
-    return ids[..., None].expand(-1, -1, count).clone()
+        yield texts | {name: columns(value, books) for name, value in decoded.items()}
+        yield {name: columns(value, books + 1) for name, value in ids.items()}
 
 
 def _companions(model: Any, names: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -130,7 +129,6 @@ def _of_picture(config: Any, names: Any, name: str, picture: Tensor) -> Tensor |
 
 
 def _every_other_patch(config: Any) -> Tensor:
-    """A mask of the patches of a video."""
     frames = config.num_frames // config.tubelet_size
     count = frames * (config.image_size // config.patch_size) ** 2
     return (torch.arange(count) % 2 == 0).expand(BATCH, count)
@@ -168,23 +166,23 @@ def tokens(length: int = PROMPT, batch: int = BATCH, seed: int = 0) -> Tensor:
     return torch.randint(3, TOKENS, (batch, length), generator=generator)
 
 
-def padded(model: Any, inputs: dict[str, Any], side: str) -> dict[str, Any] | None:
-    """`inputs`, its second sequence padded on one side ("none": a mask of ones), or None.
+def padding(side: str, *shape: int) -> Tensor:
+    """An attention mask (2, *shape) whose second sequence is padded on one side, or on none."""
+    mask = torch.ones(BATCH, *shape, dtype=torch.int64)
+    hidden = {"none": slice(0), "left": slice(PADDED), "right": slice(-PADDED, None)}
+    mask[1, ..., hidden[side]] = 0
+    return mask
 
-    A sound, in the place of texts, is padded on the right only.
-    """
+
+def padded(model: Any, inputs: dict[str, Any], side: str) -> dict[str, Any] | None:
+    """`inputs` with a mask, or None. A sound in the place of texts is padded on the right only."""
     masked = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
     masks = {}
     for mask, name in masked.items():
         if name in inputs:
             shape = inputs[name].shape[1:]
             # Several codebooks share one mask.
-            ones = torch.ones(BATCH, *shape[: 2 if shape[0] == CHOICES else 1], dtype=torch.int64)
-            if side == "left":
-                ones[1, ..., :PADDED] = 0
-            elif side == "right":
-                ones[1, ..., -PADDED:] = 0
-            masks[mask] = ones
+            masks[mask] = padding(side, *shape[: 2 if shape[0] == CHOICES else 1])
     sound = next((inputs[name] for name in _SOUND if name in inputs), None)
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
     if not masks and sound is not None and takes_mask and side != "left":
@@ -335,7 +333,6 @@ def _series(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first of these options that a configuration, or one of its parts, has."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:

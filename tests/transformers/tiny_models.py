@@ -19,7 +19,6 @@ from tests.transformers.tiny_families import (
     FAMILIES,
     IMAGE_TOKEN,
     IMAGE_TOKENS,
-    PADDED,
     PROMPT,
 )
 from tests.transformers.tiny_inputs import tokens
@@ -28,7 +27,6 @@ PARAMETERS = 110e6  # the largest number that a small model may have
 
 
 def build(name: str, **changes: Any) -> Any:
-    """The family's model, eager, in evaluation mode."""
     model = _build(name, **changes) if changes else copy.deepcopy(_unchanged(name))
     torch.manual_seed(1)  # the same whether it was built or copied
     return model
@@ -62,11 +60,10 @@ def build_from(config: Any, kind: Any, gain: float = 4) -> Any:
 
 
 class NotSmallError(Exception):
-    """The reason why no small model of a class could be built and run."""
+    """No small model of a class could be built and run."""
 
 
 def shown(error: BaseException) -> str:
-    """An error in one line."""
     text = " ".join(str(error).split())
     if isinstance(error, NotSmallError):
         return text
@@ -83,11 +80,7 @@ def first_that_runs(
     gains: tuple[float, ...] = (4,),
     **changes: Any,
 ) -> tuple[Any, Any]:
-    """The first model of a class, by the rules of `tiny_configs`, that runs, and its result.
-
-    run: returns None where the result is not finite; then the weights get the next gain. changes:
-    options of the model's text.
-    """
+    """The first model of a class that runs, and its result, which is None if it is not finite."""
     reasons: list[str] = []
     for level in tiny_configs.LEVELS:
         try:
@@ -110,12 +103,12 @@ def first_that_runs(
 
 
 def smallest(model_name: str, **changes: Any) -> Any:
-    """A model of any class that generates; changes: options of its text."""
+    """A model of a class that generates ("For..." may be absent); changes: its text's options."""
 
     def run(model: Any) -> Any:
         return generate(model, {"input_ids": tokens()}, max_new_tokens=1, disable_compile=True)
 
-    kind = getattr(transformers, model_name)
+    kind = getattr(transformers, model_name if "For" in model_name else f"{model_name}ForCausalLM")
     return first_that_runs(kind, kind.config_class, run, pad_token_id=0, **changes)[0]
 
 
@@ -124,16 +117,7 @@ def prompts() -> list[list[int]]:
     return [part.tolist() for part in tokens(48, batch=1)[0].split([5, 13, 30])]
 
 
-def padding(side: str, length: int = PROMPT) -> Tensor:
-    """An attention mask (2, length) whose second sequence is padded on one side, or on none."""
-    mask = torch.ones(2, length, dtype=torch.int64)
-    hidden = {"none": slice(0), "left": slice(PADDED), "right": slice(-PADDED, None)}
-    mask[1, hidden[side]] = 0
-    return mask
-
-
 def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
-    """The inputs of the family's model, padded on one side if it takes a mask."""
     model = _unchanged(name)
     inputs = next(tiny_inputs.guesses(model))
     if FAMILIES[name].takes == "prefix":
@@ -185,10 +169,7 @@ def generate_batch(
     new_tokens: int = 6,
     blocks: int = 16,
 ) -> list[tuple[list[int], Tensor]]:
-    """Greedy tokens of each prompt by continuous batching, and their log-probabilities.
-
-    The cache consists of `blocks` blocks of 8 tokens. A step takes at most 16 tokens.
-    """
+    """Greedy tokens of each prompt by continuous batching, and their log-probabilities."""
     config = transformers.ContinuousBatchingConfig(
         page_size=8, num_blocks=blocks, max_batch_tokens=16, return_logprobs=True
     )
@@ -205,9 +186,8 @@ def generate_each(
     model: Any, prompts: list[list[int]], new_tokens: int = 6
 ) -> list[tuple[list[int], Tensor]]:
     """The expected result of `generate_batch`: by `generate`, one prompt after the other."""
-    results = []
+    results, options = [], {"max_new_tokens": new_tokens, "eos_token_id": None}
     for prompt in prompts:
-        options = {"max_new_tokens": new_tokens, "eos_token_id": None}
         tokens, scores = generate(model, {"input_ids": torch.tensor([prompt])}, **options)
         new = tokens[0, len(prompt) :]
         weights = scores[0].log_softmax(-1).gather(-1, new[:, None])[:, 0]

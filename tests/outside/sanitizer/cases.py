@@ -1,8 +1,4 @@
-"""Small problems of every kernel and feature: the small cases of `verify --full`.
-
-compute-sanitizer makes kernels a hundred times slower. The expected results are those of the op's
-reference on the CPU.
-"""
+"""Small problems of every kernel and feature: the small cases of `verify --full`."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -49,7 +45,6 @@ class Case:
 
 
 def results(returned: Any) -> list[Tensor]:
-    """The tensors that a call returned."""
     if isinstance(returned, Tensor):
         return [returned]
     if isinstance(returned, dict):
@@ -58,7 +53,6 @@ def results(returned: Any) -> list[Tensor]:
 
 
 def case(name: str, made: Call, tile: str = "") -> Case:
-    """A case of `testing`, with this tile of flash_fwd if one is named."""
     prepared = FAMILIES[type(made)].prepare(made, torch.device("cpu"))
     arguments = prepared.arguments
     tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}

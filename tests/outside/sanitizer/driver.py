@@ -8,13 +8,6 @@ from typing import Any
 
 from .packed import Dispatch, Packed
 
-# More than a kernel reads of an absent argument.
-_ABSENT_BYTES = 4096
-
-
-class CudaError(RuntimeError):
-    """A call of the driver failed."""
-
 
 @lru_cache(maxsize=1)
 def cuda() -> Any:
@@ -28,14 +21,14 @@ def cuda() -> Any:
         library.cuCtxSetCurrent(context),
     )
     if any(statuses):
-        raise CudaError(f"CUDA cannot start: errors {statuses}")
+        raise RuntimeError(f"CUDA cannot start: errors {statuses}")
     return library
 
 
 def _call(name: str, *arguments: Any) -> None:
     status = getattr(cuda(), name)(*arguments)
     if status:
-        raise CudaError(f"{name}: CUDA error {status}")
+        raise RuntimeError(f"{name}: CUDA error {status}")
 
 
 def allocate(size: int) -> int:
@@ -46,19 +39,16 @@ def allocate(size: int) -> int:
 
 
 def free(pointer: int) -> None:
-    """Free memory of `allocate`."""
     _call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
 
 def upload(data: bytes) -> int:
-    """Allocated memory with this content."""
     pointer = allocate(len(data))
     _call("cuMemcpyHtoD_v2", ctypes.c_uint64(pointer), data, ctypes.c_size_t(len(data)))
     return pointer
 
 
 def download(pointer: int, size: int) -> bytes:
-    """The content of memory."""
     data = ctypes.create_string_buffer(size)
     _call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(pointer), ctypes.c_size_t(size))
     return data.raw
@@ -69,11 +59,10 @@ class Programs:
 
     def __init__(self, folder: Path, packed: Packed) -> None:
         self.folder, self.packed = folder, packed
-        self.absent = upload(bytes(_ABSENT_BYTES))
+        self.absent = upload(bytes(4096))  # more than a kernel reads of an absent argument
         self._kernels: dict[str, ctypes.c_void_p] = {}
 
     def launch(self, dispatch: Dispatch, pointers: Mapping[str, int]) -> None:
-        """Run a dispatch, and wait for it."""
         program = self.packed.programs[dispatch.program]
         addresses = {slot: pointers[name] + at for slot, (name, at) in dispatch.buffers.items()}
         constants = {slot: upload(data) for slot, data in dispatch.constants.items()}

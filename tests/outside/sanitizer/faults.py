@@ -8,7 +8,6 @@ from bench.front_end import Source
 from .packed import Dispatch, Fault, Packed, Problem
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-COMPILED_BARRIER = "bar.sync"
 # A barrier for half of a SIMD group, which the other half reaches too. No thread waits forever.
 FOREIGN = f"""__asm__ volatile("bar.warp.sync 0xffff;" ::: "memory"); {BARRIER}"""
 # The text that replaces each barrier.
@@ -30,10 +29,7 @@ def _memory_faults(dispatch: Dispatch, inputs: set[str], outputs: set[str]) -> I
 
 
 def plant(packed: Packed, sources: dict[str, Source]) -> Iterator[Problem]:
-    """A problem for each kernel and tool, made of the first problem that can have the fault.
-
-    Kernels without a barrier have no fault in barriers. Sources to compile are added to `sources`.
-    """
+    """A problem for each kernel and tool; sources to compile are added to `sources`."""
     known: set[tuple[str, str]] = set()
     for problem in list(packed.problems):
         inputs, outputs = set(problem.inputs), set(problem.expected)
@@ -41,7 +37,7 @@ def plant(packed: Packed, sources: dict[str, Source]) -> Iterator[Problem]:
             source = sources[dispatch.program]
             faults = [(fault, source) for fault in _memory_faults(dispatch, inputs, outputs)]
             outputs -= {name for name, _ in dispatch.buffers.values()}
-            if COMPILED_BARRIER in packed.programs[dispatch.program].ptx:
+            if "bar.sync" in packed.programs[dispatch.program].ptx:
                 for barrier, fault in BARRIER_FAULTS.items():
                     text = source.text.replace(BARRIER, barrier)
                     faults.append((fault, replace(source, text=text)))

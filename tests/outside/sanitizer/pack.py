@@ -22,10 +22,7 @@ PTX += ["-Xclang", "-target-feature", "-Xclang", "+ptx80"]
 
 
 def compile_ptx(source: Source) -> Program:
-    """Compile a kernel to PTX for sm_90: one entry, with a 64-bit device address for each buffer.
-
-    Threadgroup memory is static.
-    """
+    """PTX for sm_90: one entry, with a 64-bit device address for each buffer."""
     ir, entry = front_end(source, "nvptx_kernel, flatten", PTX)
     # Buffers in constant memory are passed by address, like other buffers.
     ir = ir.replace("addrspace(4)", "addrspace(1)")
@@ -42,17 +39,12 @@ def compile_ptx(source: Source) -> Program:
 
 
 def contents(tensor: Tensor) -> bytes:
-    """All bytes of the tensor's storage."""
     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return whole.numpy().tobytes()
 
 
 def inputs(tensors: Mapping[str, Tensor]) -> dict[str, bytes | Noise]:
-    """The contents of each storage, by the name that `Names` has for it.
-
-    Numbers that look like those of `torch.randn` do not compress, so noise from a seed replaces
-    them.
-    """
+    """The contents of each storage. Noise from a seed replaces randn's, which does not compress."""
     stored: dict[str, bytes | Noise] = {}
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
     for name in names.values():
@@ -62,9 +54,8 @@ def inputs(tensors: Mapping[str, Tensor]) -> dict[str, bytes | Noise]:
         if whole.is_floating_point() and whole.itemsize > 1 and len(whole) > 256:
             if abs(whole.float().mean()) < 0.2 and 0.7 < whole.float().std() < 1.3:
                 noise = Noise(len(stored) - 1, str(whole.dtype).removeprefix("torch."), len(whole))
-                whole.view(torch.uint8).copy_(
-                    torch.frombuffer(bytearray(noise.data()), dtype=torch.uint8)
-                )
+                data = torch.frombuffer(bytearray(noise.data()), dtype=torch.uint8)
+                whole.view(torch.uint8).copy_(data)
                 stored[name] = noise
     return stored
 
@@ -77,7 +68,6 @@ class Names:
         self.scratch: dict[str, int] = {}
 
     def of(self, tensor: Tensor) -> str:
-        """The name of the tensor's storage."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._names:
             name = f"scratch{len(self.scratch)}"
@@ -87,7 +77,6 @@ class Names:
 
 
 def dispatch(launch: RecordedLaunch, names: Names, sources: dict[str, Source]) -> Dispatch:
-    """A launch as plain data. Adds its source to `sources`."""
     x, y, z = launch.group_size
     # Incomplete SIMD groups multiply no matrices.
     extra = {} if x % 32 == 0 else {"MSL_LANES_AS_THEY_ARE": 1}
@@ -104,7 +93,6 @@ def dispatch(launch: RecordedLaunch, names: Names, sources: dict[str, Source]) -
 
 
 def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
-    """A case, with the contents of its tensors before, and after by the op's reference."""
     begin = inputs(case.tensors)
     # deepcopy keeps shared memory shared, such as values inside keys.
     before, after = deepcopy(case.tensors), deepcopy(case.tensors)
@@ -130,7 +118,6 @@ def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
 
 
 def pack(only: str, workers: int) -> Packed:
-    """All cases whose names match the regular expression, and faults planted in them."""
     sources: dict[str, Source] = {}
     packed = Packed(problems=[problem(case, sources) for case in cases.cases(only)])
     with ThreadPoolExecutor(workers) as pool:
@@ -147,7 +134,6 @@ def pack(only: str, workers: int) -> Packed:
 
 
 def main() -> None:
-    """Write the file. Nothing here needs a GPU."""
     parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.pack", description=__doc__)
     parser.add_argument("file", type=Path, help="where to write")
     parser.add_argument("--only", default="", help="a regular expression of names of problems")

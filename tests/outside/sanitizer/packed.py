@@ -19,11 +19,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One launch.
-
-    buffers: by slot, the name of the tensor and the offset in bytes.
-    constants: by slot, the bytes of the argument.
-    """
+    """One launch. By slot, buffers: name of the tensor and offset in bytes; constants: bytes."""
 
     program: str
     threadgroups: tuple[int, ...]
@@ -51,10 +47,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault, and the tool that must find it.
-
-    tensor: the one that is too short (memcheck) or never written (initcheck).
-    """
+    """tensor: the one that is too short (memcheck) or never written (initcheck)."""
 
     tool: str
     what: str
@@ -63,11 +56,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Problem:
-    """Launches, their inputs, and their expected results.
-
-    expected: dtype and bytes of each result. scratch: size of each tensor without contents.
-    kernel: the one with `fault`.
-    """
+    """expected: dtype and bytes of each result. scratch: size of each tensor without contents."""
 
     name: str
     dtype: str
@@ -81,13 +70,10 @@ class Problem:
 
 @dataclass
 class Packed:
-    """The whole file."""
-
     programs: dict[str, Program] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Write the file, compressed."""
         with lzma.open(path, "wb") as file:
             pickle.dump(self, file)
 

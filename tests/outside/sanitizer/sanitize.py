@@ -22,8 +22,6 @@ import numpy as np
 from . import driver, packed
 from .packed import Problem, Program
 
-ARCHITECTURE = "sm_90"  # Hopper
-
 TOOLS = {
     "memcheck": ("--destroy-on-device-error", "kernel", "--padding", "4096"),
     "racecheck": ("--racecheck-report", "all"),
@@ -35,13 +33,11 @@ FINDING = re.compile(
 )
 PROBLEM = "problem: "
 SECONDS, FAULT_SECONDS = 480, 40
-WORKERS = 8
 # Bounds of errors by the dtype of the call, relative to numbers above 1. Other dtypes are exact.
 ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4}
 
 
 def numbers(data: bytes, dtype: str) -> np.ndarray:
-    """The elements as float64."""
     if dtype == "bfloat16":
         halves = np.frombuffer(data, np.uint16).astype(np.uint32)
         return (halves << 16).view(np.float32).astype(np.float64)
@@ -63,7 +59,7 @@ def assemble(program: Program) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         source, output = Path(scratch, "program.ptx"), Path(scratch, "program.cubin")
         source.write_text(program.ptx)
-        command = ["ptxas", "-lineinfo", f"-arch={ARCHITECTURE}", str(source), "-o", str(output)]
+        command = ["ptxas", "-lineinfo", "-arch=sm_90", str(source), "-o", str(output)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{program.entry}: {(done.stdout + done.stderr).strip()[-600:]}")
@@ -99,7 +95,6 @@ def replay(programs: driver.Programs, problem: Problem) -> bool:
 
 
 def inside(folder: Path, fault: str | None) -> bool:
-    """Run all small problems, or one planted fault, in the process under a tool."""
     contents = packed.read(folder / "packed")
     programs = driver.Programs(folder, contents)
     chosen = [p for p in contents.problems if (p.name == fault if fault else p.fault is None)]
@@ -108,7 +103,6 @@ def inside(folder: Path, fault: str | None) -> bool:
 
 
 def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, int]:
-    """The output of a run under a tool, and its exit code."""
     prefix: Sequence[str] = ()
     if tool:
         prefix = ("compute-sanitizer", "--tool", tool, "--show-backtrace", "no", *TOOLS[tool])
@@ -129,7 +123,6 @@ def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, 
 
 
 def findings(output: str) -> dict[str, int]:
-    """The number of a tool's findings, by problem."""
     counts: dict[str, int] = {}
     name = "before the first problem"
     for line in output.split("\n"):
@@ -142,7 +135,6 @@ def findings(output: str) -> dict[str, int]:
 
 
 def check(folder: Path, log: list[str]) -> list[str]:
-    """Run all tools on all problems, then every planted fault. Returns what is wrong."""
     problems = packed.read(folder / "packed").problems
     names = [p.name for p in problems if p.fault is None]
     bad = []
@@ -161,7 +153,7 @@ def check(folder: Path, log: list[str]) -> list[str]:
         if wrong or code:
             bad.append(f"{words}: exit code {code}\n{output[-800:]}")
     planted = [(p, p.fault) for p in problems if p.fault]
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(8) as pool:
         outputs = list(pool.map(lambda one: run(folder, one[1].tool, one[0].name), planted))
     for (problem, fault), (output, _) in zip(planted, outputs, strict=True):
         log.append(f"##### {problem.name}: {fault.what}\n{output}")
@@ -173,7 +165,6 @@ def check(folder: Path, log: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Assemble every program, and check."""
     parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.sanitize", description=__doc__)
     parser.add_argument("file", type=Path, help="the file that `pack` wrote")
     parser.add_argument("--log", type=Path, help="a file for the output of the tools")

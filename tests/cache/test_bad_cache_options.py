@@ -1,12 +1,9 @@
-"""flash_fwd and flash_varlen_fwd refuse a wrong cache: the ValueError says what and why.
-
-That fake kernels and the simulator reach the same checks is in tests/common/test_bad_options.py.
-"""
+"""flash_fwd and flash_varlen_fwd refuse a wrong cache: the ValueError says what and why."""
 
 import pytest
 import torch
 
-from tests.common.test_bad_options import call, ids, ints, split, strided, tables
+from tests.common.test_bad_options import call, ints, split, strided, tables
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, without_data
 
@@ -24,7 +21,6 @@ def paged():
 
 
 def indexed():
-    """Two sequences in a cache of three."""
     return {
         "q": torch.randn(2, 4, 16, 32).half(),
         "k": torch.randn(3, 2, 24, 32).half(),
@@ -34,7 +30,6 @@ def indexed():
 
 
 def half_precision():
-    """Under float32 queries."""
     return indexed() | {"q": torch.randn(2, 4, 16, 32)}
 
 
@@ -83,7 +78,6 @@ OPERANDS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_
 GOOD = (paged, indexed, half_precision, packed, q8_0, q4_0, q4_g32, fp8, float8)
 
 BAD = [
-    # Pages
     (paged, {"block_table": torch.zeros(2, 3)}, r"block_table has dtype .*float32; .* int32"),
     (paged, {"block_table": ints(0, 1, 2)}, r"block_table has shape \(3,\); it must be \(2, max_b"),
     (
@@ -108,9 +102,7 @@ BAD = [
     ),
     (paged, {"v": torch.zeros(5, 2, 16, 64).half()}, r"v has a length of 16 and k of 8; "),
     (paged, {"k": torch.zeros(5, 2, 8, 32)}, r"k has dtype .*float32 and q .*float16; .*alike"),
-    # Index
     (indexed, {"cache_batch_idx": ints(0, 1, 2)}, r"cache_batch_idx has shape \(3,\); .* \(2,\)"),
-    # Half precision under float32 queries
     (
         half_precision,
         {"q": torch.randn(2, 4, 16, 32).bfloat16()},
@@ -126,7 +118,6 @@ BAD = [
         tables(k=(24, 8)),
         r"k_rotary_cos is given and k has dtype .*float16 and q .*float32; rotate keys before they",
     ),
-    # Formats
     (q8_0, {"k_scale": None}, r"k has dtype .*int8 and k_scale is None; .*float16 \(q8_0\)"),
     (
         q8_0,
@@ -160,7 +151,6 @@ BAD = [
         tables(k=(24, 8)),
         r"k_rotary_cos is given and k is quantised; rotate keys before they are quantised",
     ),
-    # Values and memory
     (paged, {"block_table": ints(0, 1, -1, 3, 4, 0).view(2, 3)}, r"block_table\[0, 2\] is -1; "),
     (
         packed,
@@ -194,7 +184,6 @@ BAD = [
 
 
 def arguments(make, changes):
-    """Tensors in the order of the op, and its options, changed."""
     made = make()
     tensors = {name: made.pop(name) for name in OPERANDS if name in made}
     tensors, options = split(lambda: tensors, made | changes)
@@ -208,7 +197,7 @@ def test_refused(make, changes, message):
 
 
 @pytest.mark.usefixtures("unlaunched")
-@pytest.mark.parametrize("make", GOOD, ids=ids)
+@pytest.mark.parametrize("make", GOOD)
 def test_good_is_good(make):
     """So that each test above fails for the one thing it changes."""
     tensors, options = arguments(make, {})

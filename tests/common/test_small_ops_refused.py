@@ -90,15 +90,12 @@ def _free(example, way, name):
     return name in unread.get(example.op, ()) or f"{way} of {name}" in FREE
 
 
-NAMELESS = ("bits8", "float8_e8m0fnu")
+NAMELESS = ("bits8", "float8_e8m0fnu")  # in the stable ABI
 WAYS = ("dtype", "dimensions", "device", "strides", "storage")
 
 
 def each_invalidated():
-    """A wrong dtype, rank, device, stride and storage of every tensor of every op.
-
-    Of attention also dtypes that the stable ABI cannot name.
-    """
+    """Every way to invalidate each tensor of each op; of attention also dtypes without a name."""
     for example in (*EXAMPLES.values(), *ATTENTION, *FLEX.values()):
         for name, x in example.make().items():
             for way in (*WAYS, *(NAMELESS if example in ATTENTION else ())):
@@ -124,7 +121,6 @@ def test_an_invalidated_tensor_is_named(example, way, name):
             check(message, example, invalidated)
 
 
-# For an example: what is changed, and the message.
 REFUSED = {
     "rope": [
         *(
@@ -287,7 +283,6 @@ REFUSED = {
         ({"dst": torch.tensor([4])}, "dst has shape"),
     ],
 }
-# Ops with the same checks.
 ALSO = {"rope": ["rope_"], "merge_state": ["merge_state_"], "softmax": ["softmax_"]}
 
 
@@ -362,7 +357,6 @@ def test_refused_data(name, changes, message):
 
 
 def inside(memory, x):
-    """A tensor like x in the memory of another one."""
     return memory_of(memory)[: x.nbytes].view(x.dtype).view(x.shape).zero_()
 
 

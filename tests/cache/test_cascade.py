@@ -111,26 +111,11 @@ def test_rounded_parts():
     hold([case], torch.device("cpu"))
 
 
-# By the CPU's own kernels, and then by those of the device.
-CACHES = [
-    ("paged", {"format": "q8_0"}),
-    ("paged", {"format": "fp8_e4m3", "layout": "HND"}),
-    ("paged", {"format": "q3_g32"}),
-    ("paged latent", {"dtype": torch.float16}),
-]
-
-
-@pytest.mark.parametrize("kind, options", CACHES[:2])
-def test_paged_cache(kind, options):
-    attend_to_forks(kind, options, "cpu")
-
-
-@pytest.mark.parametrize("kind, options", CACHES[2:])
-def test_paged_cache_of_the_device(kind, options, device):
-    attend_to_forks(kind, options, device)
-
-
-def attend_to_forks(kind, options, device):
+@pytest.mark.parametrize(
+    "kind, options",
+    [("paged", {"format": "q3_g32", "layout": "HND"}), ("paged latent", {"dtype": torch.float16})],
+)
+def test_forks_of_a_paged_cache(kind, options, device):
     held = Sequences(kind, device, **options)
     held.append(34, 0)
     held.swap([0, 0])

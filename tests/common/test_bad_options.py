@@ -116,10 +116,7 @@ OPTIONS = [
     ({"softcap": -1.0}, r"softcap is -1; it must be 0 \(off\)"),
     ({"softcap": 1e39}, r"softcap is 1e\+39; .*finite in float32"),
     ({"softcap": 1e-60}, r"softcap is 1e-60; .*positive .*in float32"),
-    (
-        {"causal": True, "window_size_right": 3},
-        r"window_size_right is 3 with causal=True, which makes it 0; leave it at -1",
-    ),
+    ({"causal": True, "window_size_right": 3}, "window_size_right is 3 .*; leave it at -1"),
     ({"attention_chunk": -1}, r"attention_chunk is -1; .*0 \(off\) or in 1\.\."),
     ({"attention_chunk": LONGEST + 1}, rf"attention_chunk is {LONGEST + 1}; .*in 1\.\.{LONGEST}"),
     ({"q_offset": LONGEST + 1}, rf"q_offset is {LONGEST + 1}; .*in -{LONGEST}\.\.{LONGEST}"),
@@ -129,10 +126,7 @@ OPTIONS = [
         for name in ("seqused_k", "leftpad_k")
     ),
     ({"attn_bias": bools(16, 24)}, r"attn_bias has dtype bool; .*float32"),
-    (
-        {"attn_mask": half(16, 24), "attn_bias": half(16, 24)},
-        r"attn_mask is floating and attn_bias is given too; add the two yourself",
-    ),
+    (dict.fromkeys(("attn_mask", "attn_bias"), half(16, 24)), ".* is floating .*; add the two"),
     ({"attn_mask": bools(16, 25)}, r"attn_mask has shape \(16, 25\); .*broadcast"),
     ({"attn_mask": bools(2, 2, 16, 24)}, r"attn_mask has shape .*\(2, 4, 16"),  # KV heads
     ({"attn_mask": bools(2, 24)}, r"attn_mask has shape \(2, 24\); "),  # padding
@@ -146,23 +140,11 @@ OPTIONS = [
         for side, part in (("q", "cos"), ("k", "sin"))
     ),
     ({"rotary_interleaved": True}, r"rotary_interleaved is True and no rotary table is given"),
-    (
-        tables((16, 8)) | {"q_rotary_sin": half(16, 8)},
-        r"q_rotary_sin is float16 with 8 columns and q_rotary_cos float32 ",
-    ),
-    (
-        tables((16, 8), (24, 4)),
-        r"k_rotary_cos is float32 with 4 columns and q_rotary_cos float32 with 8; .*alike",
-    ),
-    (
-        tables((15, 8)),
-        r"q_rotary_cos has shape \(15, 8\); .* length of at least 16 and R in 2\.\.32",
-    ),
+    (tables((16, 8)) | {"q_rotary_sin": half(16, 8)}, "q_rotary_sin is float16 .* float32 with 8"),
+    (tables((16, 8), (24, 4)), "k_rotary_cos is float32 with 4 columns .* float32 with 8; .*alike"),
+    (tables((15, 8)), r"q_rotary_cos has shape \(15, 8\); .* at least 16 and R in 2\.\.32"),
     (tables(None, (23, 8)), r"k_rotary_cos has shape \(23, 8\); .* length of at least 24"),
-    (
-        tables((16, 8)) | {"q_rotary_sin": torch.ones(15, 8)},
-        r"q_rotary_sin has shape \(15, 8\); ",
-    ),
+    (tables((16, 8)) | {"q_rotary_sin": torch.ones(15, 8)}, r"q_rotary_sin has shape \(15, 8\); "),
     (tables((16, 17)), r"q_rotary_cos has shape \(16, 17\); .*R in 2\.\.32"),
     (tables((16, 0)), r"q_rotary_cos has shape \(16, 0\); "),
     (tables((3, 16, 8)), r"q_rotary_cos has shape \(3, 16, 8\); .*\(2, length, R / 2"),
@@ -172,13 +154,10 @@ OPTIONS = [
     (state(torch.tensor([1, 2, 3])), r"rng_state has shape \(3,\); it must be \(2,\)"),
 ]
 PACKED = [
-    (
-        {"cu_seqlens_q": ints(), "cu_seqlens_k": ints()},
-        r"cu_seqlens_q is empty; it must hold a 0 and each sequence's end",
-    ),
+    (dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ints()), "cu_seqlens_q is empty; .*hold a 0"),
     (
         {"cu_seqlens_k": ints(0, 34)},
-        r"cu_seqlens_k has a length of 2 and cu_seqlens_q of 3; they must be equal",
+        "cu_seqlens_k has a length of 2 and cu_seqlens_q of 3; .*equal",
     ),
     ({"max_seqlen_q": -1}, r"max_seqlen_q is -1; it must be in 0\.\."),
     ({"max_seqlen_k": 2**31}, rf"max_seqlen_k is 2147483648; it must be in 0\.\.{LONGEST}"),
@@ -194,10 +173,7 @@ DATA = [
 ]
 PACKED_DATA = [
     ({"cu_seqlens_q": ints(1, 16, 20)}, r"cu_seqlens_q\[0\] is 1; it must be 0"),
-    (
-        {"cu_seqlens_q": ints(0, 16, 15)},
-        r"cu_seqlens_q\[2\] is 15 and the one before 16; they must not decrease",
-    ),
+    ({"cu_seqlens_q": ints(0, 16, 15)}, r"cu_seqlens_q\[2\] is 15 and .* 16; .*not decrease"),
     ({"cu_seqlens_k": ints(0, 11, 35)}, r"cu_seqlens_k ends at 35 of 34 rows; it must not pass"),
     ({"cu_seqlens_k": ints(0, 2**31 - 1, -(2**31))}, r"cu_seqlens_k .*(decrease|longer)"),
     ({"max_seqlen_q": 15}, r"cu_seqlens_q has a sequence of 16 rows and max_seqlen_q is 15; no"),

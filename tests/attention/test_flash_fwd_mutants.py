@@ -6,7 +6,7 @@ import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, check_large_sinks, make_qkv
 from tests.attention.held_cases import FORWARD, PACKED, SIZES, case
-from tests.cache.kv_caches import in_pages, quantised, with_nan_tails
+from tests.cache.kv_caches import fp8_pages, with_nan_tails
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn.testing.judge import ints
@@ -32,8 +32,7 @@ def scales_of_fp8():
     q, k, v = make_qkv(**SIZES | FEW, head_dim=11, dtype=torch.float16)
     k, v = (with_nan_tails(x, lengths) for x in (k, v))
     scale = torch.tensor([[0.5, 2.0], [1.0, 30.0]])
-    k, v, cache = quantised(k, v, "fp8_e4m3", scale=scale)
-    cache = in_pages(cache, lengths, 16)
+    k, v, cache = fp8_pages(k, v, scale, lengths, 16)
     check_flash_fwd(q, k, v, cache=cache, device=CPU, seqused_k=ints(*lengths))
 
 

@@ -11,10 +11,7 @@ SPARE = 3  # pages
 
 
 def paged(k, v, lengths, page):
-    """k and v (B, H, L, D), of which sequence b has lengths[b] keys, as `cache` of the checks.
-
-    Pages are in any order, some are nobody's, and what is nobody's is NaN, or no number of a page.
-    """
+    """k and v (B, H, L, D) in shuffled pages; spare pages and rows from lengths[b] on are NaN."""
     generator = torch.Generator().manual_seed(0)
     blocks = [-(-length // page) for length in lengths]
     numbers = torch.randperm(sum(blocks) + SPARE, generator=generator).int()
@@ -36,29 +33,15 @@ def _pages(x, lengths, page, pages, table):
 
 
 def with_nan_tails(x, lengths):
-    """(B, H, L, D) whose rows from lengths[b] on are NaN."""
     x = x.clone()
     for b, length in enumerate(lengths):
         x[b, :, length:] = math.nan
     return x
 
 
-def quantised(k, v, kv_format, *, scale=None):
-    """k and v as they are quantised (float32), and as `cache` of the checks."""
-    exact, data, scales = [], [], {}
-    for name, x in (("k_scale", k), ("v_scale", v)):
-        stored, stored_scale = quantise(x.contiguous(), kv_format, scale)
-        exact.append(dequantise(stored, stored_scale, torch.float32))
-        data.append(stored)
-        scales[name] = stored_scale
-    return *exact, (*data, scales)
-
-
-def in_pages(cache, lengths, page):
-    """A quantised cache in pages: scales of blocks lie as the data do."""
-    k, v, scales = cache
-    *data, where = paged(k, v, lengths, page)
-    if scales["k_scale"] is not None and scales["k_scale"].dim() > 2:
-        *paged_scales, _ = paged(scales["k_scale"], scales["v_scale"], lengths, page)
-        scales = dict(zip(("k_scale", "v_scale"), paged_scales, strict=True))
-    return *data, scales | where
+def fp8_pages(k, v, scale, lengths, page):
+    """k and v as fp8 rounds them, in float32, and their pages as `cache` of the checks."""
+    data = [quantise(x.contiguous(), "fp8_e4m3", scale)[0] for x in (k, v)]
+    *pages, where = paged(*data, lengths, page)
+    exact = (dequantise(x, scale, torch.float32) for x in data)
+    return *exact, (*pages, {"k_scale": scale, "v_scale": scale} | where)

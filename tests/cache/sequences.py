@@ -48,11 +48,9 @@ class Sequences:
         self.window = {"window_size_left": windows[0]} if windows else {}
 
     def ids_or_none(self):
-        """The first arguments of a method: ids only for pages."""
         return [self.ids] if self.paged else []
 
     def operands(self, *tensors):
-        """The arguments of a method: of latents keys only."""
         tensors = tensors[:-1] if self.latent else tensors
         on_device = (x.to(self.device) if torch.is_tensor(x) else x for x in tensors)
         return [*self.ids_or_none(), *on_device]
@@ -73,7 +71,6 @@ class Sequences:
         self.add(self.rotated(k, rotary), v)
 
     def rotated(self, x, options):
-        """x, whose last columns are rotated by each sequence's own positions."""
         if "rotary_cos" not in options:
             return x
         tree = tree_rows(options.get("parents"), options.get("tree_mask"))
@@ -135,10 +132,7 @@ class Sequences:
             assert (error <= TOLERANCE).all(), f"sequence {b}: {error.max()}"
 
     def step(self, length, seed, options=None):
-        """A step of the cache, checked. options: of decode_step, besides STEP.
-
-        length: new rows of each sequence, or of all; in a list, they are packed.
-        """
+        """Checks a step of the cache. A list of lengths packs the new rows of the sequences."""
         counts = length if isinstance(length, list) else [length] * 2
         step_options, longest = STEP | (options or {}), max(counts)
         q = normal(2, 2, longest, 96, seed=seed + 7)
@@ -209,7 +203,6 @@ class Sequences:
         self.exact[b] = min(self.exact[b], length)
 
     def swap_out(self, b):
-        """Sequence b leaves the cache and comes back."""
         copied = self.cache.export_sequence(self.ids[b])
         self.cache.free(self.ids[b])
         other = self.cache.allocate()  # so that its recent rows are in another slot

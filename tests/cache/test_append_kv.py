@@ -87,7 +87,6 @@ def test_values(name):
     ids=str,
 )
 def test_values_that_are_special(fields):
-    """Zeros, blocks with NaN and infinity, and what no scale or float16 holds."""
     check_special(**fields)
 
 
@@ -95,8 +94,8 @@ ROWS, CODES = {"lengths": (0, 0), "capacity": 32}, {"format": "fp8_e4m3"}
 OPERANDS = ("k", "v", "k_cache", "v_cache", "cache_seqlens")
 
 
-@pytest.mark.parametrize("dim, name", [(0, "sequences"), (1, "heads")])
-def test_none(dim, name):
+@pytest.mark.parametrize("dim", [0, 1])
+def test_no_sequences_or_heads(dim):
     call = arguments(append(length=5, **ROWS))
     for x in OPERANDS[: 5 if dim == 0 else 4]:
         call[x] = call[x].narrow(dim, 0, 0)
@@ -105,7 +104,6 @@ def test_none(dim, name):
 
 @pytest.mark.parametrize("scales", [None, torch.tensor([[0.25, 0.5], [1.0, 2.0]])])
 def test_scales_of_fp8(scales):
-    """None, and those of each sequence."""
     call = arguments(append(length=5, **ROWS | CODES))
     call |= {"k_scale": scales, "v_scale": scales, "cache_seqlens": None}
     if scales is None:
@@ -135,21 +133,17 @@ def in_one_tensor(call):
     return dict(zip("qkv", parts, strict=True))
 
 
-SAME = {
-    "a packed projection": in_one_tensor,
-    "tables in half precision": lambda call: {
-        n: call[n].bfloat16() for n in ("rotary_cos", "rotary_sin")
-    },
-}
+def with_tables_in_half_precision(call):
+    return {n: call[n].bfloat16() for n in ("rotary_cos", "rotary_sin")}
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_the_same(name):
+@pytest.mark.parametrize("change", [in_one_tensor, with_tables_in_half_precision])
+def test_the_same(change):
     """Operands by place, in the order of the schema; then by name, in another form."""
     one, other = (arguments(append(**HALVES)) for _ in range(2))
     for call in (one, other):
-        call |= {n: call[n].bfloat16().float() for n in ("rotary_cos", "rotary_sin")}
-    other |= SAME[name](other)
+        call |= {n: x.float() for n, x in with_tables_in_half_precision(call).items()}
+    other |= change(other)
     append_kv(*(one[n] for n in OPERANDS), **{n: x for n, x in one.items() if n not in OPERANDS})
     append_kv(**other)
     for written in ("q", "k_cache", "v_cache"):
@@ -157,7 +151,6 @@ def test_the_same(name):
 
 
 def test_many_queries():
-    """So many that a thread rotates several heads."""
     fields = {"heads": 18, "length": 1, "q_length": 1500, "lengths": (0,), "by_token": False}
     case = append(**fields, rotary_columns=64)
     (explained,) = extension.launches(torch.ops.metal_attn_explain.append_kv(**arguments(case)))

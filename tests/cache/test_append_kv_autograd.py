@@ -16,13 +16,8 @@ def graph_size(node):
 
 
 @pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("k", ["k_cache"]),
-        ("v", ["v_cache"]),
-        ("q", ["q"]),
-        ("rotary_cos", ["k_cache", "q"]),
-    ],
+    "name, changed",
+    [("k", ["k_cache"]), ("v", ["v_cache"]), ("q", ["q"]), ("rotary_cos", ["k_cache", "q"])],
 )
 def test_of_what_was_written(name, changed):
     """The backward of these raises: tests/common/test_every_op.py."""
@@ -49,7 +44,6 @@ def test_a_cache_keeps_no_graph_of_its_steps():
 
 @pytest.mark.parametrize("how", ["leaf", "unbind", "no_grad", "compiled"])
 def test_where_autograd_cannot_be_told(how):
-    """Refused before anything is written."""
     call = arguments(append())
     call["k"].requires_grad_()
     cache = call["k_cache"]

@@ -9,8 +9,6 @@ from tests.helpers.mutants import mutant_tests
 from tests.helpers.steps import append, check_special
 from torch_metal_attn import simulate
 
-# The change of the shader's text, the check that must see it, and the fault that the simulator
-# then reports; None if only the bits can show it.
 MUTANTS = {
     "plain": """
         one position late: position = place.first + row{~=> + 1~};
@@ -120,7 +118,6 @@ def after(name, values, **fields):
 
 
 def one_written(name, values, **fields):
-    """Nothing is written for two sequences with invalid values."""
     call, before = after(name, values, **fields)
     assert torch.equal(call["k_cache"].view(torch.int16), before)
 
@@ -170,7 +167,6 @@ test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
 
 
 def test_rows_that_fit_are_written():
-    """Where only some do, those; so a cache that is full stays whole."""
     with simulate(check=True):
         call, before = after("cache_seqlens", [30, 29])
     k, cache = call["k"], call["k_cache"]

@@ -1,16 +1,14 @@
-"""flash_fwd and flash_varlen_fwd refuse a wrong cache: the ValueError says what and why.
-
-That fake kernels and the simulator reach the same checks is in tests/common/test_bad_options.py.
-"""
+"""flash_fwd and flash_varlen_fwd refuse a wrong cache: the ValueError says what and why."""
 
 import pytest
 import torch
 
-from tests.common.test_bad_options import call, ids, ints, split, strided, tables
+from tests.common.test_bad_options import call, ints, split, strided, tables
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, without_data
 
 Q8, BYTE, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
+TABLE = ints(0, 1, 2, 3, 4, 0).view(2, 3)
 
 
 def paged():
@@ -19,12 +17,11 @@ def paged():
         "q": torch.randn(2, 4, 16, 32).half(),
         "k": torch.randn(5, 2, 8, 32).half(),
         "v": torch.randn(5, 2, 8, 64).half(),
-        "block_table": ints(0, 1, 2, 3, 4, 0).view(2, 3),
+        "block_table": TABLE,
     }
 
 
 def indexed():
-    """Two sequences in a cache of three."""
     return {
         "q": torch.randn(2, 4, 16, 32).half(),
         "k": torch.randn(3, 2, 24, 32).half(),
@@ -34,7 +31,6 @@ def indexed():
 
 
 def half_precision():
-    """Under float32 queries."""
     return indexed() | {"q": torch.randn(2, 4, 16, 32)}
 
 
@@ -83,24 +79,15 @@ OPERANDS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_
 GOOD = (paged, indexed, half_precision, packed, q8_0, q4_0, q4_g32, fp8, float8)
 
 BAD = [
-    # Pages
     (paged, {"block_table": torch.zeros(2, 3)}, r"block_table has dtype .*float32; .* int32"),
     (paged, {"block_table": ints(0, 1, 2)}, r"block_table has shape \(3,\); it must be \(2, max_b"),
-    (
-        paged,
-        {"block_table": strided(ints(0, 1, 2, 3, 4, 0).view(2, 3))},
-        r"block_table has strides \(6, 2\); the last must be 1: call block_table\.contiguous\(\)",
-    ),
+    (paged, {"block_table": strided(TABLE)}, r"block_table has strides \(6, 2\); .*\.contiguous"),
     (
         paged,
         {"k": torch.zeros(5, 2, 0, 32).half(), "v": torch.zeros(5, 2, 0, 64).half()},
         r"k has pages of 0 keys; with block_table they must have at least 1",
     ),
-    (
-        paged,
-        {"cache_batch_idx": ints(0, 1)},
-        r"cache_batch_idx is given with block_table, .*one of",
-    ),
+    (paged, {"cache_batch_idx": ints(0, 1)}, "cache_batch_idx is given with block_table, .*one of"),
     (
         paged,
         {"k": torch.zeros(5, 8, 32).half()},
@@ -108,9 +95,7 @@ BAD = [
     ),
     (paged, {"v": torch.zeros(5, 2, 16, 64).half()}, r"v has a length of 16 and k of 8; "),
     (paged, {"k": torch.zeros(5, 2, 8, 32)}, r"k has dtype .*float32 and q .*float16; .*alike"),
-    # Index
     (indexed, {"cache_batch_idx": ints(0, 1, 2)}, r"cache_batch_idx has shape \(3,\); .* \(2,\)"),
-    # Half precision under float32 queries
     (
         half_precision,
         {"q": torch.randn(2, 4, 16, 32).bfloat16()},
@@ -121,22 +106,13 @@ BAD = [
         {"k": torch.zeros(3, 2, 24, 32).double()},
         r"k has dtype .*float64 and q .*float32; it must be float32, float16 or bfloat16, or int8",
     ),
-    (
-        half_precision,
-        tables(k=(24, 8)),
-        r"k_rotary_cos is given and k has dtype .*float16 and q .*float32; rotate keys before they",
-    ),
-    # Formats
+    (half_precision, tables(k=(24, 8)), "k_rotary_cos is given and k .*float16 .*; rotate keys"),
     (q8_0, {"k_scale": None}, r"k has dtype .*int8 and k_scale is None; .*float16 \(q8_0\)"),
-    (
-        q8_0,
-        {"k_scale": torch.ones(2)},
-        r"k has dtype .*int8 and k_scale is .*float32; it must be float16 \(q8_0\)",
-    ),
+    (q8_0, {"k_scale": torch.ones(2)}, r"k has .*int8 and k_scale is .*float32; .*float16 \(q8_0"),
     (
         paged,
         {"k_scale": torch.ones(2).half()},
-        r"k_scale is given and k has dtype .*float16; only int8, uint8, int16, int32 and",
+        "k_scale is given and k .*float16; only int8, uint8",
     ),
     (
         q8_0,
@@ -144,23 +120,14 @@ BAD = [
         r"v is not quantised and k q8_0; both or neither must be",
     ),
     (q8_0, {"k": torch.zeros(2, 2, 24, 4).short()}, r"k has a head dim of 32; q2_g64 needs"),
-    (
-        q4_0,
-        {"k": torch.zeros(2, 2, 24, 32, dtype=BYTE)},
-        r"k has a head dim of 64 and q of 32; they must be equal",
-    ),
+    (q4_0, {"k": torch.zeros(2, 2, 24, 32, dtype=BYTE)}, "k has a head dim of 64 and q of 32; "),
     (
         q8_0,
         {"v_scale": strided(torch.ones(2, 2, 24, 2).half())},
         r"v_scale has strides \(192, 96, 4, 2\); the last must be 1: call v_scale\.contiguous",
     ),
     (fp8, {"k_scale": torch.ones(3)}, r"k_scale has shape \(3,\); it must be \(2,\) or \(2, 2\)"),
-    (
-        fp8,
-        tables(k=(24, 8)),
-        r"k_rotary_cos is given and k is quantised; rotate keys before they are quantised",
-    ),
-    # Values and memory
+    (fp8, tables(k=(24, 8)), "k_rotary_cos is given and k is quantised; rotate keys before they"),
     (paged, {"block_table": ints(0, 1, -1, 3, 4, 0).view(2, 3)}, r"block_table\[0, 2\] is -1; "),
     (
         packed,
@@ -180,11 +147,7 @@ BAD = [
     (paged, {"seqused_k": ints(24, 25)}, r"seqused_k\[1\] is 25; it must be in 0\.\.24, the keys"),
     (indexed, {"cache_batch_idx": ints(0, 3)}, r"cache_batch_idx\[1\] is 3; .*0\.\.2, the batch"),
     (indexed, {"cache_batch_idx": ints(-1, 0)}, r"cache_batch_idx\[0\] is -1; "),
-    (
-        packed,
-        {"cu_seqlens_k": ints(0, 10, 35)},
-        r"cu_seqlens_k has a sequence of 25 rows and max_seqlen_k is 24; ",
-    ),
+    (packed, {"cu_seqlens_k": ints(0, 10, 35)}, "cu_seqlens_k has .* 25 rows and max_seqlen_k is"),
     (
         packed,
         {"cu_seqlens_k": ints(0, 10, 35), "max_seqlen_k": 30},
@@ -194,7 +157,6 @@ BAD = [
 
 
 def arguments(make, changes):
-    """Tensors in the order of the op, and its options, changed."""
     made = make()
     tensors = {name: made.pop(name) for name in OPERANDS if name in made}
     tensors, options = split(lambda: tensors, made | changes)
@@ -208,7 +170,7 @@ def test_refused(make, changes, message):
 
 
 @pytest.mark.usefixtures("unlaunched")
-@pytest.mark.parametrize("make", GOOD, ids=ids)
+@pytest.mark.parametrize("make", GOOD)
 def test_good_is_good(make):
     """So that each test above fails for the one thing it changes."""
     tensors, options = arguments(make, {})

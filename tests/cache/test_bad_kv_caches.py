@@ -20,6 +20,7 @@ def static():
 
 
 ROWS, TABLE = some_rows(), torch.ones(40, 2)
+TABLES = {"rotary_cos": TABLE, "rotary_sin": TABLE}
 PACKED = ROWS[0].transpose(0, 1)
 SMALL = {"num_pages": 4, "page_size": 4, "num_kv_heads": 2, "head_dim": 64}
 # Options of a PagedKVCache, besides SMALL.
@@ -39,14 +40,8 @@ MADE = [
     ({"v_format": "q4_g32"}, "v_format is 'q4_g32' with no format; leave it"),
     ({"v_head_dim": 48, "format": "q4_g64"}, "v_head_dim is 48; q4_g64 needs a multiple of 64"),
     ({"k_scale": torch.ones(2)}, "k_scale is given and its format is None; leave"),
-    (
-        {"format": "fp8_e4m3", "k_scale": torch.ones(3)},
-        r"k_scale has .*; it must be \(2,\)",
-    ),
-    (
-        {"v_head_dim": 65, "values_in_keys": True},
-        "v_head_dim is 65 and head_dim 64; with",
-    ),
+    ({"format": "fp8_e4m3", "k_scale": torch.ones(3)}, r"k_scale has .*; it must be \(2,\)"),
+    ({"v_head_dim": 65, "values_in_keys": True}, "v_head_dim is 65 and head_dim 64; with"),
     (
         {"values_in_keys": True, "format": "fp8_e4m3", "v_scale": torch.ones(2)},
         "v_scale is given with values_in_keys",
@@ -63,7 +58,6 @@ MADE = [
     ({"page_size": 4.5}, "page_size is 4.5; it must be an int"),
     ({"format": "fp8_e4m3", "v_scale": 2.0}, "v_scale is a float; it must be a tensor"),
 ]
-# Changes of an append's arguments.
 APPENDED = [
     ({"ids": [7]}, "there is no sequence 7"),
     ({"ids": 0}, "ids is 0; it must be a sequence of int"),
@@ -75,14 +69,9 @@ APPENDED = [
     ({"v": some_rows(heads=3)}, r"v has shape \(1, 3, 3, 8\); it must be \(1, 2, 3, 8\)"),
     ({"token_ids": [[1, 2]]}, r"token_ids has rows of \[2\] tokens; they must have \[3\]"),
     ({"token_ids": 1.5}, "token_ids is 1.5; it must be a row of ints for each sequence"),
-    (
-        {"length": [3]},
-        r"k has shape .*; it must be \(3, 2, 8\): length is given",
-    ),
+    ({"length": [3]}, r"k has shape .*; it must be \(3, 2, 8\): length is given"),
     ({"length": [1, 2]}, "length has 2 numbers; it must"),
-    ({"rotary_cos": TABLE}, "only one of rotary_cos and rotary_sin is given"),
 ]
-# Changes of a step's arguments.
 THREE = {"q": PACKED, "k": PACKED, "v": PACKED, "length": 3}
 NO_ROWS = {"q": PACKED[:0], "k": PACKED[:0], "v": PACKED[:0], "length": [0]}
 STEPS = [
@@ -92,14 +81,10 @@ STEPS = [
     ),
     ({"cu_seqlens_q": None}, "decode_step of a cache has no argument cu_seqlens_q: give length"),
     (THREE | {"q": ROWS[0]}, r"q has shape \(2, 3, 8\); it must have 3 rows, \(T, Hq, D\): length"),
-    (
-        THREE | {"parents": torch.zeros(2).int()},
-        r"parents has shape \(2,\); it must have 3 rows",
-    ),
+    (THREE | {"parents": torch.zeros(2).int()}, r"parents has shape \(2,\); it must have 3 rows"),
     (NO_ROWS, r"length is \[0\]; decode_step appends a row or more in all"),
     *((THREE | {n: 1}, f"{n} is given with length;") for n in ("indices", "kv_block_size")),
 ]
-# Other calls.
 CALLS = [
     (lambda c: StaticLatentCache(1, 4, 513), r"latent_dim is 513; it must be in 1\.\.512"),
     (lambda c: StaticLatentCache(1, 4, rotary_dim=65), r"rotary_dim is 65; it must be in 0\.\.64"),
@@ -158,35 +143,20 @@ REFUSED = [
 ]
 
 
-WRONG = {
-    "strides of k": ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
-    "strides of v": ({"v": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "v has strides"),
-    "wide tables": (
-        {"rotary_cos": torch.ones(40, 5), "rotary_sin": torch.ones(40, 5)},
-        "rotary_cos has 5 columns and k a head dim of 8",
-    ),
-    "one table": ({"rotary_cos": TABLE}, "only one of rotary_cos and rotary_sin"),
-    "short tables": (
-        {"rotary_cos": TABLE[:9], "rotary_sin": TABLE[:9]},
-        r"rows 7 to 9 of rotary_cos \(from cache_seqlens on\); they must be in 0\.\.8",
-    ),
-    "no list": ({"rotary_cos": [1.0], "rotary_sin": [1.0]}, "rotary_cos is a list"),
-    "q alone": ({"q": some_rows()}, "q is given and rotary_cos is not"),
-    "shape of q": (
-        {"q": some_rows(columns=4), "rotary_cos": TABLE, "rotary_sin": TABLE},
-        r"q has shape \(1, 2, 3, 4\)",
-    ),
-    "pairs of no table": ({"rotary_interleaved": True}, "rotary_interleaved is True and"),
-    "q that autograd cannot write": (
-        {"q": torch._neg_view(some_rows()), "rotary_cos": TABLE, "rotary_sin": TABLE},
-        "q is a view with its negative bit set",
-    ),
-    "q that is a leaf": (
-        {"q": some_rows().requires_grad_(), "rotary_cos": TABLE, "rotary_sin": TABLE},
-        "q is a leaf that requires grad, or a view of one, so metal_attn::append_kv cannot write",
-    ),
-    "another option": ({"leftpad_k": torch.ones(1).int()}, "append has no argument leftpad_k; it"),
-}
+WRONG = [
+    ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
+    ({"v": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "v has strides"),
+    (dict.fromkeys(TABLES, torch.ones(40, 5)), "rotary_cos has 5 columns and k a head dim of 8"),
+    ({"rotary_cos": TABLE}, "only one of rotary_cos and rotary_sin"),
+    (dict.fromkeys(TABLES, TABLE[:9]), r"rows 7 to 9 of rotary_cos .*; they must be in 0\.\.8"),
+    (TABLES | {"rotary_cos": [1.0]}, "rotary_cos is a list"),
+    ({"q": some_rows()}, "q is given and rotary_cos is not"),
+    (TABLES | {"q": some_rows(columns=4)}, r"q has shape \(1, 2, 3, 4\)"),
+    ({"rotary_interleaved": True}, "rotary_interleaved is True and"),
+    (TABLES | {"q": torch._neg_view(some_rows())}, "q is a view with its negative bit set"),
+    (TABLES | {"q": some_rows().requires_grad_()}, "q is a leaf .*metal_attn::append_kv cannot wr"),
+    ({"leftpad_k": torch.ones(1).int()}, "append has no argument leftpad_k; it"),
+]
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, iter], ids=lambda kind: kind.__name__)
@@ -204,10 +174,8 @@ def test_ids_of_any_kind(kind):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("case", WRONG)
-def test_a_refused_append_changes_nothing(case, shared):
-    """Neither pages, whether they are new, to be copied, or found by their tokens, nor rows."""
-    changes, message = WRONG[case]
+@each_case("changes, message", WRONG)
+def test_a_refused_append_changes_nothing(changes, message, shared):
     operands = {"k": some_rows(), "v": some_rows()} | changes
     cache, other = make(), StaticKVCache(1, 10, HEADS, HEAD_DIM, dtype=torch.float32)
     id, ones, tokens = cache.allocate(), some_rows(length=PAGE) + 1, list(range(PAGE))
@@ -245,9 +213,9 @@ def test_a_new_page_costs_no_call():
             return func(*args, **kwargs or {})
 
     cache, rows = make(), some_rows()
-    id, tables = cache.allocate(), {"rotary_cos": TABLE, "rotary_sin": TABLE}
+    id = cache.allocate()
     with Record():
-        cache.append([id], rows, rows, q=rows.clone(), **tables)
+        cache.append([id], rows, rows, q=rows.clone(), **TABLES)
     ours = [name for name in called if "metal_attn" in name]
     assert ours == ["metal_attn_explain::append_kv", "metal_attn::append_kv"]
 

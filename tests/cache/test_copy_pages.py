@@ -14,7 +14,6 @@ from torch_metal_attn.runtime import extension
 from torch_metal_attn.testing import Copy
 
 copy_pages = torch.ops.metal_attn.copy_pages
-explain = torch.ops.metal_attn_explain.copy_pages
 
 
 def cache_of(shape, dtype=torch.float16, offset=0):
@@ -25,16 +24,18 @@ def cache_of(shape, dtype=torch.float16, offset=0):
     return memory.view(dtype)[offset : offset + numel].view(shape)
 
 
-def check(cache, src, dst):
+def check(cache, src, dst, stride=1):
     after = same_memory(cache)
     for one, other in zip(src, dst, strict=True):
         after[other] = cache[one]
-    assert copy_pages(cache, *(torch.tensor(pages).int() for pages in (src, dst))) is None
+    pages = (torch.tensor(x).int().repeat_interleave(stride)[::stride] for x in (src, dst))
+    assert copy_pages(cache, *pages) is None
     assert torch.equal(memory_of(cache), memory_of(after))
 
 
 def word_of(cache):
-    (launch,) = extension.launches(explain(cache, torch.tensor([0]), torch.tensor([1])))
+    pages = torch.tensor([0]), torch.tensor([1])
+    (launch,) = extension.launches(torch.ops.metal_attn_explain.copy_pages(cache, *pages))
     return launch["defines"]["WORD"]
 
 
@@ -83,7 +84,6 @@ def test_parts_of_a_cache(layout, backend):
     [(0, 16, "uint4"), (4, 16, "uint2"), (2, 16, "uint"), (1, 16, "ushort"), (0, 9, "uint4")],
 )
 def test_words(offset, columns, word, backend):
-    """As wide as the alignment allows."""
     cache = cache_of((6, 2, 8, columns), offset=offset)
     if cache.data_ptr() % 16 == 2 * offset:
         assert word_of(cache) == word
@@ -99,12 +99,7 @@ def test_nothing_launches_nothing():
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_strided_indices(step, backend):
-    cache, after = cache_of((8, 2, 8, 16)), cache_of((8, 2, 8, 16))
-    after[[5, 6]] = after[[1, 2]]
-    src = torch.tensor([[1] * step, [2] * step])[:, 0]
-    dst = torch.tensor([[5] * step, [6] * step])[:, 0]
-    copy_pages(cache, src, dst)
-    assert torch.equal(cache.view(torch.int16), after.view(torch.int16))
+    check(cache_of((8, 2, 8, 16)), [1, 2], [5, 6], step)
 
 
 def test_a_cache_with_a_graph():

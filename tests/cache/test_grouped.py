@@ -1,7 +1,4 @@
-"""Kernels of formats with a scale and a minimum per group, and of K and V in two formats.
-
-The other formats' tests hold what does not depend on the format.
-"""
+"""Kernels of formats with a scale and a minimum per group, and of K and V in two formats."""
 
 import pytest
 
@@ -21,10 +18,7 @@ SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128}
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("number", (0, 1, 2, 3, 5, 8))
 def test_append(number):
-    """Bit for bit, also of rows that are special: in pages, and where rows are not aligned.
-
-    The first three pairs have all formats, and the others each size of a code and of a group.
-    """
+    """The first three pairs have all formats, the others each size of a code and of a group."""
     format, v_format = PAIRS[number]
     dtype = "float32" if number < 3 else "float16"
     pages = {"cache": "paged", "page": 5, "capacity": 65}

@@ -35,56 +35,46 @@ def test_the_formula(size):
         assert torch.equal(hadamard(x, size), rotated)
 
 
-# --- The kernels. ---
-
 # Formats of K and V: each format in some block, and each block with some head dims.
 PAGES = {"cache": "paged", "page": 5, "capacity": 65}
 APPENDED = [
-    {"format": "q8_0", "v_format": "q4_0", "hadamard": 32, "head_dim": 96, "v_head_dim": 32}
-    | PAGES,
-    {"format": "q2_g32", "v_format": "q3_g64", "hadamard": 64, "v_head_dim": 128}
-    | {"rotary_columns": 32},
-    {"format": "q4_g64", "v_format": "fp8_e4m3", "hadamard": 128, "head_dim": 128}
-    | PAGES
-    | {"v_head_dim": 256},
-    {"format": "fp8_e4m3", "v_format": "q3_g32", "hadamard": 32, "rotary_columns": 32},
+    ("q8_0", "q4_0", 32, PAGES | {"head_dim": 96, "v_head_dim": 32}),
+    ("q2_g32", "q3_g64", 64, {"v_head_dim": 128, "rotary_columns": 32}),
+    ("q4_g64", "fp8_e4m3", 128, PAGES | {"head_dim": 128, "v_head_dim": 256}),
+    ("fp8_e4m3", "q3_g32", 32, {"rotary_columns": 32}),
 ]
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("fields", APPENDED, ids=str)
-def test_append(fields):
-    """Bit for bit, rotary embeddings before, in pages too, also of rows without a number."""
-    check_special(**fields, dtype="float32")
+@pytest.mark.parametrize("format, v_format, hadamard, fields", APPENDED)
+def test_append(format, v_format, hadamard, fields):
+    check_special(format=format, v_format=v_format, hadamard=hadamard, dtype="float32", **fields)
 
 
 # Rows of q and columns choose who rotates: lanes alone, or the matrix unit's fragments, of which
 # SIMD groups have different keys or different columns. The formats are pairs of test_grouped.py.
 DECODED = {
-    "one row": {"head_dim": 64, "v_head_dim": 128, "hadamard": 64}
-    | {"format": "q2_g32", "v_format": "q3_g64"},
-    "one row, wide": {"head_dim": 128, "hadamard": 128}
-    | {"format": "q4_g32", "v_format": "q2_g64"},
-    "lanes without columns": {"head_dim": 64, "v_head_dim": 96, "hadamard": 32}
-    | {"format": "q8_0", "v_format": "q4_g32"},
-    "eight rows": {"head_dim": 64, "hadamard": 64, "heads": 16}
-    | {"format": "q4_g64", "v_format": "q4_0"},
-    "columns": {"head_dim": 128, "hadamard": 128, "heads": 8, "q_length": 4}
-    | {"format": "q2_g64", "v_format": "q8_0"},
-    "columns, two blocks": {"head_dim": 256, "hadamard": 64, "heads": 8}
-    | {"format": "fp8_e4m3", "v_format": "q3_g32"},
-    "rows apart": {"head_dim": 64, "hadamard": 64, "heads": 40, "kv_heads": 1}
-    | {"format": "q4_0", "v_format": "q8_0"},
+    "one row": ("q2_g32", "q3_g64", 64, {"v_head_dim": 128}),
+    "one row, wide": ("q4_g32", "q2_g64", 128, {"hadamard": 128}),
+    "lanes without columns": ("q8_0", "q4_g32", 64, {"v_head_dim": 96, "hadamard": 32}),
+    "eight rows": ("q4_g64", "q4_0", 64, {"heads": 16}),
+    "columns": ("q2_g64", "q8_0", 128, {"hadamard": 128, "heads": 8, "q_length": 4}),
+    "columns, two blocks": ("fp8_e4m3", "q3_g32", 256, {"heads": 8}),
+    "rows apart": ("q4_0", "q8_0", 64, {"heads": 40, "kv_heads": 1}),
 }
+
+
+def decoded_fields(name):
+    format, v_format, head_dim, fields = DECODED[name]
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": head_dim, "v_head_dim": head_dim}
+    return sizes | {"format": format, "v_format": v_format, "hadamard": 64} | fields
 
 
 @pytest.mark.parametrize("name", DECODED)
 def test_attention(name, device):
-    """Decoding and verification, dense, in pages and by index, split and not."""
     number = list(DECODED).index(name)
     dtype = ("float16", "bfloat16", "float32")[number % 3]
-    fields = {"v_head_dim": DECODED[name]["head_dim"], "dtype": dtype} | DECODED[name]
-    case = {"heads": 2, "kv_heads": 2, "kv_length": 75, "causal": True, "q_length": 1} | fields
+    case = {"kv_length": 75, "causal": True, "q_length": 1, "dtype": dtype} | decoded_fields(name)
     where = [{}, {"cache": "paged", "page": 5}, {"cache": "indexed"}]
     kept = {"batch": 2, "seqused_k": (75, 33), "call": "flash_decode"}
     split = {"num_splits": 2, "learnable_sink": "float32"} if number % 2 else {}
@@ -92,7 +82,7 @@ def test_attention(name, device):
 
 
 def test_function(device):
-    """`flash_attn_with_kvcache` appends and attends, also with queries that flash_fwd takes."""
+    """`flash_attn_with_kvcache` with few queries, and with as many as flash_fwd takes."""
     common = {"call": "flash_attn_with_kvcache", "format": "q4_0", "hadamard": 64, "heads": 2}
     common |= {"kv_heads": 1, "head_dim": 64, "dtype": "float32", "causal": True}
     steps = [
@@ -107,9 +97,6 @@ def test_rows_that_fill_threadgroup_memory(device):
     latents = {"values_in_keys": True, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
     fields = {"length": 5, "lengths": (7, 11), "capacity": 25, "dtype": "float32", "causal": True}
     held_cases.hold([step(**latents, **fields, format="q3_g64", hadamard=64)], device)
-
-
-# --- What is refused. ---
 
 
 def appended(hadamard, **fields):
@@ -153,18 +140,14 @@ def test_refused(call, message):
         call()
 
 
-# --- Planted faults. ---
-
-
 def planted(name):
-    """A step of `DECODED`, or an append."""
     if name == "append":
         formats = {"format": "q8_0", "v_format": "q4_0", "hadamard": 64}
         judge(append(**formats, v_head_dim=128, length=5, lengths=(3, 9)))
         return
-    case = {"v_head_dim": DECODED[name]["head_dim"], "heads": 2, "kv_heads": 2} | DECODED[name]
+    case = {"call": "flash_decode", "kv_length": 40, "dtype": "float16"} | decoded_fields(name)
     with simulate(check=True):
-        made = testing.Attention(call="flash_decode", kv_length=40, dtype="float16", **case)
+        made = testing.Attention(**case)
         result = testing.run(made, torch.device("cpu"))
     assert result.status == "ok", result
 

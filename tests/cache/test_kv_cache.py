@@ -34,7 +34,6 @@ def values_of(tokens, layer, space=None):
 
 
 def of_values(values):
-    """Rows of k, (L, H, D)."""
     heads = torch.tensor(values).view(-1, 1) + 0.25 * torch.arange(HEADS)
     return heads[..., None] + torch.zeros(HEAD_DIM)
 
@@ -126,12 +125,10 @@ class Paged(RuleBasedStateMachine):
         return data.draw(st.lists(ids, unique=True, min_size=1, max_size=most))
 
     def freed(self, id, window):
-        """The pages of a layer that must have been freed."""
         pages = -(-len(self.expected[id]) // PAGE)
         return min(first_seen(self.freed_at[id], window) // PAGE, pages)
 
     def can_go_back(self, id, length):
-        """True if the pages are there that are seen from `length` on."""
         least = (first_seen(length, w) // PAGE for w in self.windows)
         return length == 0 or all(
             first >= self.freed(id, w) or first * PAGE >= length
@@ -264,8 +261,6 @@ class Paged(RuleBasedStateMachine):
 
 
 class PagedWithWindows(Paged):
-    """A layer whose pages are freed beside one with full attention."""
-
     windows, num_pages = [-1, 5], 28
 
     @initialize(length=st.integers(9, 35))
@@ -422,11 +417,12 @@ CACHES = [
 
 @pytest.mark.parametrize("kind, options", CACHES)
 def test_attention_over_a_cache(kind, options):
-    attend_over_a_cache(kind, options, "cpu")
-
-
-def test_attention_over_a_cache_of_the_device(device):
-    attend_over_a_cache(*CACHES[-1], device)
+    """A prompt, then rows that the attention writes itself where `reserve` made room."""
+    held = Sequences(kind, **options)
+    held.append(14, 0)
+    held.attend(4, 1)
+    held.step([3, 21], 5, {"softmax_scale": 0.3, "indices": None})
+    held.step([0, 1], 6)
 
 
 @pytest.mark.parametrize("kind, options", [CACHES[0], CACHES[-1]])
@@ -455,17 +451,7 @@ def test_a_step_to_listed_keys(kind, options):
     )
 
 
-def attend_over_a_cache(kind, options, device):
-    """A prompt, then rows that the attention writes itself where `reserve` made room."""
-    held = Sequences(kind, device, **options)
-    held.append(14, 0)
-    held.attend(4, 1)
-    held.step([3, 21], 5, {"softmax_scale": 0.3, "indices": None})
-    held.step([0, 1], 6)
-
-
 def test_attention_over_a_window(device):
-    """Whose old pages were freed, of which a step says nothing."""
     held = Sequences("paged", device, windows=[20])
     free = held.cache.num_free_pages
     for n in (0, 1):

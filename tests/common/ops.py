@@ -1,9 +1,7 @@
 """Calls of the ops as data: what every op must do in PyTorch is tested over this table."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,34 +13,29 @@ from torch_metal_attn.rope import default
 from torch_metal_attn.testing.judge import ints, normal
 from torch_metal_attn.testing.merges import union
 
-Arguments = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Example:
     """Calls of one op.
 
-    make: arguments by name, on the CPU, of a length and of the dtype of what is not float32 alone.
-    written: those that are written in place. differentiable: those that have gradients.
-    definition: the op in plain torch; its results, or what `written` holds afterwards. Without one,
-        gradients have tests of their own.
+    make: arguments by name, on the CPU. written: those that are written in place. differentiable:
+    those that have gradients. definition: the results, or what `written` holds, in plain torch.
     """
 
     op: str
-    make: Callable[..., Arguments]
-    written: tuple[str, ...] = ()
-    differentiable: tuple[str, ...] = ()
-    definition: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    make: object
+    written: tuple = ()
+    differentiable: tuple = ()
+    definition: object = None
 
     @property
-    def returns_what_it_writes(self) -> bool:
+    def returns_what_it_writes(self):
         """Or writes nothing: torch's vmap and its views with a sign know no other ops."""
         returns = getattr(torch.ops.metal_attn, self.op).default._schema.returns
         return len(returns) > 0 and (not self.written or returns[0].alias_info is not None)
 
 
-def call(arguments: Arguments, example: Example):
-    """The results of a call, and the tensors that it wrote."""
+def call(arguments, example):
     results = getattr(torch.ops.metal_attn, example.op)(**arguments)
     written = tuple(arguments[name] for name in example.written)
     if isinstance(results, tuple):
@@ -50,7 +43,7 @@ def call(arguments: Arguments, example: Example):
     return written or (results,)
 
 
-def on(device, arguments: Arguments) -> Arguments:
+def on(device, arguments):
     """The arguments with copies of their tensors on the device, of the same strides."""
 
     def there(x):
@@ -153,13 +146,10 @@ def _masked(scores, q_offset=0):
 _SOFTMAX = {"differentiable": ("x",), "definition": _weights}
 
 
-_SIZES = {"lengths": (13, 12), "capacity": 32}
-
-
 def _append(call="append_kv", options=(), **fields):
     def make(length=5, dtype=torch.float16):
-        case = step(call=call, length=length, dtype=str(dtype).split(".")[1], **_SIZES | fields)
-        operands = arguments(case)
+        sizes = {"call": call, "length": length, "lengths": (13, 12), "capacity": 32}
+        operands = arguments(step(dtype=str(dtype).split(".")[1], **sizes | fields))
         # opcheck compares what NaN would hide.
         for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
             if name in operands and operands[name].is_floating_point():

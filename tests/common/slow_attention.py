@@ -36,27 +36,19 @@ def slow_attention(q, k, v, **options):
 
     def sees(b, h, i, j):
         first = 0 if o.leftpad_k is None else int(o.leftpad_k[b])
-        position = position_of(b, i)
-        answers = [first <= j < end_of(b)]
-        if o.causal:
-            answers.append(j <= position)
-        if o.window_size_left >= 0:
-            answers.append(position - j <= o.window_size_left)
-        if o.window_size_right >= 0:
-            answers.append(j - position <= o.window_size_right)
-        if o.attention_chunk:
-            chunks = [math.floor((n - first) / o.attention_chunk) for n in (j, position)]
-            answers.append(chunks[0] == chunks[1])
-        if mask is not None and isinstance(mask[b][h][i][j], bool):
-            answers.append(mask[b][h][i][j])
-        return all(answers)
+        position, chunk = position_of(b, i), o.attention_chunk
+        return (
+            first <= j < end_of(b)
+            and (not o.causal or j <= position)
+            and (o.window_size_left < 0 or position - j <= o.window_size_left)
+            and (o.window_size_right < 0 or j - position <= o.window_size_right)
+            and (not chunk or (j - first) // chunk == (position - first) // chunk)
+            and (mask is None or mask[b][h][i][j] is not False)
+        )
 
     def score(b, h, i, j):
-        query = _rotated(
-            q_rows[b][h][i], b, i, o.q_rotary_cos, o.q_rotary_sin, o.rotary_interleaved
-        )
-        key = k_rows[b][h // group][j]
-        key = _rotated(key, b, j, o.k_rotary_cos, o.k_rotary_sin, o.rotary_interleaved)
+        query = _rotated(q_rows[b][h][i], b, i, o, "q")
+        key = _rotated(k_rows[b][h // group][j], b, j, o, "k")
         value = scale * math.fsum(x * y for x, y in zip(query, key, strict=True))
         if o.softcap:
             value = o.softcap * math.tanh(value / o.softcap)
@@ -89,15 +81,15 @@ def slow_attention(q, k, v, **options):
     return out, lse
 
 
-def _rotated(row, b, position, cos, sin, interleaved):
-    """The columns of one query or key, rotated by the angles of its row of the tables."""
+def _rotated(row, b, position, options, side):
+    cos, sin = (getattr(options, f"{side}_rotary_{name}") for name in ("cos", "sin"))
     if cos is None:
         return row
     cos, sin = (t if t.dim() == 2 else t[b if t.shape[0] > 1 else 0] for t in (cos, sin))
     pairs = cos.shape[1]
     rotated = list(row)
     for c in range(pairs):
-        x, y = (2 * c, 2 * c + 1) if interleaved else (c, c + pairs)
+        x, y = (2 * c, 2 * c + 1) if options.rotary_interleaved else (c, c + pairs)
         angle = complex(float(cos[position, c]), float(sin[position, c]))
         product = complex(row[x], row[y]) * angle
         rotated[x], rotated[y] = product.real, product.imag

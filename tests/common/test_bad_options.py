@@ -1,7 +1,6 @@
 """Refusals of flash_fwd and flash_varlen_fwd: the ValueError names argument, value and rule.
 
-The checks stand once, in C++. The table is run once, through the op on the CPU; that the simulator,
-the fake kernels and torch.compile reach the same checks is shown by a row of each kind.
+The checks are in C++. The simulator, the fake kernels and torch.compile are tried with a few rows.
 """
 
 import math
@@ -15,10 +14,7 @@ from tests.helpers.refused import refused, refused_alike, without_data
 from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import ints
 
-NAMESPACES = {
-    "op": torch.ops.metal_attn,
-    "explain": torch.ops.metal_attn_explain,
-}
+NAMESPACES = {"op": torch.ops.metal_attn, "explain": torch.ops.metal_attn_explain}
 LONGEST = 2**31 - 1024
 
 
@@ -69,7 +65,6 @@ def resized(tensor, size):
 
 
 def state(rng_state=None, dropout_p=0.1):
-    """Options of dropout."""
     rng_state = torch.tensor([1, 2]) if rng_state is None else rng_state
     return {"dropout_p": dropout_p, "rng_state": rng_state}
 
@@ -83,10 +78,9 @@ def wide(q=1, k=1, heads=1, batch=1, columns=8):
 
 # Rows of (what is changed in good arguments, how the error begins).
 OPERANDS = [
-    # A wrong dtype, rank, stride or storage is in test_small_ops_refused.py.
+    # A wrong rank, stride or storage is in test_small_ops_refused.py.
     ({"k": half(2, 2, 24, 32).float()}, r"k has dtype float32 and q float16; .*alike"),
     ({"v": half(2, 2, 24, 48).bfloat16()}, r"v has dtype bfloat16 and q float16; .*alike"),
-    # Sizes that differ
     ({"k": half(1, 2, 24, 32)}, r"k has a batch of 1 and q of 2; .*equal"),
     ({"v": half(1, 2, 24, 48)}, r"v has a batch of 1 and q of 2; .*equal"),
     ({"v": half(2, 1, 24, 48)}, r"v has a number of heads of 1 and k of 2; .*equal"),
@@ -95,17 +89,11 @@ OPERANDS = [
     ({"q": half(2, 3, 16, 32)}, r"q has 3 heads and k 2; k's must divide q's"),
     ({"q": half(2, 1, 16, 32)}, r"q has 1 head and k 2; k's must divide"),
     ({"k": half(2, 0, 24, 32), "v": half(2, 0, 24, 48)}, r"q has 4 heads and k 0; k's must divide"),
-    # Head dims
-    (
-        {"q": half(2, 4, 16, 0), "k": half(2, 2, 24, 0)},
-        r"q has a head dim of 0; it must be in 1\.\.576",
+    *(
+        ({"q": half(2, 4, 16, n), "k": half(2, 2, 24, n)}, rf"q has a head dim of {n}; .*1\.\.576")
+        for n in (0, 577)
     ),
-    (
-        {"q": half(2, 4, 16, 577), "k": half(2, 2, 24, 577)},
-        r"q has a head dim of 577; it must be in 1\.\.576",
-    ),
-    ({"v": half(2, 2, 24, 0)}, r"v has a head dim of 0; it must be in 1\.\.512"),
-    ({"v": half(2, 2, 24, 513)}, r"v has a head dim of 513; it must be in 1\.\.512"),
+    *(({"v": half(2, 2, 24, n)}, rf"v has a head dim of {n}; .*1\.\.512") for n in (0, 513)),
     # Sizes beyond 32 bits, and grids beyond Metal's
     (wide(q=2**31 - 1023), r"q has a length of 2147482625; it must be in 0\.\.2147482624"),
     (wide(k=2**31), r"k has a length of 2147483648; it must be in 0\.\.2147482624"),
@@ -122,81 +110,54 @@ OPERANDS = [
 ]
 # For dense and packed sequences.
 OPTIONS = [
-    # Numbers
     ({"softmax_scale": math.nan}, r"softmax_scale is nan; .*finite"),
     ({"softmax_scale": 1e39}, r"softmax_scale is 1e\+39; .*finite in float32"),
     ({"softcap": math.nan}, r"softcap is nan; it must be 0 \(off\) or positive"),
     ({"softcap": -1.0}, r"softcap is -1; it must be 0 \(off\)"),
     ({"softcap": 1e39}, r"softcap is 1e\+39; .*finite in float32"),
     ({"softcap": 1e-60}, r"softcap is 1e-60; .*positive .*in float32"),
-    (
-        {"causal": True, "window_size_right": 3},
-        r"window_size_right is 3 with causal=True, which makes it 0; leave it at -1",
-    ),
+    ({"causal": True, "window_size_right": 3}, "window_size_right is 3 .*; leave it at -1"),
     ({"attention_chunk": -1}, r"attention_chunk is -1; .*0 \(off\) or in 1\.\."),
     ({"attention_chunk": LONGEST + 1}, rf"attention_chunk is {LONGEST + 1}; .*in 1\.\.{LONGEST}"),
     ({"q_offset": LONGEST + 1}, rf"q_offset is {LONGEST + 1}; .*in -{LONGEST}\.\.{LONGEST}"),
     ({"q_offset": -(2**63)}, r"q_offset is -9223372036854775808; .*in -"),
-    # Lengths
     *(
         ({name: ints(3, 3, 3)}, rf"{name} has shape \(3,\); it must be \(2,\)")
         for name in ("seqused_k", "leftpad_k")
     ),
-    # Masks and biases
     ({"attn_bias": bools(16, 24)}, r"attn_bias has dtype bool; .*float32"),
-    (
-        {"attn_mask": half(16, 24), "attn_bias": half(16, 24)},
-        r"attn_mask is floating and attn_bias is given too; add the two yourself",
-    ),
+    (dict.fromkeys(("attn_mask", "attn_bias"), half(16, 24)), ".* is floating .*; add the two"),
     ({"attn_mask": bools(16, 25)}, r"attn_mask has shape \(16, 25\); .*broadcast"),
     ({"attn_mask": bools(2, 2, 16, 24)}, r"attn_mask has shape .*\(2, 4, 16"),  # KV heads
     ({"attn_mask": bools(2, 24)}, r"attn_mask has shape \(2, 24\); "),  # padding
     ({"attn_mask": bools(16, 0)}, r"attn_mask has shape \(16, 0\); .*broadcast"),
     ({"attn_bias": half(3, 1, 1, 1)}, r"attn_bias has shape \(3, 1, 1, 1\); it must broadcast to"),
-    # Slopes and sinks
     ({"alibi_slopes": torch.zeros(2)}, r"alibi_slopes has shape \(2,\); .*\(4,\) or \(2, 4\)"),
     ({"alibi_slopes": torch.zeros(1, 4)}, r"alibi_slopes has shape \(1, 4\)"),
     ({"learnable_sink": half(2)}, r"learnable_sink has shape \(2,\); it must be \(4,\)"),
-    # Rotary tables
     *(
         ({f"{side}_rotary_{part}": torch.ones(24, 8)}, f"only one of {side}_rotary_cos and {side}_")
         for side, part in (("q", "cos"), ("k", "sin"))
     ),
     ({"rotary_interleaved": True}, r"rotary_interleaved is True and no rotary table is given"),
-    (
-        tables((16, 8)) | {"q_rotary_sin": half(16, 8)},
-        r"q_rotary_sin is float16 with 8 columns and q_rotary_cos float32 ",
-    ),
-    (
-        tables((16, 8), (24, 4)),
-        r"k_rotary_cos is float32 with 4 columns and q_rotary_cos float32 with 8; .*alike",
-    ),
-    (
-        tables((15, 8)),
-        r"q_rotary_cos has shape \(15, 8\); .* length of at least 16 and R in 2\.\.32",
-    ),
+    (tables((16, 8)) | {"q_rotary_sin": half(16, 8)}, "q_rotary_sin is float16 .* float32 with 8"),
+    (tables((16, 8), (24, 4)), "k_rotary_cos is float32 with 4 columns .* float32 with 8; .*alike"),
+    (tables((15, 8)), r"q_rotary_cos has shape \(15, 8\); .* at least 16 and R in 2\.\.32"),
     (tables(None, (23, 8)), r"k_rotary_cos has shape \(23, 8\); .* length of at least 24"),
-    (
-        tables((16, 8)) | {"q_rotary_sin": torch.ones(15, 8)},
-        r"q_rotary_sin has shape \(15, 8\); ",
-    ),
+    (tables((16, 8)) | {"q_rotary_sin": torch.ones(15, 8)}, r"q_rotary_sin has shape \(15, 8\); "),
     (tables((16, 17)), r"q_rotary_cos has shape \(16, 17\); .*R in 2\.\.32"),
     (tables((16, 0)), r"q_rotary_cos has shape \(16, 0\); "),
     (tables((3, 16, 8)), r"q_rotary_cos has shape \(3, 16, 8\); .*\(2, length, R / 2"),
-    # Dropout
     *((state(dropout_p=p), rf"dropout_p is {p}; it must be in 0\.\.1") for p in (-0.1, math.nan)),
     ({"dropout_p": 0.1}, r"dropout_p is 0\.1 and rng_state is None; dropout needs a random state"),
     (state(dropout_p=0.0), r"dropout_p is 0 and rng_state is given; .* nothing else does"),
     (state(torch.tensor([1, 2, 3])), r"rng_state has shape \(3,\); it must be \(2,\)"),
 ]
 PACKED = [
-    (
-        {"cu_seqlens_q": ints(), "cu_seqlens_k": ints()},
-        r"cu_seqlens_q is empty; it must hold a 0 and each sequence's end",
-    ),
+    (dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ints()), "cu_seqlens_q is empty; .*hold a 0"),
     (
         {"cu_seqlens_k": ints(0, 34)},
-        r"cu_seqlens_k has a length of 2 and cu_seqlens_q of 3; they must be equal",
+        "cu_seqlens_k has a length of 2 and cu_seqlens_q of 3; .*equal",
     ),
     ({"max_seqlen_q": -1}, r"max_seqlen_q is -1; it must be in 0\.\."),
     ({"max_seqlen_k": 2**31}, rf"max_seqlen_k is 2147483648; it must be in 0\.\.{LONGEST}"),
@@ -212,10 +173,7 @@ DATA = [
 ]
 PACKED_DATA = [
     ({"cu_seqlens_q": ints(1, 16, 20)}, r"cu_seqlens_q\[0\] is 1; it must be 0"),
-    (
-        {"cu_seqlens_q": ints(0, 16, 15)},
-        r"cu_seqlens_q\[2\] is 15 and the one before 16; they must not decrease",
-    ),
+    ({"cu_seqlens_q": ints(0, 16, 15)}, r"cu_seqlens_q\[2\] is 15 and .* 16; .*not decrease"),
     ({"cu_seqlens_k": ints(0, 11, 35)}, r"cu_seqlens_k ends at 35 of 34 rows; it must not pass"),
     ({"cu_seqlens_k": ints(0, 2**31 - 1, -(2**31))}, r"cu_seqlens_k .*(decrease|longer)"),
     ({"max_seqlen_q": 15}, r"cu_seqlens_q has a sequence of 16 rows and max_seqlen_q is 15; no"),
@@ -230,12 +188,7 @@ SHAPES = [(dense, *row) for row in OPERANDS + OPTIONS] + [
 VALUES = [(dense, *row) for row in DATA] + [(packed, *row) for row in DATA + PACKED_DATA]
 
 
-def ids(value):
-    return value if isinstance(value, str) else getattr(value, "__name__", "")
-
-
 def split(make, changes):
-    """The op's tensors and its options, changed."""
     tensors = make()
     options = {name: value for name, value in changes.items() if name not in tensors}
     return tensors | {name: changes[name] for name in tensors if name in changes}, options
@@ -257,7 +210,6 @@ def test_refused_in_the_simulator_before_anything_runs(make, changes, message):
 
 @each_case("make, changes, message", SHAPES[::9])
 def test_refused_without_data(make, changes, message):
-    """The fake kernels say the same."""
     tensors, options = split(make, changes)
     refused_alike(
         f"^{message}",
@@ -304,7 +256,7 @@ def good_options():
 
 
 @pytest.mark.usefixtures("unlaunched")
-@pytest.mark.parametrize("make", [dense, packed], ids=ids)
+@pytest.mark.parametrize("make", [dense, packed])
 def test_good_is_good(make):
     """So that each test above fails for the one thing it changes; on every device."""
     tensors, options = make(), good_options()
@@ -322,7 +274,7 @@ def test_sparse(name):
 
 
 @pytest.mark.usefixtures("unlaunched")
-@pytest.mark.parametrize("make", [dense, packed], ids=ids)
+@pytest.mark.parametrize("make", [dense, packed])
 def test_numbers_at_their_limits_are_allowed(make):
     for options in (
         {"q_offset": LONGEST},

@@ -9,6 +9,7 @@ from tests.attention.autograd_check import make_qkv
 from tests.helpers.cases import each_case
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.runtime.refusals import unmarked
+from torch_metal_attn.simulator import engine
 from torch_metal_attn.wording import count_text, type_text, value_text
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
@@ -16,8 +17,6 @@ flash_fwd = torch.ops.metal_attn.flash_fwd
 
 def test_outputs_are_poisoned(monkeypatch):
     """A kernel that writes nothing is noticed, which the other tests rely on."""
-    from torch_metal_attn.simulator import engine
-
     assert torch.empty(3).isnan().all()
     monkeypatch.setattr(engine, "run", lambda *arguments, **options: engine.Counters())
     with torch_metal_attn.simulate(check=True):
@@ -36,7 +35,6 @@ def test_environment_turns_the_simulator_on(monkeypatch):
 
 NAMES = ArgumentNames({"k": "k_cache", "seqused_k": "cache_seqlens"}, blhd=True)
 KV_NAMES = ArgumentNames({"k_cache": "kv[0]"})
-FLASH_FWD = torch.ops.metal_attn.flash_fwd
 
 
 @pytest.mark.parametrize(
@@ -69,18 +67,15 @@ def test_checks_in_cpp_mark_what_they_say():
     for arguments, message in (
         ((q, k, k), "q has 2 heads and k_cache 3; k_cache's must divide q's"),
         ((q, k, q), "v has a number of heads of 2 and k_cache of 3; they must be equal"),
-        (
-            (q, k[0], q),
-            r"k_cache has 3 .*\(3, 9, 16\); it must have 4: \(batch, kv_length, ",
-        ),
+        ((q, k[0], q), r"k_cache has 3 .*\(3, 9, 16\); it must have 4: \(batch, kv_length, "),
         ((q, q, torch.zeros(1, 2, 8, 32)[..., ::2]), r"v has strides \(512, 32, 256, 2\)"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            NAMES.run(FLASH_FWD, arguments, {})
+            NAMES.run(flash_fwd, arguments, {})
     with pytest.raises(TypeError, match=r"^cache_seqlens is a list; it must be a tensor or None$"):
-        NAMES.run(FLASH_FWD, (q, q, q), {"seqused_k": [1.0]})
+        NAMES.run(flash_fwd, (q, q, q), {"seqused_k": [1.0]})
     with pytest.raises(RuntimeError, match="no_such_option"):
-        NAMES.run(FLASH_FWD, (q, q, q), {"no_such_option": 1})
+        NAMES.run(flash_fwd, (q, q, q), {"no_such_option": 1})
 
 
 TEXTS = [

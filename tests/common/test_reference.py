@@ -32,11 +32,7 @@ def qkv(batch=2, heads=4, kv_heads=2, q_length=5, kv_length=7, head_dim=8, v_hea
 
 
 def check(q, k, v, **options):
-    out, lse = attention(q, k, v, **options)
-    expected, expected_lse = slow_attention(q, k, v, **options)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)
-    return out, lse
+    torch.testing.assert_close(attention(q, k, v, **options), slow_attention(q, k, v, **options))
 
 
 # Shapes that broadcast to (2, 4, 5, 7).
@@ -87,7 +83,6 @@ more_examples = settings(max_examples=max(100, settings().max_examples))
 
 
 def every_option(draw, batch, heads, q_length, kv_length, head_dim):
-    """Options of any features at once."""
     seed = draw(st.integers(0, 2**31))
     on = {
         name: draw(st.booleans())
@@ -152,10 +147,9 @@ def test_all_features_at_once_in_packed_sequences(data):
     for name in ("seqused_k", "leftpad_k"):
         if name in options:
             options[name] = torch.minimum(options[name], ints(*kv_lengths))
-    out, lse = varlen_attention(q, k, v, *packing, max_q, max_k, **options)
-    expected, expected_lse = slow_varlen_attention(q, k, v, *packing, max_q, max_k, **options)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)
+    actual = varlen_attention(q, k, v, *packing, max_q, max_k, **options)
+    expected = slow_varlen_attention(q, k, v, *packing, max_q, max_k, **options)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -175,9 +169,7 @@ def test_blocks_change_nothing(monkeypatch, causal, masks):
         options["attn_mask"] = options["attn_mask"] > 0
     whole = attention(q, k, v, **options)
     monkeypatch.setattr(reference, "_SCORES_PER_BLOCK", 2 * 4 * 97 * 10)
-    blocks = attention(q, k, v, **options)
-    torch.testing.assert_close(blocks[0], whole[0])
-    torch.testing.assert_close(blocks[1], whole[1])
+    torch.testing.assert_close(attention(q, k, v, **options), whole)
 
 
 def test_long_sequences_need_little_memory():
@@ -200,7 +192,7 @@ def test_long_sequences_need_little_memory():
 
 
 def test_nan_stays_nan():
-    q, k, v = normal(1, 1, 3, 8), normal(1, 1, 3, 8, seed=1), normal(1, 1, 3, 8, seed=2)
+    q, k, v = normal(3, 1, 1, 3, 8)
     q[0, 0, 1, 0] = math.nan
     out, lse = attention(q, k, v, causal=True, q_offset=0)
     assert out.isnan().any(-1).tolist() == [[[False, True, False]]]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torch_metal_attn
+from tests.common.test_bad_options import resized
 from tests.helpers.forks import run_alone
 from torch_metal_attn import functional, quantisation, vllm, with_kvcache
 from torch_metal_attn.flash_attn import bert_padding
@@ -23,10 +24,8 @@ def renamed():
 
 
 def test_a_refusal_is_distinguished_from_other_errors():
-    error = renamed()
-    refused = refusals.as_value_error(error)
-    assert type(refused) is ValueError
-    assert str(refused) == MESSAGE
+    refused = refusals.as_value_error(renamed())
+    assert (type(refused), str(refused)) == (ValueError, MESSAGE)
     for other in (RuntimeError("out of memory"), NotImplementedError(MESSAGE)):
         assert refusals.as_value_error(other) is other
 
@@ -122,12 +121,10 @@ def test_where_torch_compile_skips_a_frame():
 
 def shrunk(*shape, dtype=torch.float32):
     """A tensor without memory: torch's own kernels crash on it."""
-    x = torch.ones(shape, dtype=dtype)
-    x.untyped_storage().resize_(0)
-    return x
+    return resized(torch.ones(shape, dtype=dtype), 0)
 
 
-ROWS, TOKENS = torch.ones(2, 2, 8), torch.ones(2, 4, 8)
+ROWS, TOKENS, QKV = torch.ones(2, 2, 8), torch.ones(2, 4, 8), torch.ones(3, 2, 4, 1, 8)
 # Functions that compute with torch before any op sees the tensor.
 WITHOUT_MEMORY = {
     "blocks": lambda: quantisation.from_ggml(shrunk(4, 34, dtype=torch.uint8), "q8_0"),
@@ -138,12 +135,8 @@ WITHOUT_MEMORY = {
     "token_ids": lambda: torch_metal_attn.kv_cache.PagedKVCache(2, 4, 1, 32).match_prefix(
         shrunk(3, dtype=torch.int64)
     ),
-    "window_size": lambda: torch_metal_attn.flash_attn_func(
-        *[TOKENS[:, :, None]] * 3, window_size=shrunk(2, dtype=torch.int64)
-    ),
-    "softmax_scale": lambda: torch_metal_attn.flash_attn_func(
-        *[TOKENS[:, :, None]] * 3, softmax_scale=shrunk(1)
-    ),
+    "window_size": lambda: torch_metal_attn.flash_attn_func(*QKV, window_size=shrunk(2)),
+    "softmax_scale": lambda: torch_metal_attn.flash_attn_func(*QKV, softmax_scale=shrunk(1)),
 }
 
 

@@ -31,7 +31,6 @@ def halves(*shape):
 
 
 def calls(example, arguments):
-    """The op, and the one that explains it."""
     for namespace in (torch.ops.metal_attn, torch.ops.metal_attn_explain):
         yield partial(getattr(namespace, example.op), **arguments)
 
@@ -53,10 +52,7 @@ def _with_options(make):
     return lambda: make() | forward.good_options()
 
 
-def _normalised():
-    return backward.bias() | {"normalisers": torch.randn(2, 4, 16)}
-
-
+NORMALISERS = {"normalisers": torch.randn(2, 4, 16)}
 # Calls of attention; their other refusals are in the modules that they are from.
 ATTENTION = [
     Example("flash_fwd", _with_options(forward.dense)),
@@ -65,7 +61,7 @@ ATTENTION = [
     Example("flash_varlen_fwd", cached.packed),
     Example("flash_bwd", _with_options(backward.dense)),
     Example("flash_varlen_bwd", backward.packed),
-    Example("flash_bwd_bias", _with_options(_normalised)),
+    Example("flash_bwd_bias", _with_options(lambda: backward.bias() | NORMALISERS)),
     Example("flash_bwd_slopes", _with_options(backward.slopes)),
 ]
 # Tensors that may have any dtype, number of dimensions or device.
@@ -90,15 +86,12 @@ def _free(example, way, name):
     return name in unread.get(example.op, ()) or f"{way} of {name}" in FREE
 
 
-NAMELESS = ("bits8", "float8_e8m0fnu")
+NAMELESS = ("bits8", "float8_e8m0fnu")  # in the stable ABI
 WAYS = ("dtype", "dimensions", "device", "strides", "storage")
 
 
 def each_invalidated():
-    """A wrong dtype, rank, device, stride and storage of every tensor of every op.
-
-    Of attention also dtypes that the stable ABI cannot name.
-    """
+    """Every way to invalidate each tensor of each op; of attention also dtypes without a name."""
     for example in (*EXAMPLES.values(), *ATTENTION, *FLEX.values()):
         for name, x in example.make().items():
             for way in (*WAYS, *(NAMELESS if example in ATTENTION else ())):
@@ -124,7 +117,7 @@ def test_an_invalidated_tensor_is_named(example, way, name):
             check(message, example, invalidated)
 
 
-# For an example: what is changed, and the message.
+TABLES, CACHES = ("cos", "sin"), ("k_cache", "v_cache")
 REFUSED = {
     "rope": [
         *(
@@ -137,17 +130,14 @@ REFUSED = {
         ),
         ({"q": zeros(2, 4, 9, 0), "k": None}, "q has a head dim of 0; it must be at least 1"),
         (
-            {"cos": zeros(3, 13, 8), "sin": zeros(3, 13, 8)},
-            r"cos has a batch of 3 and q of 2; it must be 1 or equal",
+            dict.fromkeys(TABLES, zeros(3, 13, 8)),
+            "cos has a batch of 3 and q of 2; it must be 1 or",
         ),
-        (
-            {"cos": zeros(13, 11), "sin": zeros(13, 11)},
-            r"cos has 11 columns and q a head dim of 20; they must be at most half",
-        ),
+        (dict.fromkeys(TABLES, zeros(13, 11)), "cos has 11 columns and q a head dim of 20; they"),
         ({"sin": zeros(12, 8)}, r"sin has shape \(12, 8\) and cos \(13, 8\); they must be equal"),
         (
             {"positions": torch.arange(8)},
-            r"positions has shape \(8,\); it must be \(9,\), \(1, 9\) or \(2, 9\)",
+            r"positions has .*; it must be \(9,\), \(1, 9\) or \(2, 9",
         ),
         *(
             ({"positions": torch.arange(9), name: value}, f"{name} is .* positions")
@@ -231,10 +221,7 @@ REFUSED = {
             for x in "kv"
         ),
         *(({"v_cache": halves(2, 2, *size)}, "v_cache has shape") for size in ((32, 63), (31, 64))),
-        (
-            {"k_cache": halves(3, 2, 32, 64), "v_cache": halves(3, 2, 32, 64)},
-            "k_cache has a batch of 3 and k of 2",
-        ),
+        (dict.fromkeys(CACHES, halves(3, 2, 32, 64)), "k_cache has a batch of 3 and k of 2"),
         (
             {"k_cache": zeros(2, 2, 32, 64)},
             "k_cache has dtype .*float32 and k .*float16; they must be alike",
@@ -243,11 +230,7 @@ REFUSED = {
         ({"k": halves(2, 2, 33, 64), "v": halves(2, 2, 33, 64)}, "k has a length of 33 .* for 32"),
         *(({name: ints(1)}, f"{name} has shape") for name in ("cache_seqlens", "leftpad_k")),
         (
-            {
-                "k_cache": halves(4, 2, 0, 64),
-                "v_cache": halves(4, 2, 0, 64),
-                "block_table": ints(1, 0)[:, None],
-            },
+            dict.fromkeys(CACHES, halves(4, 2, 0, 64)) | {"block_table": ints(1, 0)[:, None]},
             "k_cache has pages of 0 keys; with block_table they must have at least 1",
         ),
         ({"q": halves(2, 3, 5, 64)}, "q is given and rotary_cos is not"),
@@ -287,7 +270,6 @@ REFUSED = {
         ({"dst": torch.tensor([4])}, "dst has shape"),
     ],
 }
-# Ops with the same checks.
 ALSO = {"rope": ["rope_"], "merge_state": ["merge_state_"], "softmax": ["softmax_"]}
 
 
@@ -362,7 +344,6 @@ def test_refused_data(name, changes, message):
 
 
 def inside(memory, x):
-    """A tensor like x in the memory of another one."""
     return memory_of(memory)[: x.nbytes].view(x.dtype).view(x.shape).zero_()
 
 

@@ -4,7 +4,6 @@ Where one of them departs from its paper, ours follows the paper, and the test s
 softmax, rope and merge have the names of the kernels that they cover.
 """
 
-import math
 import re
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tests.merge import test_merge as merge
 from tests.rope import test_rope_op as rope_op
 from tests.softmax import test_softmax as softmax
 from torch_metal_attn import explain, rope, simulate
-from torch_metal_attn.testing.judge import normal
 
 PAGE = Path(__file__).parents[2] / "docs/design/source-kernels.md"
 NAMES = """
@@ -41,10 +39,13 @@ KERNELS = {
     "flash_attn_train_fwd": [
         *(case(**TRAINED, causal=True, q_offset=offset) for offset in (0, 32, 40)),
         case(**TRAINED, attn_mask="bool bqk"),
+        # A source kernel turns the mask's values into booleans; here they are added.
+        case(**TRAINED, attn_mask="bfloat16 bqk"),
     ],
     "rope_then_attention": [
         case(**SHORT, dtype="float32", causal=True, rotary="qk", rotary_columns=64),
     ],
+    # The source kernel adds the slope with the wrong sign; the paper penalises distance.
     "fused_attention": [case(**SHORT, dtype="float32", causal=True, alibi_slopes="h")],
     "fused_attention_f16": [case(**SHORT, causal=True, alibi_slopes="h")],
     "fused_attention_batched": [
@@ -110,55 +111,14 @@ def test_flash_attention_simd(dtype):
     assert explain(q, k, v, causal=True).threadgroup_bytes <= 32768
 
 
-def test_additive_masks_are_added(device):
-    """flash_attn_train_fwd turns the mask's values into booleans; here they are added."""
-    q, k, v = make_qkv(2, 4, 2, 64, 96, 256, dtype=torch.bfloat16)
-    mask = normal(2, 1, 64, 96, seed=1).bfloat16()
-    mask[..., 70:] = -torch.inf
-    out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
-    as_bool, _ = check_flash_fwd(q, k, v, attn_mask=mask != 0, device=device)
-    assert (out.float() - as_bool.float()).abs().max() > 0.1
-    assert lse.isfinite().all()
-
-
-def test_slopes_of_alibi(device):
-    """fused_attention adds the slope with the wrong sign; the paper penalises distance."""
-    slopes = torch.tensor([2.0 ** -(head + 1) for head in range(8)])  # the paper's, of 8 heads
-    q, k, _ = make_qkv(heads=8, q_length=64, kv_length=64, head_dim=64)
-    # With equal scores and v the key's index, the mean index says where the weight lies.
-    v = torch.arange(64.0)[:, None].expand(1, 8, 64, 64).contiguous()
-    out, _ = torch.ops.metal_attn.flash_fwd(
-        *(x.to(device) for x in (torch.zeros_like(q), k, v)),
-        causal=True,
-        alibi_slopes=slopes.to(device),
-    )
-    last_query = out[0, :, -1, 0].cpu()
-    assert (last_query > 31.5).all()  # nearer keys weigh more than they would alike
-    assert (last_query.diff() < 0).all()  # and the steeper the slope, the more
-
-
 def test_yarn_attention(device):
     """A source kernel takes YaRN's ramp over wavelengths; here it runs over dimension indices.
 
-    Peng et al., "YaRN" (2023), as its authors compute it: pair i has the base frequency below index
-    `low`, that divided by the factor above index `high`, and in between a linear blend of both.
+    tests/rope/test_rope.py holds the frequencies to those of transformers, to the bit.
     """
-    head_dim, base, factor, context = 64, 10000.0, 4.0, 2048
-    inv_freq, attention_factor = rope.yarn(
-        head_dim, base, factor=factor, original_max_position_embeddings=context
-    )
-    pair = torch.arange(head_dim // 2)
-
-    def index_of(rotations):
-        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = math.floor(index_of(32)), math.ceil(index_of(1))
-    ramp = ((pair - low) / (high - low)).clamp(0, 1)
-    plain = base ** (-2 * pair / head_dim)
-    torch.testing.assert_close(inv_freq, plain / factor * ramp + plain * (1 - ramp))
-    assert attention_factor == pytest.approx(0.1 * math.log(factor) + 1)
-
-    q, k, v = make_qkv(heads=4, kv_heads=2, q_length=64, kv_length=64, head_dim=head_dim)
+    options = {"factor": 4.0, "original_max_position_embeddings": 2048}
+    inv_freq, attention_factor = rope.yarn(64, 10000.0, **options)
+    q, k, v = make_qkv(heads=4, kv_heads=2, q_length=64, kv_length=64, head_dim=64)
     cos, sin = rope.tables(inv_freq, 64, attention_factor=attention_factor)
     tables = {f"{side}_rotary_{n}": t for side in "qk" for n, t in (("cos", cos), ("sin", sin))}
     check_flash_fwd(q, k, v, causal=True, **tables, device=device)

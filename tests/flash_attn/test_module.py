@@ -40,7 +40,6 @@ ATTENTION = {
         "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
     ),
 }
-# The private functions that other packages import.
 SCORES = (
     "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
 )
@@ -59,6 +58,7 @@ PRIVATE = {
         f"{BACKWARD}, {PACKING}, {SCORES}, deterministic, rng_state=None, zero_tensors=False"
     ),
 }
+CONCATENATED = "unpad_input_for_concatenated_sequences"
 SIGNATURES = {
     **ATTENTION,
     **{f"flash_attn_interface.{name}": names for name, names in PRIVATE.items()},
@@ -66,9 +66,7 @@ SIGNATURES = {
     "bert_padding.index_put_first_axis": "values, indices, first_axis_dim",
     "bert_padding.pad_input": "hidden_states, indices, batch, seqlen",
     "bert_padding.unpad_input": "hidden_states, attention_mask, unused_mask=None",
-    "bert_padding.unpad_input_for_concatenated_sequences": (
-        "hidden_states, attention_mask_in_length"
-    ),
+    f"bert_padding.{CONCATENATED}": "hidden_states, attention_mask_in_length",
     "layers.rotary.RotaryEmbedding": (
         "dim, base=10000.0, interleaved=False, scale_base=None, device=None"
     ),
@@ -108,7 +106,6 @@ def test_functions_are_the_librarys():
 
 
 HIDDEN, MASK = normal(2, 3, 4), torch.ones(2, 3)
-CONCATENATED, LENGTHS = "unpad_input_for_concatenated_sequences", "attention_mask_in_length"
 REFUSED = [
     ("unpad_input", (HIDDEN, None), "^attention_mask is None; it must be a tensor"),
     ("unpad_input", (HIDDEN, MASK.T), r"^attention_mask has shape \(3, 2\); it must be \(2, 3\)"),
@@ -135,7 +132,7 @@ REFUSED = [
         )
     ),
     *(
-        (CONCATENATED, (HIDDEN, lengths), f"^{LENGTHS} {message}")
+        (CONCATENATED, (HIDDEN, lengths), f"^attention_mask_in_length {message}")
         for lengths, message in (
             (torch.ones(3, 2).long(), r"has shape \(3, 2\); it must be \(2, 3\)"),
             (torch.ones(2, 3), r"has dtype torch.float32; it must be integers"),
@@ -160,9 +157,8 @@ class TestPadding:
 
         tokens = [(b, i) for b in range(batch) for i in range(seqlen) if kinds[b][i]]
         ends = [sum(b < end for b, _ in tokens) for end in range(batch + 1)]
-        packed, indices, cu_seqlens, longest, seqused = bert_padding.unpad_input(
-            hidden, mask, unused
-        )
+        results = bert_padding.unpad_input(hidden, mask, unused)
+        packed, indices, cu_seqlens, longest, seqused = results
         assert packed.shape == (len(tokens), *trailing)
         assert all(torch.equal(packed[t], hidden[where]) for t, where in enumerate(tokens))
         assert indices.tolist() == [b * seqlen + i for b, i in tokens]
@@ -195,9 +191,7 @@ class TestPadding:
                 parts.pop()
             row[: len(parts)] = torch.tensor(parts)
         hidden = normal(batch, seqlen, 2)
-        packed, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(
-            hidden, lengths
-        )
+        packed, indices, cu_seqlens, longest = getattr(bert_padding, CONCATENATED)(hidden, lengths)
         rows = [b * seqlen + i for b in range(batch) for i in range(int(lengths[b].sum()))]
         each = [length for row in lengths.tolist() for length in row if length]
         assert indices.tolist() == rows
@@ -238,11 +232,10 @@ class TestInstall:
             assert sys.modules["flash_attn"] is ours
 
     def test_stays_where_its_result_is_dropped(self):
-        source = (
+        run_alone(
             "import gc, torch_metal_attn; torch_metal_attn.install_flash_attn(); gc.collect(); "
             "from flash_attn.bert_padding import unpad_input"
         )
-        run_alone(source)
 
     def test_refuses_an_imported_one(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))

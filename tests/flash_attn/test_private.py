@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from torch_metal_attn import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
+from torch_metal_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from torch_metal_attn.flash_attn import flash_attn_interface as interface
 from torch_metal_attn.testing.judge import normal
 
@@ -55,7 +51,6 @@ def test_forward_and_backward(packed, dropout_p):
 
 
 def test_caches():
-    """flash_attn_gpu's own functions, by position."""
     q, cache = normal(2, 1, 4, 16), normal(2, 8, 2, 16, seed=1)
     new, used = normal(2, 1, 2, 16, seed=2), torch.tensor([3, 5]).int()
     caches = [cache.clone() for _ in range(4)]

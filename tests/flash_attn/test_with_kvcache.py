@@ -11,7 +11,7 @@ from tests.helpers.steps import step
 from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.reference import rotate
 from torch_metal_attn.testing import Attention, Step
-from torch_metal_attn.testing.judge import ints, normal
+from torch_metal_attn.testing.judge import ints, normal, on
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
 MANY = VERIFY_QUERIES + 1
@@ -161,7 +161,7 @@ def test_q_in_the_memory_of_a_cache(length):
 
 
 def tables_of(rows):
-    return {"rotary_cos": torch.ones(rows, 8), "rotary_sin": torch.ones(rows, 8)}
+    return dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(rows, 8))
 
 
 OLD = {"k": None, "v": None}  # without new keys
@@ -287,7 +287,7 @@ def test_refused(changes, message, q_length, device):
     arguments |= {"cache_seqlens": 5} | changes
     if callable(arguments["q"]):
         arguments["q"] = arguments["q"](q)
-    arguments = {n: x.to(device) if torch.is_tensor(x) else x for n, x in arguments.items()}
+    arguments = on(device, arguments)
     before = arguments["k_cache"].clone()
     with pytest.raises((TypeError, ValueError), match=message):
         flash_attn_with_kvcache(**arguments)

@@ -10,8 +10,7 @@ import pytest
 def each_case(names, cases):
     """Like `pytest.mark.parametrize`, but one test runs all the cases and lists those that fail.
 
-    For cases that differ in values only and need no fixture anew. A case that skips fails, as it
-    would hide the cases after it.
+    Fixtures are made once. A case that skips fails, as it would hide the cases after it.
     """
     names = [name.strip() for name in names.split(",")]
     cases = [case if len(names) > 1 else (case,) for case in cases]

@@ -17,5 +17,4 @@ def judge(*cases, device="cpu"):
 
 
 def arguments(case):
-    """The arguments of a case's call, on the CPU."""
     return FAMILIES[type(case)].prepare(case, torch.device("cpu")).arguments

@@ -1,8 +1,6 @@
-"""Planted faults: a text of a shader is changed, and a problem of the tests must notice.
+"""Planted faults: a text of a shader is changed, and a problem of the tests must notice."""
 
-`mutant_tests` makes the tests of a table of them; `plant` serves tests that need one fault.
-"""
-
+import ctypes
 import re
 import textwrap
 from functools import cache, lru_cache, partial
@@ -10,13 +8,12 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.helpers.switched import SWITCH, choose, switched
+from tests.helpers.switched import SWITCH, switched
 from torch_metal_attn import SimulatorFault, simulate
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator.build import Program
 
 KERNEL_NAME = re.compile(r"\[\[kernel\b[^\]]*\]\]\s*void\s+(\w+)\(")
-
 
 # {~old => new~}, either of which may be nothing.
 CHANGE = re.compile(r"\{~(.*?)=>(.*?)~\}", re.DOTALL)
@@ -24,7 +21,7 @@ EVERYWHERE, WRONG = "everywhere", "wrong"
 
 
 class Mutant(NamedTuple):
-    """A fault that is planted in the text of a family of kernels, as a table of them says it.
+    """A fault that is planted in the text of a family of kernels.
 
     problem: a check that passes with the unchanged text, and fails with the fault.
     pattern: a part of the text with its changes marked; blanks match any blanks.
@@ -40,7 +37,6 @@ class Mutant(NamedTuple):
 
     @property
     def change(self):
-        """The text that the pattern matches, and its replacement."""
         text = shaders.source(self.family)
         old, new = changed(self.pattern, text) or (CHANGE.sub(r"\1", self.pattern), "")
         return (repeated(old) if self.everywhere else old), new
@@ -141,7 +137,12 @@ def mutant_tests(
         others = changes.pop(mutant.family)
         # The problem's other kernels are those of its other mutants, with no fault chosen.
         _use(monkeypatch, _texts(changes), 0)
-        plant_among(monkeypatch, mutant.family, *mutant.change, others)
+        _require(mutant.family, mutant.change[0])
+        text, numbers = _switched(shaders.source(mutant.family), others)
+        if mutant.change in numbers:
+            _use(monkeypatch, {mutant.family: text}, numbers[mutant.change])
+        else:
+            plant(monkeypatch, mutant.family, *mutant.change)
         expect_caught(lambda: run(mutant.problem), fault=mutant.fault, kernel=kernels)
 
     @pytest.mark.parametrize("problem", table, ids=_name)
@@ -150,7 +151,6 @@ def mutant_tests(
         with simulate(check=True):
             run(problem)
 
-    test_mutant_is_caught.planted = len(mutants)  # for tests/helpers/count_mutants.py
     tests = test_mutant_is_caught, test_the_unchanged_kernels_pass
     marked = map(pytest.mark.mutant, tests)
     return tuple(map(pytest.mark.usefixtures(*fixtures), marked) if fixtures else marked)
@@ -162,35 +162,13 @@ def _name(problem):
     return getattr(problem, "__name__", problem)
 
 
-def plant(monkeypatch, families, old, new):
-    """Replace `old` by `new` in the text of `families`, one name or several."""
-    families = (families,) if isinstance(families, str) else families
-    source = shaders.source
-    for family in families:
-        _require(family, old)
-
-    def planted(family):
-        text = source(family)
-        return text.replace(old, new) if family in families else text
-
-    monkeypatch.setattr(shaders, "source", planted)
-
-
-def plant_among(monkeypatch, family, old, new, others):
-    """`plant`, in a text that holds the `others` too, so that all share one compilation.
-
-    others: (old, new) of faults that are shown by the same problem.
-    """
+def plant(monkeypatch, family, old, new):
     _require(family, old)
-    text, numbers = _switched(shaders.source(family), tuple(others))
-    if (old, new) in numbers:
-        _use(monkeypatch, {family: text}, numbers[old, new])
-    else:
-        plant(monkeypatch, family, old, new)
+    text, source = shaders.source(family).replace(old, new), shaders.source
+    monkeypatch.setattr(shaders, "source", lambda name: text if name == family else source(name))
 
 
 def _texts(changes):
-    """Each family's text with the switch for its changes."""
     return {
         family: _switched(shaders.source(family), tuple(of))[0] for family, of in changes.items()
     }
@@ -216,7 +194,7 @@ def use_fault(monkeypatch, number, kernels=None):
     def chosen(program, name):
         actual = image(program, name)
         if SWITCH in program.text and (kernels is None or name in kernels):
-            choose(actual, number)
+            ctypes.c_int.in_dll(actual.library, SWITCH).value = number
         return actual
 
     monkeypatch.setattr(Program, "image", chosen)
@@ -226,17 +204,13 @@ _switched = lru_cache(maxsize=None)(switched)
 
 
 def expect_caught(check, *, fault=None, kernel=None):
-    """`check` fails, or the simulator stops `kernel`, at a place that it names.
-
-    fault: as a Mutant's.
-    kernel: its name, or of several that may be stopped.
-    """
-    kinds = fault if isinstance(fault, tuple) else (fault,)
+    """`check` fails, or the simulator stops a kernel, one of `kernel`, with one kind of `fault`."""
+    kinds, kernels = (x if isinstance(x, tuple | list) else (x,) for x in (fault, kernel))
     errors = tuple(AssertionError if kind is None else SimulatorFault for kind in kinds)
     with simulate(check=True), pytest.raises(errors) as raised:
         check()
     if isinstance(raised.value, SimulatorFault):
         assert raised.value.kind in kinds, raised.value
-        assert raised.value.kernel in ((kernel,) if isinstance(kernel, str) else kernel)
+        assert raised.value.kernel in kernels
         assert raised.value.file.startswith("shaders/")
         assert raised.value.line > 0

@@ -1,6 +1,3 @@
-"""How long tests wait for what must come.
-
-It ends a test that would wait for ever, and nothing else: no machine is too slow for it.
-"""
+"""How long tests wait: it ends a test that would wait forever, and no machine is too slow."""
 
 HANG_SECONDS = 600

@@ -15,17 +15,13 @@ def run_in_processes(function, processes, path):
     results = [path / f"{rank}.pt" for rank in range(processes)]
     with locked(path):
         if not all(result.exists() for result in results):
-            _start(function, processes, path)
+            torch.multiprocessing.start_processes(
+                _run,
+                (function, processes, str(path), tempfile.mkdtemp(dir=path)),
+                nprocs=processes,
+                start_method=forks.context.get_start_method(),
+            )
     return [torch.load(result) for result in results]
-
-
-def _start(function, processes, path):
-    torch.multiprocessing.start_processes(
-        _run,
-        (function, processes, str(path), tempfile.mkdtemp(dir=path)),
-        nprocs=processes,
-        start_method=forks.context.get_start_method(),
-    )
 
 
 def _run(rank, function, processes, path, meeting):

@@ -28,7 +28,6 @@ def without_data(values: dict) -> dict:
 
 
 def refused_alike(message: str, *calls) -> None:
-    """Every one of the calls is refused, in the same words."""
     texts = []
     for call in calls:
         with refused(message) as caught:

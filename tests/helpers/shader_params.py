@@ -5,13 +5,6 @@ import re
 
 from torch_metal_attn.runtime import shaders
 
-TYPES = {
-    "int64_t": ctypes.c_int64,
-    "int32_t": ctypes.c_int32,
-    "uint32_t": ctypes.c_uint32,
-    "float": ctypes.c_float,
-}
-
 
 def struct(name):
     """The struct as a ctypes.Structure, structs inside it included."""
@@ -19,8 +12,10 @@ def struct(name):
     fields = re.findall(r"^  (\w+) (\w+)(?:\[(\w+)\])?;", body, re.MULTILINE)
     types = []
     for kind, field, count in fields:
-        of_one = TYPES.get(kind) or struct(kind)
-        types.append((field, of_one * _number(count) if count else of_one))
+        of_one = getattr(ctypes, f"c_{kind.removesuffix('_t')}", None) or struct(kind)
+        if count:
+            of_one *= int(re.search(rf"^#define {count} (\d+)$", _text(), re.MULTILINE)[1])
+        types.append((field, of_one))
     return type(name, (ctypes.Structure,), {"_fields_": types})
 
 
@@ -48,11 +43,6 @@ def _numbers(field):
     else:
         for part in field:
             yield from _numbers(part)
-
-
-def _number(name):
-    """The number of a #define."""
-    return int(re.search(rf"^#define {name} (\d+)$", _text(), re.MULTILINE)[1])
 
 
 def _text():

@@ -12,7 +12,6 @@ def folder_of_all_workers(tmp_path_factory):
 
 @contextmanager
 def locked(folder):
-    """Makes the folder; one process at a time is inside."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -19,7 +19,6 @@ def step(**fields):
 
 
 def append(**fields):
-    """Without queries, unless they are rotated."""
     return step(call="append_kv", **fields)
 
 
@@ -28,7 +27,6 @@ def check_step(**fields):
 
 
 def tensors_of(**fields):
-    """The tensors alone."""
     return {n: x for n, x in arguments(step(**fields)).items() if torch.is_tensor(x)}
 
 

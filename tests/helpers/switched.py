@@ -6,7 +6,6 @@ becomes `(mutant(3) ? (changed) : (original))`, and where it changes statements
 a type or a declaration, is compiled alone.
 """
 
-import ctypes
 import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
@@ -142,8 +141,9 @@ class Text:
             if self.at(level) not in ("(", "[") or self.at(level - 1) in HEADS:
                 return actual
             # Arguments change together: choose between two calls.
-            first, last, changed = self._widened(level, first, last, changed)
-            level = self.around[level]
+            end = self.closing[level]
+            changed = self._changed(level, first, changed, last, end + 1)
+            first, last, level = level, end, self.around[level]
 
     def _level(self, first, last):
         """The bracket around all of tokens first to last; -1 for none."""
@@ -156,11 +156,6 @@ class Text:
         while level not in outer:
             level = self.around[level]
         return level
-
-    def _widened(self, bracket, first, last, changed):
-        """The change as one of everything from a bracket to the one that closes it."""
-        end = self.closing[bracket]
-        return bracket, end, self._changed(bracket, first, changed, last, end + 1)
 
     def _statements(self, first, last, changed):
         """The whole statements around tokens first to last, unless they declare something."""
@@ -246,11 +241,7 @@ parsed_text = lru_cache(maxsize=8)(Text)  # each problem of a file has mutants o
 
 
 def switched(text, mutants):
-    """(the text with a switch, {(old, new): number}) of the mutants that fit in one text.
-
-    mutants: pairs of the text that a fault replaces, everywhere, and what by. Left out are those
-    that cannot be chosen as the kernel runs.
-    """
+    """(the text with a switch, {(old, new): number}) of the mutants that can be chosen in it."""
     parsed = parsed_text(text)
     places, numbers = {}, {}
     for mutant in mutants:
@@ -294,8 +285,3 @@ def _with_switch(text, places):
                 choice = f"(mutant({number}) ? ({new}) : ({choice}))"
         text = text[:begin] + choice + text[end:]
     return PRELUDE + "\n" + text
-
-
-def choose(image, number):
-    """Let the kernels of an image with a switch have the fault of this number from now on."""
-    ctypes.c_int.in_dll(image.library, SWITCH).value = number

@@ -20,43 +20,29 @@ from torch_metal_attn import rope
 rope_op = torch.ops.metal_attn.rope
 
 
-def config_of(parameters, head_dim=64, max_position_embeddings=8192, **options):
+def config_of(parameters, head_dim=64):
     return LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=1,
-        vocab_size=8,
-        intermediate_size=8,
         head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
+        max_position_embeddings=8192,
         rope_parameters=parameters,
-        **options,
     )
-
-
-FUNCTIONS = {
-    "default": rope.default,
-    "linear": rope.linear,
-    "dynamic": rope.dynamic_ntk,
-    "yarn": rope.yarn,
-    "llama3": rope.llama3,
-}
 
 
 def ours(config, seq_len=None):
     """Our frequencies of a config, whose parameters have the names of our arguments."""
     options = dict(config.rope_parameters)
     kind, base = options.pop("rope_type"), options.pop("rope_theta")
-    dim = int(config.head_dim * (options.pop("partial_rotary_factor", None) or 1.0))
     length = config.max_position_embeddings
     if kind == "dynamic":
+        kind = "dynamic_ntk"
         options |= {"max_position_embeddings": length, "seq_len": seq_len}
     if kind in ("yarn", "llama3"):
         options.setdefault("original_max_position_embeddings", length)
     if kind == "yarn" and options.get("factor") is None:
         options["factor"] = length / options["original_max_position_embeddings"]
-    return FUNCTIONS[kind](dim, base, **options)
+    return getattr(rope, kind)(config.head_dim, base, **options)
 
 
 def check_transformers(config, seq_len=None):
@@ -69,8 +55,7 @@ def check_transformers(config, seq_len=None):
         theirs, their_factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=seq_len)
     assert inv_freq.dtype == torch.float32
     assert torch.equal(inv_freq, theirs)
-    assert factor == their_factor
-    assert isinstance(factor, float)
+    assert (factor, type(factor)) == (their_factor, float)
 
 
 SWEEPS = {
@@ -105,19 +90,12 @@ def combinations(kind):
 
 
 class TestAgainstTransformers:
-    @pytest.mark.parametrize("head_dim", [64, 80])
+    @pytest.mark.parametrize("head_dim", [16, 80])
     @pytest.mark.parametrize("kind", SWEEPS)
     def test_sweep(self, kind, head_dim):
         for parameters in combinations(kind):
             for seq_len in (None, 100, 20000) if kind == "dynamic" else (None,):
                 check_transformers(config_of(parameters, head_dim), seq_len)
-
-    @pytest.mark.parametrize("partial", [0.25, 0.5, 0.75, 1.0])
-    @pytest.mark.parametrize("kind", [kind for kind in SWEEPS if kind != "default"])
-    def test_partial_rotary_factor(self, kind, partial):
-        for parameters in itertools.islice(combinations(kind), 0, None, 7):
-            parameters["partial_rotary_factor"] = partial
-            check_transformers(config_of(parameters, 64), 20000)
 
     @pytest.mark.parametrize("mscale, mscale_all_dim", [(1.0, 1.0), (0.707, 1.0), (1.0, None)])
     @pytest.mark.parametrize("factor", [1.0, 40.0])
@@ -188,7 +166,6 @@ def test_tables_of_a_model_with_three_positions_a_token(model, config, section, 
 
 
 FOUR, ORIGINAL = torch.ones(4), {"original_max_position_embeddings": 4096}
-# Arguments of each function that a refused call changes.
 CALLS = {
     rope.default: {"dim": 8},
     rope.linear: {"dim": 8, "factor": 2.0},

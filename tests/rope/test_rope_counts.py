@@ -23,19 +23,16 @@ def test_prefill(dtype, size, options):
     assert row["loads (bytes)"] == 128 * size + 128 * 4 / 8
 
 
-def test_in_place_leaves_the_other_columns_alone():
-    row = rotation(128, "float16", length=32, quarter=True, call="rope_")
-    assert row["stores"] == 32 / 4
-    assert row["stores (bytes)"] == 32 * 2
+# Options, and the columns of a row that are stored, in so many stores.
+ROWS = {
+    "in place, only the rotated columns": ({"quarter": True, "call": "rope_"}, 32, 32 / 4),
+    "the other columns are copied in whole vectors": ({"quarter": True}, 128, 128 / 4),
+    "rows off their alignment": ({"layout": ("padded 3",)}, 128, 128),
+}
 
 
-def test_other_columns_are_copied_in_whole_vectors():
-    row = rotation(128, "float16", length=32, quarter=True)
-    assert row["stores"] == 128 / 4
-    assert row["stores (bytes)"] == 128 * 2
-
-
-def test_rows_off_their_alignment_move_no_more_bytes():
-    row = rotation(64, "float16", length=32, layout=("padded 3",))
-    assert row["stores"] == 64
-    assert row["stores (bytes)"] == 64 * 2
+@pytest.mark.parametrize("name", ROWS)
+def test_stores(name):
+    options, columns, stores = ROWS[name]
+    row = rotation(128, "float16", length=32, **options)
+    assert (row["stores"], row["stores (bytes)"]) == (stores, columns * 2)

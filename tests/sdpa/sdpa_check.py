@@ -46,14 +46,12 @@ def close(actual, expected):
 
 
 def moved(tensor, device):
-    """`tensor` on `device` with its strides."""
     if tensor.device == torch.device(device):
         return tensor
     base = tensor.as_strided((tensor.untyped_storage().size() // tensor.element_size(),), (1,), 0)
     return base.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-# Checked, as the other tests of attention are: their kernels are the same.
 simulate = functools.partial(torch_metal_attn.simulate, check=True)
 BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # a list, which process_wide does not reach
 OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"

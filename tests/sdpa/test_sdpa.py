@@ -12,11 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from tests.attention.held_cases import FORWARD, case, hold
 from tests.helpers.cases import each_case
 from tests.sdpa.sdpa_check import check, close, normal
-from torch_metal_attn import (
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
+from torch_metal_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from torch_metal_attn import scaled_dot_product_attention as sdpa
 from torch_metal_attn.testing.judge import DTYPES
 from torch_metal_attn.testing.tensors import DTYPES as NAMES
@@ -54,7 +50,6 @@ def random_mask(shape, kind, seed=7):
     return normal(*shape, seed=seed + 1).masked_fill(hidden, -math.inf).to(kind)
 
 
-# Shapes of query and of key and value.
 RANKS = [
     ((5, 8), (7, 8)),
     ((5, 8), (4, 7, 8)),
@@ -131,12 +126,10 @@ class TestOperands:
 # Shapes of query and of a mask for 7 keys.
 MASK_SHAPES = [
     ((5, 8), (5, 7)),
-    ((5, 8), (7,)),
     ((5, 8), ()),
     ((4, 5, 8), (4, 1, 1)),
     ((2, 4, 5, 8), (5, 7)),
     ((2, 4, 5, 8), (7,)),
-    ((2, 4, 5, 8), (2, 1, 1, 7)),
     ((2, 4, 5, 8), (1, 4, 1, 7)),
     ((2, 4, 5, 8), (2, 1, 5, 7)),
     ((2, 3, 4, 5, 8), (4, 1, 7)),
@@ -156,14 +149,12 @@ class TestMasks:
     def test_shapes(self, q_shape, mask_shape, kind):
         k_shape = (*q_shape[:-2], 7, 8)
         q, k, v = normal(*q_shape), normal(*k_shape, seed=1), normal(*k_shape, seed=2)
-        mask = random_mask(mask_shape, kind)
-        check(q, k, v, mask)
+        check(q, k, v, random_mask(mask_shape, kind))
 
     @pytest.mark.parametrize(
         "value, expected", [(False, "0"), (-math.inf, "0"), (math.nan, "nan"), ("lowest", "mean")]
     )
     def test_rows_without_a_key(self, value, expected):
-        """As torch has them."""
         q, k, v = normal(3, 1, 2, 5, 8)
         mask = torch.ones(5, 5, dtype=torch.bool) if value is False else torch.zeros(5, 5)
         mask[2] = torch.finfo(torch.float32).min if value == "lowest" else value
@@ -177,18 +168,12 @@ class TestViews:
         """Leading dimensions that no view can merge: an error and not a copy."""
         q = normal(2, 3, 4, 5, 8)
         swapped = q.transpose(0, 1).contiguous().transpose(0, 1)
-        for name, tensors in (
-            ("query", (swapped, q, q)),
-            ("key", (q, swapped, q)),
-            ("value", (q, q, swapped)),
-        ):
+        for name in ("query", "key", "value"):
             with pytest.raises(ValueError, match=rf"^{name} of shape .*{name}\.contiguous\(\)"):
-                sdpa(*tensors)
+                sdpa(**{"query": q, "key": q, "value": q} | {name: swapped})
         close(sdpa(swapped.contiguous(), q, q), torch_sdpa(q, q, q))
         row = normal(2, 1, 4, 5, 8)
-        with pytest.raises(
-            ValueError, match=r"query\.expand\(2, 3, 4, 5, 8\)\.contiguous\(\) first"
-        ):
+        with pytest.raises(ValueError, match=r"query\.expand\(2, 3, 4, 5, 8\)\.contiguous\(\)"):
             sdpa(row, q, q)
         close(sdpa(row.expand(2, 3, 4, 5, 8).contiguous(), q, q), torch_sdpa(row, q, q))
         mask = random_mask((2, 3, 4, 5, 5), torch.bool)
@@ -198,8 +183,7 @@ class TestViews:
         close(sdpa(q, q, q, swapped.contiguous()), torch_sdpa(q, q, q, mask))
 
     def test_masks_that_no_view_serves(self):
-        """No stride of a merged dimension can skip the middle one of three, and one query merges
-        only its first two dimensions, its mask only with the heads."""
+        """No stride of a merged dimension can skip the middle one of three."""
         whole, heads_later = normal(2, 3, 4, 5, 8), normal(2, 3, 5, 4, 8).transpose(2, 3)
         for q, heads in ((whole, 4), (heads_later, 1)):
             mask = random_mask((2, 1, heads, 5, 5), torch.bool)
@@ -259,17 +243,14 @@ def refused():
     yield {"is_causal": mask}, TypeError, "is_causal is a bool tensor .*pass a mask as attn_mask"
     yield {"enable_gqa": None}, TypeError, "enable_gqa is None"
     # The kernels do not have these.
-    strided = q.mT.contiguous().mT
-    yield {"key": strided}, ValueError, r"key of shape \(2, 4, 5, 8\) has strides .*key\."
+    yield {"key": q.mT.contiguous().mT}, ValueError, r"key of shape .* has strides .*key\."
     doubles = dict.fromkeys(("query", "key", "value"), q.double())
     yield doubles, ValueError, "query has dtype torch.float64; it must be float32, float16"
     yield {"key": normal(2, 4, 5, 9)}, ValueError, "key has a head dim of 9 and query of 8"
     yield {"value": normal(2, 4, 6, 8)}, ValueError, "value has a length of 6 and key of 5"
-    both = {"query": wide, "key": wide}
-    yield both, ValueError, r"query has a head dim of 577; it must be in 1\.\.576"
+    yield {"query": wide, "key": wide}, ValueError, r"query has a head dim of 577; .* 1\.\.576"
     yield {"value": q[..., :0]}, ValueError, r"value has a head dim of 0; it must be in 1\.\.512"
-    sparse = q.to_sparse()
-    yield {"query": sparse}, ValueError, r"query has layout torch.sparse_coo.*query\.to_dense"
+    yield {"query": q.to_sparse()}, ValueError, r"query has layout torch.sparse_coo.*\.to_dense"
     yield {"scale": math.inf}, ValueError, "^scale is inf; .*must be finite"
     yield {"attn_mask": torch.ones(5, 5).to_sparse()}, ValueError, "attn_mask has layout"
     yield {"query": far}, ValueError, "^query has a len"
@@ -294,15 +275,12 @@ class TestErrors:
         q = normal(1, 2, 5, 8, dtype=dtype)
         for kind in (torch.bool, *DTYPES, torch.float64, torch.int32, torch.uint8, torch.complex64):
             mask = torch.ones(5, 5).to(kind)
-            if kind in (torch.bool, torch.float32, dtype):
-                torch_sdpa(q, q, q, mask)
-                sdpa(q, q, q, mask)
-                continue
-            with pytest.raises(RuntimeError, match="Expected attn_mask dtype"):
-                torch_sdpa(q, q, q, mask)
-            with pytest.raises(RuntimeError, match="Expected attn_mask dtype") as ours:
-                sdpa(q, q, q, mask)
-            assert f"attn_mask.dtype: {kind}" in str(ours.value)
+            for attend, said in ((torch_sdpa, ""), (sdpa, f".*attn_mask.dtype: {kind}")):
+                if kind in (torch.bool, torch.float32, dtype):
+                    attend(q, q, q, mask)
+                    continue
+                with pytest.raises(RuntimeError, match="Expected attn_mask dtype" + said):
+                    attend(q, q, q, mask)
 
     @pytest.mark.parametrize(
         "shape", [(6, 5), (5, 6), (2, 5, 5), (3, 4, 5, 5), (1, 2, 4, 5, 5), (0, 5), (5, 0)]
@@ -320,22 +298,18 @@ class TestErrors:
         k, v = normal(2, 2, 5, 8), normal(2, 4, 5, 8)
         with pytest.raises(NotImplementedError, match="2 key heads and 4 value heads"):
             sdpa(q, k, v, enable_gqa=True)
-        parts = [normal(5, 4, 8), normal(3, 4, 8)]
+        ends = torch.zeros(2).int()
         for layout in (torch.strided, torch.jagged):
-            nested = torch.nested.nested_tensor(parts, layout=layout)
-            with pytest.raises(NotImplementedError, match="query is a nested tensor"):
-                sdpa(nested, nested, nested)
-            with pytest.raises(NotImplementedError, match="attn_mask is a nested tensor"):
-                sdpa(q, q, q, nested)
-            lengths = (torch.zeros(2).int(),) * 2
-            for attend, rest, name in (
-                (flash_attn_func, (), "(q|an argument)"),
-                (flash_attn_varlen_func, (*lengths, 3, 3), "q"),
-                (flash_attn_with_kvcache, (), "q"),
+            nested = torch.nested.nested_tensor([normal(5, 4, 8), normal(3, 4, 8)], layout=layout)
+            for call, message in (
+                (lambda n: sdpa(n, n, n), "query is a nested tensor"),
+                (lambda n: sdpa(q, q, q, n), "attn_mask is a nested tensor"),
+                (lambda n: flash_attn_func(n, n, n), "is a nested tensor: .*flash_attn_varlen"),
+                (lambda n: flash_attn_varlen_func(n, n, n, ends, ends, 3, 3), "^q is a nested"),
+                (lambda n: flash_attn_with_kvcache(n, n, n), "^q is a nested tensor"),
             ):
-                message = f"{name} is a nested tensor: .* use flash_attn_varlen_func"
                 with pytest.raises(NotImplementedError, match=message):
-                    attend(nested, nested, nested, *rest)
+                    call(nested)
 
 
 class TestCompile:

@@ -4,6 +4,7 @@ import sys
 import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,21 +30,9 @@ from torch_metal_attn import sdpa_replaced
 
 def run(*functions):
     """Each in a thread of its own, all at once."""
-    errors = []
-
-    def guarded(function):
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    pools = [ThreadPoolExecutor(1) for _ in functions]
+    for future in [pool.submit(f) for pool, f in zip(pools, functions, strict=True)]:
+        future.result()
 
 
 @pytest.mark.parametrize("process_wide", [False, True])
@@ -110,35 +99,20 @@ class TestOfTheProcess:
             "imported before": lambda: imported_before(q, k, v),
             "layer": lambda: layer(x, x, x, need_weights=False)[0],
         }[call]
-        expected = function()
-        entered, used, left = (threading.Event() for _ in range(3))
-        kernels = []
+        expected, kernels, early = function(), [], ThreadPoolExecutor(1)
+        early.submit(function).result()
 
         def attend():
             with simulate() as run:
                 close(function(), expected)
             kernels.append(len(run.launches))
 
-        def early():
-            assert entered.wait(HANG_SECONDS)
+        with sdpa_replaced(process_wide=True) as calls:
+            early.submit(attend).result()
+            run(attend)
             attend()
-            used.set()
-            assert left.wait(HANG_SECONDS)
-            attend()
-
-        def block():
-            try:
-                with sdpa_replaced(process_wide=True) as calls:
-                    entered.set()
-                    run(attend)
-                    attend()
-                    assert used.wait(HANG_SECONDS)
-            finally:
-                entered.set()
-                left.set()
-            assert (calls.replaced, calls.left_alone) == (3, {})
-
-        run(early, block)
+        early.submit(attend).result()
+        assert (calls.replaced, calls.left_alone) == (3, {})
         assert kernels == [1, 1, 1, 0]
 
     def test_names_come_back(self):
@@ -182,7 +156,7 @@ class TestOfTheProcess:
     def test_ends_while_another_thread_is_in_a_call(self):
         """That call finishes as it began and is counted; the next one is torch's."""
         q, k, v = qkv()
-        entered, calling, ended = (threading.Event() for _ in range(3))
+        calling, ended = threading.Event(), threading.Event()
 
         class Slow(torch.utils._python_dispatch.TorchDispatchMode):
             def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -192,27 +166,22 @@ class TestOfTheProcess:
                 return function(*args, **(kwargs or {}))
 
         def elsewhere():
-            assert entered.wait(HANG_SECONDS)
             with simulate() as simulated:
                 with Slow():
                     close(F.scaled_dot_product_attention(q, k, v), BUILTIN[0](q, k, v))
                 close(F.scaled_dot_product_attention(q, k, v), BUILTIN[0](q, k, v))
             assert len(simulated.launches) == 1
 
-        def block():
-            try:
-                with sdpa_replaced(process_wide=True) as calls:
-                    entered.set()
-                    assert calling.wait(HANG_SECONDS)
-                assert F.scaled_dot_product_attention is BUILTIN[0]
-                assert calls.replaced == 0
-            finally:
-                ended.set()
-            counts.append(calls)
-
-        counts = []
-        run(elsewhere, block)
-        assert (counts[0].replaced, counts[0].left_alone) == (1, {})
+        try:
+            with sdpa_replaced(process_wide=True) as calls:
+                result = ThreadPoolExecutor(1).submit(elsewhere)
+                assert calling.wait(HANG_SECONDS)
+            assert F.scaled_dot_product_attention is BUILTIN[0]
+            assert calls.replaced == 0
+        finally:
+            ended.set()
+        result.result()
+        assert (calls.replaced, calls.left_alone) == (1, {})
 
     def test_ends_in_another_thread(self):
         q, k, v = qkv()
@@ -275,7 +244,7 @@ class TestOfTheProcess:
 
 class TestNoCall:
     @pytest.mark.parametrize(
-        ("process_wide", "why"),
+        "process_wide, why",
         [(False, r"use sdpa_replaced\(process_wide=True\)"), (True, "an attention of its own")],
     )
     def test_warns_once(self, process_wide, why):
@@ -285,8 +254,7 @@ class TestNoCall:
 
         with pytest.warns(UserWarning, match=f"{NO_CALL}: .*{why}") as said:
             run(block, block)
-        assert len(said) == 1
-        assert said[0].filename == __file__
+        assert [warning.filename for warning in said] == [__file__]
 
     def test_silent(self):
         """After a call, after an error, and where a compiled function may have run."""

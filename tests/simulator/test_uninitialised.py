@@ -75,7 +75,7 @@ def test_what_an_op_allocates_is_uninitialised(monkeypatch):
         "row < share.end) {\n        results.store_lse",
         "row + 1 < share.end) {\n        results.store_lse",
     )
-    expect_caught(problems.splits, fault="uninitialised", kernel="merge_splits")
+    expect_caught(lambda: problems.run("splits"), fault="uninitialised", kernel="merge_splits")
 
 
 def test_an_op_does_not_remember_what_another_allocated():

@@ -9,7 +9,6 @@ from torch_metal_attn.testing.oracle import rotated
 
 
 def run(name, device, *arguments, **options):
-    """The op `name` on `device`, given tensors of any device."""
     moved = (value.to(device) if torch.is_tensor(value) else value for value in arguments)
     return getattr(torch.ops.metal_attn, name)(*moved, **on(device, options))
 
@@ -30,8 +29,7 @@ def unrotated(q, k, options):
 def exact_forward(q, k, v, options, packing=()):
     """out and lse of float64's attention, rounded to their dtypes: no forward kernel is compiled.
 
-    Dense q and k may be rotated. Of scores so large that their rounding shows, a backward takes
-    only what the forward kernel made of them: tests pass `own_forward`.
+    Where scores are so large that their rounding shows, tests pass `own_forward` instead.
     """
     if not packing:
         q, k, options = unrotated(q, k, options)
@@ -53,10 +51,7 @@ def backward(q, k, v, dout, dlse, device, options, own_forward=False, packing=()
 
 
 def hold_gradients(q, k, v, dout, dlse, results, options, packing=()):
-    """out, lse and the gradients of q, k and v are as near to float64 as the policy says.
-
-    Those of rotated q and k, which the op gives.
-    """
+    """Holds out, lse and the gradients of q, k and v, rotated where the op rotates them."""
     out, lse, *actual = results[:5]
     if not packing:
         q, k, options = unrotated(q, k, options)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
-from tests.attention.held_cases import PACKED, SIZES, case
+from tests.attention.held_cases import PACKED, SIZES, case, rotated
 from tests.helpers.judged import judge
 from torch_metal_attn import simulate
 from torch_metal_attn.testing.attention_calls import call_of
@@ -17,16 +17,6 @@ from torch_metal_attn.testing.tensors import Memory
 from torch_metal_attn.tuned import tiles
 
 CPU = torch.device("cpu")
-
-
-def rotated(columns, interleaved=False):
-    """With a table for each sequence."""
-    return {
-        "rotary": "qk",
-        "rotary_columns": columns,
-        "rotary_interleaved": interleaved,
-        "rotary_by_sequence": True,
-    }
 
 
 FEW = {"batch": 1, "heads": 2, "kv_heads": 1, "q_length": 40, "kv_length": 50}
@@ -134,7 +124,6 @@ def check_the_same_bits(qkv, options):
 
 
 def packed():
-    """With more rows of no sequence than of any on both sides, and an empty sequence."""
     built = build(case(**PACKED | {"spare_rows": 120}, window_size_left=40))
     operands = built.q, built.k, built.v, *built.packing
     *_, delta = check_flash_bwd(*operands, **built.options, device="cpu")
@@ -142,16 +131,12 @@ def packed():
 
 
 def run(problem):
-    """One of FEATURES, or a function."""
     check(problem) if problem in FEATURES else problem()
 
 
 @contextmanager
 def exchanging(*, block=16, row_fragments=2, simdgroups=4, shared=2, columns=576):
-    """A context where so many SIMD groups of dk and dv share keys, and exchange weights.
-
-    The chooser takes such tiles for larger head dims than those of most tests.
-    """
+    """So many SIMD groups of dk and dv share keys and exchange weights, as with large head dims."""
     tile = f"SLICE={columns} BLOCK={block} ROW_FRAGMENTS={row_fragments} SIMDGROUPS={simdgroups}"
     tile += f" COLUMN_SIMDGROUPS={shared} ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=1"
     with tiles.forced({"flash_bwd_dkv": tile}), simulate(check=True) as session:

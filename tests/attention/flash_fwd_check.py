@@ -49,7 +49,6 @@ def make_qkv(
 
 
 def rotary_tables(length, pairs, *, batch=None, dtype=torch.float32, seed=0):
-    """cos and sin of random angles: (length, pairs), or (batch, length, pairs)."""
     shape = (length, pairs) if batch is None else (batch, length, pairs)
     angles = 6.3 * torch.rand(
         shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
@@ -67,17 +66,14 @@ def random_mask(*shape, dtype=torch.bool, seed=3, hidden=0.4):
 
 
 def hold(measures):
-    """Every measure is within its bound."""
     wrong = [measure for measure in measures if not measure.ok]
     assert not wrong, wrong
 
 
 def hold_results(out, lse, exact, exact_lse, error, options, kv_dtype):
-    """`out` within twice torch's error of the oracle, `lse` within float32's rounding.
-
-    Rows that were rotated or dequantised are rounded to their dtype before the product.
-    """
+    """`out` within twice torch's error of the oracle, `lse` within float32's rounding."""
     assert (lse.dtype, lse.shape) == (torch.float32, exact_lse.shape)
+    # Rows that were rotated or dequantised are rounded to their dtype before the product.
     rounded = kv_dtype != out.dtype or any("rotary" in name for name in options)
     rounding = max(1e-5, 4 * ROUNDING[out.dtype] * rounded)
     hold([near("out", out, exact, error), near_statistic("softmax_lse", lse, exact_lse, rounding)])
@@ -106,7 +102,6 @@ def judged(q, k, v, results, options, packing=(), dout=None, dlse=None):
 
 
 def check_flash_decode(q, k, v, *, device, num_splits=0, **options):
-    """`check_flash_fwd` of flash_decode."""
     op = partial(ops.flash_decode, num_splits=num_splits)
     return check_flash_fwd(q, k, v, device=device, op=op, **options)
 
@@ -128,10 +123,7 @@ def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
 
 
 def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
-    """Equal keys, with sinks that have nearly all weight: each share is exact.
-
-    The products of these sinks with log2(e) round off a millionth of a share.
-    """
+    """Sinks with nearly all weight, whose products with log2(e) round off a millionth of it."""
     operands = [q.zero_(), k, v.fill_(1.0)]
     options["learnable_sink"] = torch.tensor([29.97, 31.03, 26.9, 30.5])
     out, _ = op(*(x.to(device) for x in operands), **on(device, options))

@@ -2,12 +2,11 @@
 
 import dataclasses
 
-from tests.attention.head_dims import HOME
 from torch_metal_attn import testing
 from torch_metal_attn.testing import Attention
 from torch_metal_attn.testing.attention import OPS
 
-DTYPES = ("float32", "float16", "bfloat16")
+HOME = 16  # the head dim of tests with another subject, so that they share kernels
 FORWARD = {"backward": False, "through_lse": False}
 # Shared by the tests of tensor tiles, in half precision and in TF32.
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101}
@@ -15,6 +14,11 @@ LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}
 SCORES = {"softcap": 1.5, "softmax_scale": 0.5, "learnable_sink": "float32", "dropout_p": 0.3}
 PACKED = {"heads": 4, "kv_heads": 2, "q_length": 1, "kv_length": 1, "causal": True}
 PACKED |= {"packed": ((40, 50), (0, 3), (77, 64)), "spare_rows": 9, "call": "flash_varlen_fwd"}
+
+
+def rotated(columns, interleaved=False):
+    rotary = {"rotary": "qk", "rotary_columns": columns, "rotary_interleaved": interleaved}
+    return rotary | {"rotary_by_sequence": True}
 
 
 def case(**fields):
@@ -29,7 +33,6 @@ def case(**fields):
 
 
 def hold(cases, device):
-    """Every case's results are within their bounds, and nothing else was written."""
     wrong = []
     for made in cases:
         assert not made.invalid_reason(), f"{made}: {made.invalid_reason()}"

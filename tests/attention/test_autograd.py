@@ -31,16 +31,13 @@ flash_varlen_bwd = torch.ops.metal_attn.flash_varlen_bwd
 
 
 class TestValues:
-    """On the CPU, without and with the simulator."""
-
     @pytest.mark.parametrize(
         "loss",
         [
-            lambda out, lse: (out * normal(2, 4, 9, 8, seed=4)).sum(),
             lambda out, lse: (lse * normal(2, 4, 9, seed=4)).sum(),
             lambda out, lse: out.sum(),  # whose gradient has no stride of 1
         ],
-        ids=["out", "lse", "sum"],
+        ids=["lse", "sum"],
     )
     def test_of_one_result(self, loss, backend):
         actual, expected = (
@@ -65,13 +62,12 @@ class TestValues:
 
 
 class TestOps:
-    def arguments(self, **options):
+    def arguments(self):
         q, k, v = make_qkv()
-        out, lse = flash_fwd(q, k, v, **options)
+        out, lse = flash_fwd(q, k, v)
         return normal(*out.shape, seed=3), normal(*lse.shape, seed=4), q, k, v, out, lse
 
     def test_opcheck(self, backend):
-        """Without a gradient of the log-sum-exp; with one in the next test."""
         dout, _, *rest = self.arguments()
         torch.library.opcheck(flash_bwd, (dout, None, *rest))
 
@@ -81,12 +77,6 @@ class TestOps:
         gradients = normal(*out.shape), normal(*lse.shape)
         arguments = (*gradients, *qkv, out, lse, *packing)
         torch.library.opcheck(flash_varlen_bwd, arguments, {"exact_delta": True} | PACKED)
-
-    def test_delta(self, backend):
-        dout, dlse, *rest = self.arguments()
-        delta = flash_bwd(dout, dlse, *rest)[3]
-        check((delta,), ((dout * rest[3]).sum(-1) - dlse,))
-        check((flash_bwd(dout, None, *rest)[3],), ((dout * rest[3]).sum(-1),))
 
 
 def test_rows_of_nothing_but_the_lowest_float_have_no_gradient():
@@ -124,7 +114,6 @@ class TestRefusals:
     @pytest.mark.parametrize("options", [{}, ROTARY], ids=["plain", "rotary"])
     @pytest.mark.parametrize("loss", [loss_of, lambda out, lse: out.sum()])
     def test_second_derivative(self, loss, options):
-        """It raises for every leaf, also if the incoming gradient has no derivative."""
         leaves = make_leaves((*make_qkv(), normal(4)))
         out = flash_fwd(*leaves[:3], learnable_sink=leaves[3], **options)
         first = torch.autograd.grad(loss(*out), leaves, create_graph=True)
@@ -138,8 +127,6 @@ class TestRefusals:
         dout, dlse, q, k, v, out, lse = TestOps().arguments()
         with pytest.raises(NotImplementedError, match="flash_bwd has no forward-mode"):
             torch.func.jvp(lambda x: flash_bwd(x, dlse, q, k, v, out, lse), (dout,), (dout,))
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            torch.func.hessian(lambda x: loss_of(*flash_fwd(x, k, v)))(q)
 
     def test_results_changed_in_place(self):
         leaves = make_leaves(make_qkv())
@@ -160,40 +147,27 @@ FOR_GRADCHECK = {
 }
 
 
-class TestOracle:
-    """`reference.attention` itself, by finite differences in float64."""
+@pytest.mark.parametrize("case", FOR_GRADCHECK)
+def test_gradcheck_of_the_reference(case):
+    """By finite differences in float64, with a sink and a bias that hides a key of one head."""
+    tensors = make_qkv(1, 2, 1, 3, 4, 4, 3)
+    leaves = make_leaves((*tensors, normal(2), normal(2, 1, 4)), torch.float64)
+    hidden = torch.zeros(2, 1, 4).index_fill(2, torch.tensor([2]), -math.inf)
+    hidden[1] = 0.0
 
-    @pytest.mark.parametrize("case", FOR_GRADCHECK)
-    def test_gradcheck(self, case):
-        tensors = make_qkv(1, 2, 1, 3, 4, 4, 3)
-        leaves = make_leaves((*tensors, normal(2)), torch.float64)
+    def outputs(q, k, v, sink, bias):
+        plain = attention(q, k, v, **FOR_GRADCHECK[case])
+        options = {"learnable_sink": sink, "attn_bias": bias + hidden}
+        lse = plain[1].masked_fill(plain[1] == -math.inf, 0.0)
+        return plain[0], lse, *attention(q, k, v, **options, **FOR_GRADCHECK[case])
 
-        def outputs(q, k, v, sink):
-            plain = attention(q, k, v, **FOR_GRADCHECK[case])
-            with_sink = attention(q, k, v, learnable_sink=sink, **FOR_GRADCHECK[case])
-            lse = plain[1].masked_fill(plain[1] == -math.inf, 0.0)
-            return plain[0], lse, *with_sink
-
-        assert torch.autograd.gradcheck(outputs, leaves)
-
-    def test_gradcheck_of_a_bias(self):
-        q, k, v = make_leaves(make_qkv(1, 2, 1, 3, 4, 4, 3), torch.float64)
-        bias = normal(2, 1, 4).double()
-        bias[0, 0, 2] = -math.inf
-        finite = bias.clone().masked_fill(bias == -math.inf, 0.0).requires_grad_()
-        hidden = (bias == -math.inf).double() * -math.inf
-        hidden = hidden.nan_to_num(nan=0.0, neginf=-math.inf)
-        assert torch.autograd.gradcheck(
-            lambda *x: attention(*x[:3], attn_bias=x[3] + hidden), (q, k, v, finite)
-        )
+    assert torch.autograd.gradcheck(outputs, leaves)
 
 
 KERNELS = ["flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
 
 
 class TestWays:
-    """The same gradients, by every way of asking."""
-
     OPTIONS = ROTARY | {"causal": True}
 
     def loss(self, q, k, v):
@@ -206,8 +180,6 @@ class TestWays:
         "case, backend", [("sink", "simulator"), ("packed", "reference")], indirect=["backend"]
     )
     def test_compile(self, case, backend):
-        """Through out and lse; for a static length and a new one, or any."""
-
         def step(q, k, v, sink=None, packing=(), **options):
             if packing:
                 out, lse = flash_varlen_fwd(q * 1, k, v, *packing, **options)
@@ -232,7 +204,6 @@ class TestWays:
 
     @pytest.mark.filterwarnings("ignore:There is a performance drop")
     def test_vmap(self):
-        """vmap of the gradient, and the gradient of vmap."""
         stacked = [torch.stack([x, 2 * x]) for x in make_qkv()]
         each = torch.func.vmap(torch.func.grad(self.loss, argnums=(0, 1, 2)))(*stacked)
         for i, scale in enumerate((1, 2)):
@@ -262,7 +233,6 @@ class TestWays:
         "function", ["flash_attn_func", "scaled_dot_product_attention", "flash_attn_varlen_func"]
     )
     def test_autocast(self, function, dtype):
-        """It runs in autocast's dtype with gradients in the leaves', as torch's own."""
         q, k, v = (x.transpose(1, 2) for x in make_qkv(heads=2))
         attend = getattr(torch_metal_attn, function)
         packing = ()
@@ -295,7 +265,6 @@ class TestWays:
             torch.set_autocast_enabled("mps", False)
 
     def test_backward_where_the_simulator_is_off(self):
-        """And the other way: each pass runs where it is called."""
         leaves, expected = make_leaves(make_qkv()), self.expected()
         with simulate(check=True) as run:
             loss = self.loss(*leaves)
@@ -308,20 +277,7 @@ class TestWays:
 
 
 class TestMemory:
-    def test_what_is_saved(self):
-        """q, k, v, out, lse and the options' tensors, as they are: nothing of Lq * Lk."""
-        saved = []
-        leaves = make_leaves(make_qkv(q_length=64, kv_length=64))
-        options = rotary(tables(64, 6), tables(64, 6))
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            out, lse = flash_fwd(*leaves, causal=True, **options)
-        tables_given = [x for x in options.values() if isinstance(x, torch.Tensor)]
-        pointers = {x.data_ptr() for x in (*leaves, out, lse, *tables_given)}
-        assert {x.data_ptr() for x in saved} == pointers
-        assert len(saved) == len(pointers)
-
     def test_gradients_are_whole_rows_without_a_copy(self, monkeypatch):
-        """Only a gradient without a last stride of 1 is copied."""
         copies = []
         contiguous = torch.Tensor.contiguous
         monkeypatch.setattr(
@@ -337,7 +293,6 @@ class TestMemory:
         assert len(copies) == 1
 
     def test_long_sequences_need_little_memory(self, monkeypatch):
-        """The reference's backward goes block by block too, and is the same."""
         qkv = make_qkv(q_length=97)
         expected = gradients(flash_fwd, qkv, causal=True)
         shapes = []

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.attention.head_dims import HOME
+from tests.attention.held_cases import HOME
 from tests.common.test_bad_options import NAMESPACES, ints, strided
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, refused_alike, without_data
@@ -16,7 +16,6 @@ from torch_metal_attn import simulate
 
 
 def dense():
-    """Two sequences of 4 query heads and 2 KV heads, 16 queries and 24 keys."""
     tensors = {"dout": (2, 4, 16, 48), "q": (2, 4, 16, 32), "k": (2, 2, 24, 32)}
     tensors |= {"v": (2, 2, 24, 48), "out": (2, 4, 16, 48)}
     statistics = {"dlse": torch.randn(2, 4, 16), "softmax_lse": torch.randn(2, 4, 16)}
@@ -24,7 +23,6 @@ def dense():
 
 
 def packed():
-    """Two sequences of 16 and 4 queries, and of 10 and 24 keys."""
     tensors = {"dout": (20, 4, 48), "q": (20, 4, 32), "k": (34, 2, 32), "v": (34, 2, 48)}
     tensors |= {"out": (20, 4, 48)}
     statistics = {"dlse": torch.randn(4, 20), "softmax_lse": torch.randn(4, 20)}
@@ -35,7 +33,6 @@ def packed():
 
 
 def added(name, value):
-    """Arguments of the ops with the gradients of a bias and of slopes."""
     arguments = dense()
     arguments["delta"] = arguments.pop("dlse")
     del arguments["out"]
@@ -89,7 +86,6 @@ CASES = [
 
 @each_case("make, name, invalidate, message", CASES)
 def test_refused(make, name, invalidate, message):
-    """Before anything runs, and in the same words without data."""
     arguments = make()
     arguments[name] = invalidate(arguments.get(name))
     meta = without_data(arguments)
@@ -99,12 +95,10 @@ def test_refused(make, name, invalidate, message):
     assert not run.launches
 
 
-REQUIRED = ("dout", "out", "softmax_lse", "q")
-
-
 @pytest.mark.parametrize("where", NAMESPACES)
 def test_refused_in_every_namespace(where):
-    nothing = [(name, lambda _: None, " is None; it must") for name in REQUIRED]
+    required = ("dout", "out", "softmax_lse", "q")
+    nothing = [(name, lambda _: None, " is None; it must") for name in required]
     for name, invalidate, message in (*nothing, *BOTH[::3]):
         arguments = dense()
         arguments[name] = invalidate(arguments.get(name))
@@ -114,19 +108,8 @@ def test_refused_in_every_namespace(where):
         call(where, packed() | {"cu_seqlens_k": ints(0, 24, 10)})
 
 
-@pytest.mark.usefixtures("unlaunched")
-@pytest.mark.parametrize("make", [dense, packed])
-@pytest.mark.parametrize("where", NAMESPACES)
-def test_good_is_good(make, where):
-    """So that each test above fails for the one thing it changes."""
-    with simulate(check=True):
-        call(where, make())
-        call(where, make() | {"dlse": None})
-
-
 @pytest.mark.parametrize("make", [dense, packed])
 def test_strided_gradients_are_good(make):
-    """Rows apart, and a log-sum-exp's gradient of any strides."""
     # Columns of HOME, whose kernels other tests compile.
     arguments = {
         name: value[..., :HOME].contiguous() if name in ("dout", "q", "k", "v", "out") else value

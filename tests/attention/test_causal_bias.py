@@ -25,7 +25,6 @@ LENGTHS = [(5, 9), (9, 5)]  # of queries and keys; with fewer keys some rows see
 
 
 def problem(q_length, k_length):
-    """Four query heads on two KV heads."""
     return (
         normal(2, 4, q_length, 16),
         normal(2, 2, k_length, 16, seed=1),
@@ -39,7 +38,6 @@ def visible(which, q_length, k_length):
 
 
 def outputs(attend, tensors, *arguments, dtype=None, **options):
-    """The result and the gradients of query, key and value."""
     leaves = [x.to(dtype, copy=True).requires_grad_() for x in tensors]
     out = attend(*leaves, *arguments, enable_gqa=True, **options)
     weight = torch.arange(out.numel()).cos().view(out.shape).to(out)
@@ -61,7 +59,6 @@ class TestValues:
 
     @pytest.mark.parametrize("function", ["attribute", "imported before"])
     def test_replaced(self, which, lengths, function):
-        """Not as a mask, but by where the diagonal lies."""
         with simulate(check=True) as run, sdpa_replaced() as calls:
             attend = F.scaled_dot_product_attention if function == "attribute" else imported_before
             actual = outputs(attend, problem(*lengths), BIASES[which](*lengths))
@@ -130,7 +127,6 @@ class TestErrors:
             )
 
     def test_with_is_causal(self):
-        """It raises, as in torch."""
         q, k, v = problem(5, 9)
         for attend in (BUILTIN[0], torch_metal_attn.scaled_dot_product_attention):
             with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):

@@ -1,7 +1,4 @@
-"""flash_bwd: bits, large scores, and numbers that are not finite.
-
-Its values by length, head dim and feature are rows of test_values.py.
-"""
+"""flash_bwd: bits, large scores, and numbers that are not finite."""
 
 import math
 
@@ -9,14 +6,9 @@ import pytest
 import torch
 
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
-from tests.attention.flash_bwd_features import (
-    check_the_same_bits,
-    exchanging,
-    problem,
-    rotated,
-)
+from tests.attention.flash_bwd_features import check_the_same_bits, exchanging, problem
 from tests.attention.flash_fwd_check import DTYPES, make_qkv
-from tests.attention.head_dims import HOME
+from tests.attention.held_cases import HOME, rotated
 from tests.attention.test_values import SCORES
 
 
@@ -27,14 +19,12 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_error_does_not_grow_with_the_rows(dtype, device, cores):
-    """dv and dk sum over the queries, dq over the keys."""
     cores(1)  # so that the tiles are those of short problems
     check_flash_bwd(*make_qkv(1, 1, 1, 2048, 32, 16, dtype=dtype), device=device)
     check_flash_bwd(*make_qkv(1, 1, 1, 32, 2048, 16, dtype=dtype), device=device)
 
 
 def test_gradients_lie_as_their_operands(device):
-    """Heads inside rows, as in models."""
     qkv = make_qkv(2, 4, 2, head_dim=HOME, dtype=torch.float16)
     qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
     arguments = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
@@ -42,36 +32,30 @@ def test_gradients_lie_as_their_operands(device):
     assert [x.stride() for x in actual] == [x.stride() for x in qkv]
 
 
-# --- bits ---
-
-
 @pytest.mark.parametrize(
-    "feature, more",
-    [("MQA", {}), ("causal", SCORES), ("causal", rotated(16)), ("slices", {})],
-    ids=["MQA", "scores", "rotary", "slices"],
+    "feature, more", [("MQA", {}), ("causal", SCORES), ("causal", rotated(16)), ("slices", {})]
 )
 def test_the_same_bits_in_any_order(feature, more):
     check_the_same_bits(*problem(feature, **more))
 
 
-# Several features at once, in other dtypes: which keys are seen, what changes scores, rotation.
-TOGETHER = {
-    "float32": ("window, causal", "mask", "softcap, all, rotary, odd"),
-    "bfloat16": (
-        *("both lengths", "sink, no key, bias, half", "rotary", "mask, transposed", "alibi"),
-        *("softcap", "chunk, causal, padded"),
-    ),
-}
-
-
-@pytest.mark.parametrize("dtype", TOGETHER)
-def test_features_together_where_simd_groups_share_keys(dtype, device):
-    qkv, options = problem(*TOGETHER[dtype], dtype=dtype)
+@pytest.mark.parametrize(
+    "dtype, features",
+    [
+        ("float32", ("window, causal", "mask", "softcap, all, rotary, odd")),
+        (
+            "bfloat16",
+            [
+                *("both lengths", "sink, no key, bias, half", "rotary", "mask, transposed"),
+                *("alibi", "softcap", "chunk, causal, padded"),
+            ],
+        ),
+    ],
+)
+def test_features_together_where_simd_groups_share_keys(dtype, features, device):
+    qkv, options = problem(*features, dtype=dtype)
     with exchanging():
         check_flash_bwd(*qkv, **options, device=device)
-
-
-# --- large and not finite ---
 
 
 @pytest.mark.parametrize("softcap", [0.0, 0.3, 20.0])

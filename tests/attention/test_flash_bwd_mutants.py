@@ -3,8 +3,6 @@
 from tests.attention.flash_bwd_features import packed, run
 from tests.helpers.mutants import mutant_tests
 
-# By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
-# do not show it the fault that the simulator reports.
 MUTANTS = {
     "shared rows": """
         dq: own part twice: other = simdgroup {~^ 1 =>~}

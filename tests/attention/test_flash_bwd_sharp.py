@@ -4,13 +4,14 @@ There the gradients of scores nearly cancel, so the rounding of out and of the l
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from tests.attention.flash_bwd_check import check_flash_bwd
 from tests.attention.flash_fwd_check import DTYPES, hold, make_qkv, pack
-from tests.attention.head_dims import HOME
+from tests.attention.held_cases import HOME
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import largest, near, on
@@ -22,7 +23,6 @@ SHAPE = {"heads": 4, "kv_heads": 2, "q_length": 21, "kv_length": 70, "head_dim":
 
 
 def uniform(*shape, size=9.0, seed=0):
-    """Values up to 9, like torch's OpInfo samples."""
     return size * (2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 1)
 
 
@@ -31,20 +31,7 @@ def sharp_qkv(size=9.0, batch=1, heads=4, kv_heads=2, q_length=21, kv_length=70,
     return [uniform(batch, *rows, head_dim, size=size, seed=i) for i, rows in enumerate(sizes)]
 
 
-def opinfo():
-    """Like torch's sample with a mask, whose gradient takes torch's exact path."""
-    qkv = sharp_qkv(batch=4, heads=4, kv_heads=4, q_length=3, kv_length=7)
-    return qkv, {"attn_mask": uniform(3, 7, seed=4)}
-
-
-def offset_values():
-    """Values with a mean: dout v^T is nearly alike for all keys, however flat the softmax is."""
-    q, k, v = make_qkv(**SHAPE)
-    return (q, k, v + 30), {}
-
-
 def everything():
-    """Every other term of a row's sum, with dropped and capped weights."""
     added = {
         "attn_bias": uniform(21, 1, size=1.0),  # one for all keys
         "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5]),
@@ -63,8 +50,13 @@ def large_sinks():
 # q, k and v, and options.
 SHARP = {
     "values to 9": lambda: (sharp_qkv(), {}),
-    "torch's sample": opinfo,
-    "offset values": offset_values,
+    # Like torch's sample with a mask, whose gradient takes torch's exact path.
+    "torch's sample": lambda: (
+        sharp_qkv(batch=4, kv_heads=4, q_length=3, kv_length=7),
+        {"attn_mask": uniform(3, 7, seed=4)},
+    ),
+    # Values with a mean: dout v^T is nearly alike for all keys, however flat the softmax is.
+    "offset values": lambda: ([*make_qkv(**SHAPE)[:2], make_qkv(**SHAPE)[2] + 30], {}),
     "first rows": lambda: (make_qkv(**SHAPE), {"causal": True, "q_offset": 0, "dlse": True}),
     "everything": everything,
     "large sinks": large_sinks,
@@ -72,7 +64,6 @@ SHARP = {
 
 
 def differentiate(attend, leaves, dout, dlse, dtype=None):
-    """The gradients of <attend(**leaves), (dout, dlse)>, by name; leaves in `dtype`."""
     leaves = {n: x.detach().to(dtype, copy=True).requires_grad_() for n, x in leaves.items()}
     out, lse = attend(**leaves)
     loss = (out * dout.to(out)).sum()
@@ -171,7 +162,6 @@ def test_weights_of_huge_scores_add_up(device):
 
 
 def test_packed(device):
-    """With an empty sequence, and rows of no sequence."""
     lengths = [(21, 70), (0, 3), (5, 1)]
     sequences = [
         [x.half() for x in sharp_qkv(q_length=rows, kv_length=keys)] for rows, keys in lengths
@@ -184,21 +174,9 @@ def test_packed(device):
     check_flash_bwd(q, k, v, *packing, own_forward=True, device=device)
 
 
-CPU = torch.device("cpu")
-
-
-def sharp(name, only=None):
-    """A problem, in the dtype `only` if others do not show the fault."""
-
-    def shown(dtype, device):
-        check_sharp(name, only or dtype, device)
-
-    shown.__name__ = f"sharp, {name}"
-    return shown
-
-
+HALF = {"dtype": torch.float16, "device": "cpu"}
 MUTANTS = {
-    sharp("offset values"): """
+    partial(check_sharp, "offset values", **HALF): """
         dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
         dq: second pass of one SIMD group: (pass > 0 && {~!second_pass => simdgroup > 0~})
         dq: second pass adds: deltas[i] = {~=> -~} error.of_delta;
@@ -208,15 +186,15 @@ MUTANTS = {
         dq: no barrier after the vote [race or uninitialised]:
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} float any
     """,
-    sharp("values to 9", torch.float32): """
+    partial(check_sharp, "values to 9", **HALF | {"dtype": torch.float32}): """
         dkv: weights not divided by their sum: exists ? {~statistics.weight_factor(query) => 1.0f~}
     """,
-    sharp("everything"): """
+    partial(check_sharp, "everything", **HALF): """
         dq: rounded delta: Fragment<float>(deltas[i] {~+ error.of_delta =>~}, 0.0f)
         dq: sink not in the sum: {~sum -= sink_weight * row_delta; =>~}
         dq: gradient of the log-sum-exp not in the sum: sum - {~=> 0.0f *~} dlse;
     """,
-    sharp("large sinks"): """
+    partial(check_sharp, "large sinks", **HALF): """
         dq: sink not in the sum of weights: {~row_sum += sink_weight; =>~}
         bias: rounded lse_log2 of a bias's weights:
             {~fma(-M_LN2_F, rounded_off(lse, lse_log2), 1.0f) => 1.0f~}
@@ -226,6 +204,4 @@ MUTANTS = {
 }
 
 
-test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
-    MUTANTS, "flash_bwd_{}", run=lambda shown: shown(torch.float16, CPU)
-)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_bwd_{}")

@@ -13,9 +13,8 @@ from tests.attention.flash_bwd_check import (
 )
 from tests.attention.flash_bwd_features import exchanging
 from tests.attention.flash_fwd_check import make_packed, make_qkv
-from tests.attention.head_dims import HOME
-from tests.flex import gallery
-from tests.flex.flex_check import block_mask, check_flex_gradients, home
+from tests.attention.held_cases import HOME
+from tests.flex.flex_check import block_mask, check_flex_gradients, home, tanh_softcap
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.tools.explain.ops import backward_launches
@@ -71,11 +70,8 @@ def dense(device=CPU, shape=SHAPE):
 
 @pytest.mark.usefixtures("split")
 def test_dense(device):
-    """Twice to the same bits."""
     with simulate(check=True) as session:
-        first, again = dense(device), dense(device)
-    for one, other in zip(first, again, strict=True):
-        assert torch.equal(one, other)
+        assert all(map(torch.equal, dense(device), dense(device)))
     kernels = [launch.kernel.removeprefix("flash_bwd_") for launch in session.launches]
     assert device != CPU or kernels == 2 * ["delta", "dq", "dkv", "sum", "sum"]
 
@@ -90,7 +86,6 @@ def test_dense_on_tensor_tiles():
 
 @pytest.mark.usefixtures("split")
 def test_packed(device):
-    """With rows of no sequence, and an empty sequence."""
     shape = {"heads": 8, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
     q, k, v, *packing = make_packed([40, 0, 30], [520, 3, 10], **shape)
     k, v = torch.cat([k, k[:5]]), torch.cat([v, v[:5]])
@@ -133,22 +128,17 @@ test_tensor_mutant_is_caught, test_the_unchanged_tensor_kernel_passes = mutant_t
     TENSOR_MUTANTS, "flash_bwd_dkv_tensor", fixtures=["split", "m5"]
 )
 
-# --- SIMD groups that share keys: each computes a part of the weights, for all of them ---
-
+# Where SIMD groups share keys, each computes a part of the weights, for all of them.
 # Four SIMD groups divide the queries of a block, and the keys too: two of each. Two such groups.
 BOTH = {"block": 16, "row_fragments": 4, "simdgroups": 8, "shared": 4}
 ROWS = {"block": 8, "row_fragments": 2, "simdgroups": 4, "shared": 2}
 
 
-def causal(device, tile=BOTH):
+@pytest.mark.parametrize("tile", [BOTH, ROWS])
+def test_parts_of_queries_and_of_keys(device, tile):
     shape = {"q_length": 77, "kv_length": 101, "head_dim": 32, "dtype": torch.float16}
     with exchanging(**tile):
         check_flash_bwd(*make_qkv(heads=4, kv_heads=2, **shape), causal=True, device=device)
-
-
-@pytest.mark.parametrize("tile", [BOTH, ROWS])
-def test_parts_of_queries_and_of_keys(tile, device):
-    causal(device, tile)
 
 
 # Columns of q and k, of v, and of a slice. One SIMD group's part of the last slice is behind the
@@ -156,16 +146,12 @@ def test_parts_of_queries_and_of_keys(tile, device):
 SLICED = [(40, 40, 16), (64, 40, 16)]
 
 
-def sliced(device, head_dim, v_head_dim, columns):
+@pytest.mark.parametrize("head_dim, v_head_dim, columns", SLICED)
+def test_slices_behind_the_last_column(device, head_dim, v_head_dim, columns):
     shape = {"q_length": 33, "kv_length": 65, "heads": 2, "dtype": torch.float16}
     with exchanging(columns=columns):
         operands = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, **shape)
         check_flash_bwd(*operands, device=device)
-
-
-@pytest.mark.parametrize("head_dim, v_head_dim, columns", SLICED)
-def test_slices_behind_the_last_column(head_dim, v_head_dim, columns, device):
-    sliced(device, head_dim, v_head_dim, columns)
 
 
 def test_packed_with_shared_keys(device):
@@ -177,11 +163,11 @@ def test_packed_with_shared_keys(device):
 
 def test_lists_of_blocks():
     with exchanging():
-        check_flex_gradients(*home(), gallery.tanh_softcap, block_mask(), simulated=False)
+        check_flex_gradients(*home(), tanh_softcap, block_mask(), simulated=False)
 
 
 SHARED_MUTANTS = {
-    causal: """
+    partial(test_parts_of_queries_and_of_keys, tile=BOTH): """
         all parts are the first's:
             {~i / PART_ROWS * (COLUMNS / PART_COLUMNS) + j / PART_COLUMNS => 0~}
         parts in another order:
@@ -201,7 +187,7 @@ SHARED_MUTANTS = {
         visibility of the first part: lane_query = block + {~part_query + =>~} column
     """,
     **{
-        partial(sliced, head_dim=q, v_head_dim=v, columns=columns): """
+        partial(test_slices_behind_the_last_column, head_dim=q, v_head_dim=v, columns=columns): """
             a fragment [threadgroup_out_of_bounds]: {~WHOLE ? d : min(d, rows.last) => d~}
             one more than the last [threadgroup_out_of_bounds]:
                 (COLUMNS - first) / FRAGMENT {~- 1 =>~}

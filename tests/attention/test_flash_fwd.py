@@ -1,8 +1,4 @@
-"""flash_fwd: layouts of slopes and tables, sinks, and numbers that are not finite.
-
-Its values by length, head dim and feature are rows of test_values.py. Without an Apple GPU the
-shader text runs in the simulator, with every check on.
-"""
+"""flash_fwd: layouts of slopes and tables, sinks, and numbers that are not finite."""
 
 import math
 
@@ -17,14 +13,13 @@ from tests.attention.flash_fwd_check import (
     random_mask,
     rotary_tables,
 )
-from tests.attention.head_dims import HOME
+from tests.attention.held_cases import HOME
 from tests.attention.test_flash_bwd import assert_same
 from tests.helpers.cases import each_case
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import ROUNDING, ints, normal, on
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": HOME}
-CAUSAL = {"causal": True}
 
 
 def run(device, *qkv, **options):
@@ -38,20 +33,17 @@ def test_error_does_not_grow_with_the_keys(dtype, device):
     check_flash_fwd(q, k, v, device=device)
 
 
-# --- memory ---
-
-
 SLOPES = normal(2, 9).abs()
 
 
 @each_case("slopes", [SLOPES[:, 3:7], SLOPES[:1, 3:7].expand(2, 4), SLOPES[0, 5:], -SLOPES[0, :4]])
 def test_slopes_in_any_memory(slopes, device):
-    options = {"softcap": 2.0, "alibi_slopes": slopes / 8, "learnable_sink": normal(4)} | CAUSAL
-    check_flash_fwd(*make_qkv(**SHAPE, dtype=torch.float16), **options, device=device)
+    options = {"softcap": 2.0, "alibi_slopes": slopes / 8, "learnable_sink": normal(4)}
+    qkv = make_qkv(**SHAPE, dtype=torch.float16)
+    check_flash_fwd(*qkv, **options, causal=True, device=device)
 
 
 def tables(pairs=8, dtype=torch.float32, **batch):
-    """For both sides of SHAPE."""
     options = {}
     for seed, (side, length) in enumerate((("q", 35), ("k", 70))):
         cos, sin = rotary_tables(length, pairs, seed=seed, dtype=dtype, **batch)
@@ -86,18 +78,13 @@ def test_tables_in_any_memory(dtype, interleaved, device):
 
 
 def test_tables_whose_batches_differ(device):
-    """A table for each sequence on one side, one for all on the other; one row for all."""
     options = tables() | dict(list(tables(batch=2).items())[:2]) | {"rotary_interleaved": True}
     check_flash_fwd(*make_qkv(**SHAPE), **options, device=device)
     options["q_rotary_cos"] = options["q_rotary_cos"][:, :1].expand(2, 35, 8)
     check_flash_fwd(*make_qkv(**SHAPE), **options, device=device)
 
 
-# --- rows and keys without weight ---
-
-
 def test_what_lies_outside_the_keys_never_shows(device):
-    """NaN there, in tables too, changes no bit."""
     q, k, v = make_qkv(**SHAPE | {"head_dim": 12})
     options = tables(6, batch=2) | {"seqused_k": ints(61, 40), "leftpad_k": ints(3, 33)}
     expected = check_flash_fwd(q, k, v, **options, device=device)
@@ -127,13 +114,9 @@ def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, d
     assert_same((uniform[:, :, 9:], uniform_lse[:, :, 9:]), (out[:, :, 9:], lse[:, :, 9:]))
 
 
-# --- sinks ---
-
-
-SINKS = [(-math.inf, 0.5, 1e4, 9.0), (-1e30, 1e30, 80.0, -80.0), (3e5, -60.0, -1e12, 2e38)]
-
-
-@each_case("sink", SINKS)
+@each_case(
+    "sink", [(-math.inf, 0.5, 1e4, 9.0), (-1e30, 1e30, 80.0, -80.0), (3e5, -60.0, -1e12, 2e38)]
+)
 def test_sinks(sink, device):
     """Without a key the output is 0, and the log-sum-exp is the sink."""
     qkv, sink = make_qkv(**SHAPE), torch.tensor(sink)
@@ -163,15 +146,11 @@ def test_hidden_values_do_not_show_where_there_is_only_the_sink(device):
 
 
 def test_small_weights_beside_a_large_sink(device):
-    """A weight that the sum of weights does not notice is small, and not zero."""
     qkv = make_qkv(heads=1, q_length=3, kv_length=40, head_dim=HOME)
     sink = torch.tensor([30.0])
     out, _ = run(device, *qkv, learnable_sink=sink)
     expected, _ = attention(*qkv, learnable_sink=sink, compute_dtype=torch.float64)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-18)
-
-
-# --- large and not finite ---
 
 
 @each_case("softcap", [0.0, 0.3, 5.0, 30.0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import make_packed, make_qkv
-from tests.attention.head_dims import HOME
+from tests.attention.held_cases import HOME
 from tests.cache.kv_caches import paged
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import engine
@@ -25,6 +25,16 @@ def after_the_checks(monkeypatch, tensor, values):
         return run(*arguments, **options)
 
     monkeypatch.setattr(engine, "run", run_with_bad_values)
+
+
+def results_of(run, tensor, values):
+    """The results of `run()` if `tensor` takes `values` right before the kernel runs."""
+    before = tensor.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        after_the_checks(patch, tensor, values)
+        results = run()
+    tensor.copy_(before)
+    return results
 
 
 # Good numbers of each sequence, the first bad one, and the other options.
@@ -54,7 +64,6 @@ def test_number_of_a_sequence(name, bad, monkeypatch):
 
 @pytest.mark.parametrize("bad", [-1, 9, INT_MIN, INT_MAX])
 def test_number_of_a_page(bad, monkeypatch):
-    """Queries that see such a page are NaN: those alone."""
     q, k, v = make_qkv(batch=2, q_length=40, kv_length=40, head_dim=32, dtype=torch.float16)
     keys, values, where = paged(k, v, [40, 40], 16)
     table = where["block_table"]

@@ -22,9 +22,7 @@ def spread(tensor, dim, reach=FAR):
     size = tensor.shape[dim]
     if size < 2:
         return tensor
-    inner = [1] * tensor.dim()
-    for i in range(tensor.dim() - 2, -1, -1):
-        inner[i] = inner[i + 1] * tensor.shape[i + 1]
+    inner = tensor.new_empty(tensor.shape).stride()
     stride = (reach // (size - 1) + tensor.numel() + 64) // 64 * 64
     strides = [stride if i == dim else step for i, step in enumerate(inner)]
     extent = sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True)) + 1
@@ -34,24 +32,19 @@ def spread(tensor, dim, reach=FAR):
     return far
 
 
-def options_of(batch, heads, q_length, kv_length):
-    options = {
-        "attn_mask": random_mask(batch, heads, q_length, kv_length),
-        "attn_bias": random_mask(batch, heads, q_length, kv_length, dtype=torch.float16, hidden=0),
-    }
-    for seed, (side, length) in enumerate((("q", q_length), ("k", kv_length))):
-        cos, sin = rotary_tables(length, 4, batch=batch, dtype=torch.float16, seed=seed)
-        options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
-    return options
-
-
 DIMS = {"batch": 0, "head": 1, "row": 2}
 
 
 @pytest.mark.parametrize("dim", [*DIMS, "column of a mask"])
 def test_every_operand(dim):
     q, k, v = make_qkv(2, 4, 2, 5, 34, 16, dtype=torch.float16)
-    options = options_of(2, 4, 5, 34)
+    options = {
+        "attn_mask": random_mask(2, 4, 5, 34),
+        "attn_bias": random_mask(2, 4, 5, 34, dtype=torch.float16, hidden=0),
+    }
+    for seed, (side, length) in enumerate((("q", 5), ("k", 34))):
+        cos, sin = rotary_tables(length, 4, batch=2, dtype=torch.float16, seed=seed)
+        options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
 
     def far(name, tensor):
         if dim not in DIMS:
@@ -71,7 +64,6 @@ def test_every_operand(dim):
 
 
 def test_packed_rows():
-    """The last sequence's first row is beyond 2**32 elements too."""
     q, k, v, *packing = make_packed([3, 0, 4], [20, 5, 9], head_dim=16, dtype=torch.float16)
     with simulate():
         expected = torch.ops.metal_attn.flash_varlen_fwd(q, k, v, *packing, causal=True)

@@ -5,8 +5,8 @@ from itertools import product
 import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, check_large_sinks, make_qkv
-from tests.attention.held_cases import FORWARD, PACKED, SIZES, case
-from tests.cache.kv_caches import fp8_pages, with_nan_tails
+from tests.attention.held_cases import FORWARD, PACKED, SIZES, case, rotated
+from tests.cache.kv_caches import fp8_pages, in_pages, quantised, with_nan_tails
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn.testing.judge import ints
@@ -27,7 +27,6 @@ def large_sinks():
 
 
 def scales_of_fp8():
-    """Odd rows in pages, with scales that differ by head and sequence."""
     lengths = [90, 50]
     q, k, v = make_qkv(**SIZES | FEW, head_dim=11, dtype=torch.float16)
     k, v = (with_nan_tails(x, lengths) for x in (k, v))
@@ -37,7 +36,6 @@ def scales_of_fp8():
 
 
 def codes_of_fp8():
-    """Every code as the value of one key, which is then the output."""
     data = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 1, 1, 16)
     q, k, _ = make_qkv(batch=16, heads=1, q_length=1, kv_length=1, head_dim=16)
     out, _ = torch.ops.metal_attn.flash_fwd(q, k.to(torch.float8_e4m3fn), data)
@@ -74,11 +72,8 @@ PROBLEMS = {
     # one half alone, another one stays.
     "rotary": [
         dense(
+            **rotated(columns, interleaved),
             dtype="float32",
-            rotary="qk",
-            rotary_columns=columns,
-            rotary_interleaved=interleaved,
-            rotary_by_sequence=True,
             head_dim=24 if columns == 16 and not interleaved else 16,
         )
         for columns, interleaved in product((8, 14, 16), (False, True))
@@ -92,15 +87,7 @@ PROBLEMS = {
         for rotary in ({}, {"rotary": "q", "rotary_columns": 8})
     ],
     # One of them empty, spare rows, and options that count from a first row.
-    "packed": [
-        case(
-            **PACKED | FORWARD,
-            attn_mask="bool bqk",
-            window_size_left=40,
-            rotary="qk",
-            rotary_columns=8,
-        )
-    ],
+    "packed": [case(**PACKED | FORWARD | rotated(8), attn_mask="bool bqk", window_size_left=40)],
     # Pages of 3 keys, so that a sequence has more than a SIMD group holds; k is rotated.
     "pages": [
         dense(
@@ -135,7 +122,6 @@ PROBLEMS = {
 
 
 def run(problem):
-    """One of PROBLEMS, or a function."""
     problem = PROBLEMS.get(problem, problem)
     if callable(problem):
         problem()
@@ -143,8 +129,6 @@ def run(problem):
         judge(*problem)
 
 
-# By the problem that shows them: what a fault changes in the shader's text, and where numbers do
-# not show it the fault that the simulator reports.
 MUTANTS = {
     "plain": """
         scale by 0.98: score = score * {~=> 0.98f *~} params.scale_log2;

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
-from tests.attention.held_cases import FORWARD, case, hold
+from tests.attention.held_cases import FORWARD, case, hold, rotated
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.testing.judge import ints
@@ -47,16 +47,12 @@ def test_other_head_dims_have_no_such_tile(dtype, head_dim, v_head_dim, v_slice,
     assert "cannot run: it is ignored" in capfd.readouterr().err
 
 
-def padded(device):
+def test_padded(device):
     """Two chains of columns; keys before the first, which are NaN, and after the last."""
     q, k, v = make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64)
     k[:, :, :3], v[:, :, :3] = torch.nan, torch.nan
     with unstaged(64):
         check_flash_fwd(q, k, v, causal=True, leftpad_k=ints(3), device=device)
-
-
-def test_padded(device):
-    padded(device)
 
 
 # The columns of a slice, the keys of a block, and the case.
@@ -81,14 +77,8 @@ CASES = {
     "packed and rotated": (
         *(128, 16),
         {"call": "flash_varlen_fwd", "packed": ((7, 31), (0, 5), (33, 40)), "head_dim": 128}
-        | {
-            "q_length": 1,
-            "kv_length": 1,
-            "dtype": "bfloat16",
-            "softcap": 3.0,
-            "rotary": "qk",
-            "rotary_columns": 64,
-        },
+        | {"q_length": 1, "kv_length": 1, "dtype": "bfloat16", "softcap": 3.0}
+        | rotated(64),
     ),
 }
 
@@ -103,10 +93,6 @@ def test_values(name, device, capfd):
 
 def test_values_that_do_not_exist_count_as_zero(device):
     """The last key's row is read in their stead: 0 * inf would be NaN."""
-    _values_after_the_last(device)
-
-
-def _values_after_the_last(device):
     q, k, v = (x.to(device) for x in make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64))
     v[:, :, -1] = torch.inf
     with unstaged(64):
@@ -115,11 +101,11 @@ def _values_after_the_last(device):
 
 
 MUTANTS = {
-    _values_after_the_last: """
+    test_values_that_do_not_exist_count_as_zero: """
         values that do not exist:
             exist[j] = key >= sequence.first_key {~&& key < sequence.kv_length =>~}
     """,
-    padded: """
+    test_padded: """
         values before the first:
             exist[j] = key {~>= sequence.first_key && key =>~} < sequence.kv_length
         key past the end read [out_of_bounds]:

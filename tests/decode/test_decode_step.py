@@ -51,7 +51,6 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name, device):
-    """Against float64, and what the caches hold bit for bit."""
     length = {} if "packed" in VALUES[name] else {"length": 3}
     hold([step(**length | {"causal": True} | VALUES[name])], device)
 
@@ -82,7 +81,6 @@ def test_as_three_ops(device):
 
 @pytest.mark.parametrize("num_splits, launches", [(1, 1), (4, 2)])
 def test_dispatches(num_splits, launches):
-    """One, or two with splits, where the ops take two or three."""
     tensors = tensors_of(length=1, rotary_columns=32, capacity=200, lengths=(100, 170))
     with simulate(record=True) as run:
         ops.decode_step(**tensors, num_splits=num_splits, causal=True, rotary_interleaved=True)
@@ -92,7 +90,6 @@ def test_dispatches(num_splits, launches):
 
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_gradients(name):
-    """Raise when they are asked for; what is in the cache then has none either."""
     plain, tensors = tensors_of(length=5), tensors_of(length=5)
     tensors[name].requires_grad_()
     results = ops.decode_step(**tensors)

@@ -1,7 +1,4 @@
-"""flash_decode: few queries, long caches, split over the keys.
-
-Its values are rows of cases, held to the policy as in tests/attention/test_values.py.
-"""
+"""flash_decode: few queries, long caches, split over the keys."""
 
 from itertools import product
 
@@ -153,7 +150,6 @@ def test_values(subject, device):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_order_of_lanes(seed):
-    """With columns split over SIMD groups, and with keys split."""
     with simulate(check=True, seed=seed):
         for heads, head_dim in ((32, 128), (4, 64)):
             q, k, v = make_qkv(1, heads, 1, 1, 80, head_dim, dtype=torch.float16)
@@ -162,7 +158,6 @@ def test_any_order_of_lanes(seed):
 
 @pytest.mark.parametrize("kv_heads, head_dim, page", [(8, 64, 8), (1, 128, 256)])
 def test_pages_cost_few_loads(kv_heads, head_dim, page):
-    """At most 5 percent more than a contiguous cache, whatever the size of pages."""
     q, k, v = make_qkv(1, 8, kv_heads, 1, 1024, head_dim, dtype=torch.float16)
 
     def loads(keys, values, where):

@@ -24,7 +24,6 @@ def test_keys_and_values_are_read_once(kv_heads, head_dims):
 
 @pytest.mark.parametrize("queries, heads, head_dim", [(64, 1, 128), (12, 16, 64)])
 def test_keys_and_values_of_several_rows_are_read_once(queries, heads, head_dim):
-    """Beside them the queries are."""
     *_, read, read_a_key = queries_row(queries, heads, (head_dim, head_dim))
     assert read == pytest.approx(1 + queries * heads / 2 / 1024, abs=0.01)
     assert read_a_key == 1
@@ -53,7 +52,6 @@ def test_values_of_few_rows_need_no_products(rows, head_dim):
 
 
 def counters(kv_length, num_splits=1, dtype=torch.float16, cache=torch.float16, **options):
-    """Counters of one query, four heads on one KV head, head dim 64."""
     q = torch.randn(1, 4, 1, 64).to(dtype)
     k = torch.randn(1, 1, kv_length, 64).to(cache)
     with simulate(count=True) as run:
@@ -106,13 +104,11 @@ def test_only_what_is_seen_is_read(case, num_splits):
 
 
 def test_splits_read_no_more_than_one():
-    """Each has other keys; only the queries are read by all."""
     one, four = (counters(2048, num_splits=n).load_bytes["device"] for n in (1, 4))
     assert four - one <= 3 * 4 * 8 * 64 * 2 * 1.1
 
 
 def explained(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
-    """What the op would launch."""
     q, k, v = (
         torch.empty(1, 1, 1, head_dim, dtype=torch.float16).expand(batch, *size, head_dim)
         for size in ((heads, q_length), (kv_heads, kv_length), (kv_heads, kv_length))
@@ -121,7 +117,6 @@ def explained(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_d
 
 
 def splits(**options):
-    """The splits that the op chooses."""
     return explained(**options)["splits"]
 
 

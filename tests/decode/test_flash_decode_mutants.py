@@ -3,10 +3,8 @@
 from tests.decode import flash_decode_problems as problems
 from tests.helpers.mutants import mutant_tests
 
-# By the problem that shows them: what a fault changes in the shader's text, and where numbers do
-# not show it the fault that the simulator reports.
 MUTANTS = {
-    problems.plain: """
+    "plain": """
         columns of q's fragments reversed: UNIT_COLUMNS + 2 * {~f => (3 - f)~} +
         units of q reversed: {~row / 2 => (3 - row / 2)~} * UNIT_COLUMNS
         spans of q swapped:
@@ -62,7 +60,7 @@ MUTANTS = {
         no barrier between givers of out [race or uninitialised]:
             {~threadgroup_barrier(mem_flags::mem_threadgroup); // for the next one =>~}
     """,
-    problems.splits: """
+    "splits": """
         splits overlap by a step: min((split + 1) * split_steps{~=> + 1~}, shared_steps)
         a step between splits left out: min((split + 1) * split_steps{~=> - 1~}, shared_steps)
         every split from the first key: keys.begin + {~min(split * split_steps, shared_steps) => 0~}
@@ -70,7 +68,7 @@ MUTANTS = {
             all {~+ split * params.out_split_stride =>~}
         a split's lse where the first has its own [race]: {~split * params.lse_split_stride => 0~}
     """,
-    problems.columns: """
+    "columns": """
         a part of the scores left out: part < COLUMN_SIMDGROUPS{~=> - 1~}; part++
         spans of the first SIMD group for all: first_span = {~simdgroup % COLUMN_SIMDGROUPS => 0~}
         scores of the SIMD group alone [race]: {~tile = sums; =>~}
@@ -97,7 +95,7 @@ MUTANTS = {
         tiles of one SIMD group's rows [wrong or race]:
             first + list_group * ROWS {~* ROW_SIMDGROUPS =>~}
     """,
-    problems.row_groups_of_codes: """
+    "row_groups_of_codes": """
         keys of one scale:
             *kv.scale_of(kv.key_unit(j, s)) = kv.keys.span_scale(k_places[j], {~kv.lane.span(s) =>
             0~})
@@ -133,12 +131,12 @@ MUTANTS = {
             V_PADDED); {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         a SIMD group's sums left out: part < SIMDGROUPS{~=> - 1~}; part++
     """,
-    problems.vector_scales: """
+    "vector_scales": """
         first chain of products dropped: products[i] {~+= => =~} chain
         scale of another span: {~column / SPAN_COLUMNS => 0~}) : 0.0f
         scales not cleared: scales[n][u] = {~exists ? scale : 0.0f => scale~}
     """,
-    problems.columns_unevenly: """
+    "columns_unevenly": """
         span past the last stored [race]: if ({~span_exists(span, V_SPANS) => true~})
         span past the last read [everywhere, out_of_bounds]:
             {~span_exists(kv.lane.span(s), QK_SPANS) => true~}
@@ -146,7 +144,7 @@ MUTANTS = {
             if ({~!span_exists(lane.span(s), V_SPANS) => false~}) { continue; } block.load
         values of one span loaded [uninitialised]: block.load_values({~s => 0~}, kv
     """,
-    problems.tiles: """
+    "tiles": """
         every tile the first [race]: rows[i].reset({~first_row + =>~} min(
         q of the first tile: row.reset({~first_row + =>~} i * FRAGMENT
         results of the first tile [race]: MANY_ROWS ? {~simd_broadcast(tile_row, ushort(0)) => 0~} :
@@ -154,14 +152,14 @@ MUTANTS = {
             MANY_ROWS ? {~simd_broadcast(task.split, ushort(0)) => 0~} :
         tile of the first query: keys_of({~last_row / problem.queries_per_kv => 0~})
     """,
-    problems.lengths: """
+    "lengths": """
         values that do not exist not zeroed: {~exists ? chunk : uint4(0) => chunk~}
         values of the padding not zeroed: {~row >= sequence.first_key && =>~}
     """,
     problems.infinite_value: """
         values behind the length not zeroed: {~&& row < sequence.kv_length =>~};
     """,
-    problems.windows: """
+    "windows": """
         window begins a block late: seen.begin / BLOCK * BLOCK{~=> + BLOCK~}
         window ends at the first query's: : {~sequence.q_length - 1 => 0~};
         left edge never applied:
@@ -175,37 +173,37 @@ MUTANTS = {
             block.first < seen_by_last.begin || block.first + BLOCK_K > {~seen_by_first =>
             seen_by_last~}.end
     """,
-    problems.nothing: """
+    "nothing": """
         nothing seen, something shared: {~row_sums[i] == 0.0f => false~};
     """,
-    problems.sinks: """
+    "sinks": """
         sink dropped: if ({~!SINK || SPLIT => true~})
         sink counted by every split: if (!SINK {~|| SPLIT =>~})
         sink of the KV head: total.add_sink(inputs, {~result.rows[i].head => task.kv_head~})
         sum not lowered to the sink: sum = sum {~* fast::exp2(keys_max - softmax.row_max) =>~} +
     """,
-    problems.large_sinks: """
+    "large_sinks": """
         sink rounded in base 2:
             {~(scaled - other) + rounded_off(float(logit), scaled) => scaled - other~}
     """,
-    problems.rules: """
+    "rules": """
         rules of the first query: batch, rows[i].head, {~rows[i].query => 0~}, lane.column
         rules of the KV head: batch, {~rows[i].head => task.kv_head~}, rows[i].query, lane.column
         rules dropped:
             {~apply<false>(scores, scores, first_column, masked, params) =>
             scores.scale(params.scale_log2)~};
     """,
-    problems.latent: """
+    "latent": """
         values from another span: v_units[j][{~s => 0~}].fragments
         values from another key: v_units[{~j => 0~}][s].fragments
         keys that do not exist not zeroed: {~!V_IN_K || exist[j] => true~}
     """,
-    problems.rotary: """
+    "rotary": """
         q's row of the first query:
             queries.{~element(row.query => rotary.rotated(queries.tensor, queries.offset(row.query),
             0~}, d)
     """,
-    problems.pages: """
+    "pages": """
         page window never moved [simd_lane]:
             {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
         page window of the values never moved [simd_lane]: {~values.use_pages_of(keys); =>~}
@@ -216,7 +214,7 @@ MUTANTS = {
         table of the first sequence:
             block_table {~+ batch * params.block_table_stride =>~}, sequence
     """,
-    problems.whole_pages: """
+    "whole_pages": """
         page of the first lanes' window [simd_lane]: uint(first) / PAGE_ROWS {~- window =>~}
         one page of all keys of a block:
             page_among(readable, kv.readable_row({~first_row => first~}))
@@ -231,7 +229,7 @@ MUTANTS = {
         the first page read where there is none [out_of_bounds]:
             {~problem.cache_size == 0 => false~}
     """,
-    problems.scales_of_spans: """
+    "scales_of_spans": """
         products of one scale:
             span_scale(k_places[j], {~min(kv.lane.span(begin), QK_SPANS - 1) => 0~})
         weights of one scale: span_scale(v_places[j], {~kv.lane.span(s) => 0~})
@@ -242,7 +240,7 @@ MUTANTS = {
         scales of the padding not zeroed: {~exist[j] ? scale : 0.0f => scale~}
         odd codes before even ones: codes[i] >> ({~=> 8 -~}j * BITS)
     """,
-    problems.codes_of_odd_rows: """
+    "codes_of_odd_rows": """
         columns behind the last read [everywhere, out_of_bounds]:
             {~COLUMNS % FRAGMENT == 0 || column + i < COLUMNS => true~}
     """,
@@ -250,7 +248,7 @@ MUTANTS = {
         lists of the first sequence: PACKED_Q ? {~task.sequence.q_start + =>~} min(
         one list of a sequence: {~min(list, task.sequence.q_length) => 0~}
     """,
-    problems.packed: """
+    "packed": """
         out of the first sequence [race]:
             row.reset(out, params.out_strides, batch, head, {~first => 0~}, 0)
         lse of the first sequence [race]: batch + {~first * params.lse_strides.row => 0~} +
@@ -292,7 +290,7 @@ MUTANTS = {
         -1 as the first key [wrong or out_of_bounds]: {~max(row, 0) => row~} : row
         rows of columns swapped: ? vec<T, 2>({~number, other => other, number~})
     """,
-    problems.lists_of_blocks: """
+    "lists_of_blocks": """
         rows of a block: {~int(uint(place) % BLOCK) => 0~}
         blocks of one key: entry {~* BLOCK =>~} + int
         one query's keys for all of a list:
@@ -303,7 +301,7 @@ MUTANTS = {
             INDICES ? {~share.begin => (share.end - 1)~} / problem.queries_per_kv : 0
         hidden keys of a query shown: {~keys[e] >= seen.begin && keys[e] < seen.end => true~}
     """,
-    problems.lists_in_pages: """
+    "lists_in_pages": """
         page of the list's place: existing(numbers[{~uint(row) / PAGE_ROWS => 0~}])
     """,
     problems.lists_of_hidden_keys: """
@@ -361,18 +359,20 @@ MUTANTS = {
             {~=> (~}max(old_length - keys.begin, 0) {~=> + STEP_K - 1)~} / STEP_K
         appended by the first split [race]: if (split == {~splits - 1 => 0~}) { write_new_rows
     """,
-    problems.step_of_tiles: """
+    "step_of_tiles": """
         one tile of rows a threadgroup: if ({~!ROW_LOOP => true~})
     """,
-    problems.step_in_pages: """
+    "step_in_pages": """
         appended to the first sequence's pages:
             inputs.block_table {~+ batch * params.block_table_stride =>~}
     """,
-    problems.step_of_indices: """
+    "step_of_indices": """
         appended to the sequence's own batch [race]:
             place.cache_batch = {~CACHE_BATCH_IDX ? inputs.cache_batch_idx[batch] : =>~} batch;
     """,
 }
 
 
-test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_decode")
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "flash_decode", run=problems.run
+)

@@ -24,7 +24,6 @@ def test_some_lists_at_a_time(gathered, monkeypatch):
 
 
 def test_memory_is_linear():
-    """No tensor has an element for each query and each key."""
     length, listed, columns = 256, 4, 8
     q, k, v = make_qkv(1, heads=1, kv_heads=1, q_length=length, kv_length=length, head_dim=columns)
     entries = torch.randint(length, (1, 1, length, listed)).int()
@@ -56,7 +55,7 @@ def test_nothing_listed(batch, lists, entries, keys):
 
 
 def test_of_packed_queries_there_are_none():
-    arguments, options = packed_q((3, 4), (60, 70), spare=0)
+    arguments, options = packed_q((3, 4), (60, 70))
     leaves = [x.nan_to_num(0).requires_grad_() for x in arguments]
     indices = torch.zeros(1, 1, 7, 2).int()
     out, _ = torch.ops.metal_attn.flash_decode(*leaves, **options, indices=indices)

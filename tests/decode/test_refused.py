@@ -173,7 +173,6 @@ VALUES = [
 
 
 def calls(name, changes):
-    """The call, and the same without data."""
     changed = {n: x for n, x in (arguments(CALLS[name]) | changes).items() if x is not None}
     op = getattr(torch.ops.metal_attn, CALLS[name].call)
     return changed, lambda: op(**changed), lambda: op(**without_data(changed))

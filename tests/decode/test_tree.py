@@ -5,17 +5,12 @@ import torch
 from tests.attention.held_cases import case
 from tests.decode import tree_problems as problems
 from tests.helpers.judged import arguments
-from tests.helpers.memory import same_memory
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.testing.judge import ints, on
 from torch_metal_attn.tuned import tiles
 
 ops = torch.ops.metal_attn
-
-
-def copied(tensors):
-    return {name: same_memory(x) for name, x in tensors.items()}
 
 
 def test_rules():
@@ -47,15 +42,13 @@ def test_room_in_threadgroup_memory(device):
 
 
 def test_latents(device):
-    """Values that are the first columns of keys."""
     shape = {"heads": 16, "kv_heads": 1, "head_dim": 192, "dtype": torch.bfloat16}
     both = (problems.FORK, problems.FOREST)
     problems.check_tree(both, (50, 6), device, shape=shape, latent=True)
 
 
 def test_strides(device):
-    """Trees that are parts of wider tensors."""
-    (q, k, v), options = problems.packed_q((6, 6), (60, 70), spare=0)
+    (q, k, v), options = problems.packed_q((6, 6), (60, 70))
     q = q.unflatten(0, (2, 6)).transpose(1, 2)
     tensors = {"q": q, "k": k, "v": v, "seqused_k": options["seqused_k"]}
     for form in ("parents", "tree_mask"):
@@ -70,7 +63,6 @@ def test_strides(device):
 
 
 def test_no_queries(device):
-    """No sequence has any; and there are no sequences. With trees and without."""
     for lengths, used in (((0, 0), (5, 6)), ((), ())):
         q, (k, v) = torch.zeros(0, 4, 64), torch.zeros(2, len(lengths), 2, 8, 64)
         packing = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
@@ -87,7 +79,6 @@ def test_explain():
     assert "new tokens" not in str(explain(ops.flash_decode, **tensors))
 
 
-# As in test_flash_decode_mutants.
 MUTANTS = {
     problems.trees: """
         ancestors not seen: next = {~parent => -1~};

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import hold_results
-from tests.attention.test_flash_fwd_device_lengths import after_the_checks
+from tests.attention.test_flash_fwd_device_lengths import results_of
 from tests.decode.flash_decode_problems import (
     check_alone,
     packed_q,
@@ -34,7 +34,6 @@ def random_tree(size, seed=0):
 
 
 def path_of(tree, token):
-    """From the root to the token itself."""
     path = []
     while token >= 0:
         path.insert(0, token)
@@ -83,11 +82,11 @@ def by_paths(q, k, v, trees, used, dtype=None, leftpad_k=None, attn_bias=None, *
     return out, lse.t()
 
 
-def check_tree(trees, used, device="cpu", form="parents", layout="packed", num_splits=1, **rules):
+def check_tree(
+    trees, used, device="cpu", form="parents", layout="packed", shape=None, num_splits=1, **rules
+):
     """flash_decode of trees against float64."""
-    lengths = [len(tree) for tree in trees]
-    arguments, options = packed_q(lengths, used, spare=0, shape=rules.pop("shape", None))
-    q, k, v = arguments
+    (q, k, v), options = packed_q([len(tree) for tree in trees], used, shape=shape)
     if rules.pop("latent", False):
         v = k[..., : v.shape[-1] * 3 // 4]
     queries = q
@@ -141,7 +140,6 @@ def windows():
 
 
 def rules():
-    """Score options, and a bias, whose columns are the rows of the cache."""
     sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
     check_tree((FORK, FOREST), (50, 6), learnable_sink=sink, softcap=3.0, num_splits=2)
     bias = normal(4, 6, 50, seed=3)
@@ -158,7 +156,7 @@ def rotated_steps():
 
 def impossible_trees():
     """That only the kernel sees: rows of a token that is in none are NaN, and no others."""
-    (q, k, v), options = packed_q((6, 3), (60, 70), spare=0)
+    (q, k, v), options = packed_q((6, 3), (60, 70))
     two = (FORK, FORK[:3])
     for form, changes in (
         ("parents", ((2, -2), (2, 2), (2, 5), (2, 2**31 - 1), (2, -(2**31)))),
@@ -169,12 +167,9 @@ def impossible_trees():
         run = partial(ops.flash_decode, q, k, v, **options, **tree_options)
         expected, _ = run()
         for place, value in changes:
-            right, broken = tree.clone(), tree.clone()
+            broken = tree.clone()
             broken[place] = value
-            with pytest.MonkeyPatch.context() as patch:
-                after_the_checks(patch, tree, broken.tolist())
-                out, lse = run()
-            tree.copy_(right)
+            out, lse = results_of(run, tree, broken.tolist())
             bad = [2, 4, 5] if form == "parents" else [2]  # and tokens whose path it is on
             others = [i for i in range(9) if i not in bad]
             assert out[bad].isnan().all()
@@ -183,8 +178,7 @@ def impossible_trees():
 
 
 def impossible_lengths():
-    """More tokens than keys, which the kernel alone sees."""
-    (q, k, v), options = packed_q((6, 6), (60, 70), spare=0)
+    (q, k, v), options = packed_q((6, 6), (60, 70))
     q = q.unflatten(0, (2, 6)).transpose(1, 2)
     used = options["seqused_k"]
     with pytest.MonkeyPatch.context() as patch:
@@ -198,9 +192,8 @@ def impossible_step():
     tensors = tensors_of(length=6, rotary_columns=32)
     lengths = tensors["cache_seqlens"].tolist()
     tree = ints(*FORK)
-    with pytest.MonkeyPatch.context() as patch:
-        after_the_checks(patch, tree, [-1, 0, 0, 7, 2, 2])
-        out, _ = ops.decode_step(**tensors, parents=tree)
+    step = partial(ops.decode_step, **tensors, parents=tree)
+    out, _ = results_of(step, tree, [-1, 0, 0, 7, 2, 2])
     assert out[:, :, 3].isnan().all()
     assert out[:, :, [0, 1, 2, 4, 5]].isfinite().all()
     for b, length in enumerate(lengths):
@@ -214,9 +207,7 @@ def impossible_sequences():
     """Rows past max_seqlen_q, which only the kernel sees, have no token, and their keys are NaN."""
     tensors = arguments(step(packed=((2, 2), (5, 5)), tree="parents", rotary_columns=32))
     ends, first = tensors["cu_seqlens_q"], tensors["cache_seqlens"][0].item()
-    with pytest.MonkeyPatch.context() as patch:
-        after_the_checks(patch, ends, [0, 7, 7])
-        out, _ = ops.decode_step(**tensors)
+    out, _ = results_of(partial(ops.decode_step, **tensors), ends, [0, 7, 7])
     assert out.isnan().all()
     new = tensors["k_cache"][0, :, first : first + 7, :32]
     assert new[:, 5:].isnan().all()

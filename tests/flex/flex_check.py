@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import (
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of, make_leaves
 from tests.attention.flash_fwd_check import make_qkv
-from tests.flex import gallery
 from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import near, worst_of
 
@@ -26,11 +25,32 @@ def home(**options):
     return make_qkv(**HOME | options)
 
 
-SIZES = gallery.Q_LENGTH, gallery.KV_LENGTH
+SIZES = 80, 96
 BLOCK = (16, 32)  # of tests about something else
+SLOPES = torch.tensor([0.5, 0.0625])
 
 
-def block_mask(mod=gallery.causal, batch=None, heads=None, sizes=SIZES, block=BLOCK, **options):
+def alibi_of_slopes(score, b, h, q_idx, kv_idx):
+    return score - (q_idx - kv_idx).abs() * SLOPES[h]
+
+
+def tanh_softcap(score, b, h, q_idx, kv_idx):
+    return 2 * torch.tanh(score / 2)
+
+
+def full(b, h, q_idx, kv_idx):
+    return b.new_ones(size=(), dtype=torch.bool, device=b.device)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def sliding_window_causal(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 20)
+
+
+def block_mask(mod=causal, batch=None, heads=None, sizes=SIZES, block=BLOCK, **options):
     return create_block_mask(mod, batch, heads, *sizes, device="cpu", BLOCK_SIZE=block, **options)
 
 
@@ -59,7 +79,6 @@ def assert_within_twice(actual, exact, rounded):
 
 
 def hold_results(out, lse, exact, exact_lse, rounded):
-    """Rows that see nothing are 0."""
     assert_within_twice(out, exact, rounded)
     hidden = exact_lse == -math.inf
     assert (out[hidden] == 0).all()
@@ -91,10 +110,7 @@ def check_flex(
 
 
 def gradients(function, qkv, mod, mask, dtype, captured=(), captured_dtype=None, **options):
-    """out, lse, and the gradients of q, k, v and `captured`, of which `mod` then makes a score_mod.
-
-    The loss is of both results.
-    """
+    """out, lse and gradients; `mod` makes a score_mod of `captured`, if there are any."""
     leaves = make_leaves(qkv, dtype)
     captured = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
     out, lse = function(*leaves, mod(*captured) if captured else mod, mask, **options)

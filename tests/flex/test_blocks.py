@@ -1,20 +1,26 @@
 """The lists of a BlockMask: sizes of blocks, broadcasting, full blocks, strides and faults."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of
-from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.flex import flex_check, gallery
+from tests.attention.test_flash_fwd_device_lengths import after_the_checks, results_of
+from tests.flex import flex_check
 from tests.flex.flex_check import (
     BLOCK,
     SIZES,
+    alibi_of_slopes,
     block_mask,
+    causal,
     check_flex,
     check_flex_gradients,
     home,
+    sliding_window_causal,
+    tanh_softcap,
 )
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import simulate
@@ -22,26 +28,24 @@ from torch_metal_attn import simulate
 
 @pytest.mark.parametrize("block", [(1016, 8), (8, 1024)])
 def test_block_sizes(block):
-    check_flex(*home(), None, block_mask(gallery.sliding_window_causal, block=block))
-
-
-def an_odd_block_size():
-    mask = block_mask(gallery.sliding_window_causal, block=(24, 40))
-    check_flex_gradients(*home(), gallery.tanh_softcap, mask)
+    check_flex(*home(), None, block_mask(sliding_window_causal, block=block))
 
 
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("heads", [None, 4])
 def test_broadcasting(batch, heads):
-    """GQA too: b and h are those of the queries."""
+    """GQA too: b and h are those of the queries, of which some see nothing."""
     factors = torch.tensor([batch is not None, heads is not None]).int()
 
     def mod(b, h, q_idx, kv_idx):
-        return kv_idx % 7 > b * factors[0 * b] + h * factors[0 * b + 1]
+        shown = kv_idx % 7 > b * factors[0 * b] + h * factors[0 * b + 1]
+        return shown & (q_idx % 3 != 0)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return alibi_of_slopes(score, b, h % 2, q_idx, kv_idx)
 
     qkv = home(batch=2, heads=4, kv_heads=2)
-    mask = block_mask(mod, batch, heads)
-    check_flex_gradients(*qkv, None, mask)
+    check_flex_gradients(*qkv, score_mod, block_mask(mod, batch, heads))
 
 
 def test_one_batch_of_keys():
@@ -59,7 +63,7 @@ def test_no_separate_full_blocks():
         blocks.sum(-1).int(),
         indices,
         BLOCK_SIZE=BLOCK,
-        mask_mod=gallery.causal,
+        mask_mod=causal,
         seq_lengths=SIZES,
     )
     assert mask.full_kv_num_blocks is None
@@ -67,7 +71,6 @@ def test_no_separate_full_blocks():
 
 
 def test_a_slice_for_decoding():
-    """The last block of queries alone, as torch documents it."""
     q, k, v = home()
     whole, last = block_mask(), SIZES[0] // BLOCK[0] - 1
     mask = whole[:, :, last]
@@ -81,7 +84,7 @@ def test_a_slice_for_decoding():
 
 
 def test_lists_of_any_strides():
-    mask = block_mask(gallery.causal)
+    mask = block_mask(causal)
     for name in BlockMask._TENSOR_ATTRS:
         tensor = getattr(mask, name)
         if tensor is not None:
@@ -106,12 +109,10 @@ def check_full_and_partial():
 
 
 def test_full_and_partial():
-    """In full blocks mask_mod is not applied; in partial ones it is."""
     check_flex_gradients(*home(), None, block_mask(), ours=(None, contradictory()))
 
 
 def test_unlisted_blocks_are_not_seen():
-    """Lists alone decide, whatever mask_mod says: block-sparse attention."""
     mask = contradictory()
     mask.full_kv_num_blocks = torch.zeros_like(mask.full_kv_num_blocks)
     seen = block_mask(only_in_partial_blocks)
@@ -122,16 +123,13 @@ def entries_after_the_checks():
     """One of the last list's entries, just outside: its rows alone are NaN."""
     qkv = home()
     mask = contradictory()
-    expected = torch_metal_attn.flex_attention(*qkv, block_mask=mask)
+    attend = partial(torch_metal_attn.flex_attention, *qkv, block_mask=mask)
+    expected = attend()
     expected[:, :, -(SIZES[0] % BLOCK[0] or BLOCK[0]) :] = torch.nan
-    before = mask.kv_indices.clone()
     for bad in (-1, SIZES[1] // BLOCK[1]):
-        after = before.clone()
+        after = mask.kv_indices.clone()
         after[..., -1, 0] = bad
-        mask.kv_indices.copy_(before)
-        with pytest.MonkeyPatch.context() as patch:
-            after_the_checks(patch, mask.kv_indices, after.tolist())
-            actual = torch_metal_attn.flex_attention(*qkv, block_mask=mask)
+        actual = results_of(attend, mask.kv_indices, after.tolist())
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -153,6 +151,13 @@ MUTANTS = {
         entries out of range skipped: {~impossible = true; =>~}
     """,
 }
+
+
+def an_odd_block_size():
+    mask = block_mask(sliding_window_causal, block=(24, 40))
+    check_flex_gradients(*home(), tanh_softcap, mask)
+
+
 GRADIENT_MUTANTS = {
     an_odd_block_size: """
         flash_bwd_dq, flash_bwd_dkv: slope forgotten: {~gradients.multiply(slopes); =>~}
@@ -196,7 +201,7 @@ def test_entries_out_of_range_are_not_read(backward, monkeypatch):
     ],
 )
 def test_bad_lists(name, value, message):
-    mask = block_mask(gallery.causal)
+    mask = block_mask(causal)
     if name == "full_kv_indices":
         mask.full_kv_num_blocks = mask.full_kv_num_blocks.clamp(min=1)
     getattr(mask, name).flatten()[:1].fill_(value)

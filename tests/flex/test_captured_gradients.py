@@ -44,18 +44,12 @@ def several_loads(table):
     return mod
 
 
-def scalar(sink):
-    def mod(score, b, h, q_idx, kv_idx):
-        return torch.where(kv_idx == 0, sink, score)
-
-    return mod
-
-
-def folded(slopes):
+def folded(slopes, sink):
     """Values of captured tensors alone are computed outside of the kernel."""
 
     def mod(score, b, h, q_idx, kv_idx):
-        return score + torch.nn.functional.softplus(slopes * 2)[h] * (q_idx - kv_idx)
+        score = score + torch.nn.functional.softplus(slopes * 2)[h] * (q_idx - kv_idx)
+        return torch.where(kv_idx == 0, sink, score)
 
     return mod
 
@@ -72,7 +66,7 @@ def whole_rows(of_queries, of_keys, weights):
 
 
 def element_by_element(of_queries, of_keys, weights):
-    """The same; torch's own function has no gradient of whole rows."""
+    """The same, as torch's own function has no gradient of whole rows."""
 
     def mod(score, b, h, q_idx, kv_idx):
         rows = [(of_keys[kv_idx, h, i], of_queries[q_idx, i], of_queries[h, i]) for i in range(3)]
@@ -84,8 +78,6 @@ def element_by_element(of_queries, of_keys, weights):
 
 
 def composed(bias):
-    """Ops that PyTorch composes of others."""
-
     def mod(score, b, h, q_idx, kv_idx):
         near = torch.nn.functional.softplus(score * bias[h])
         return torch.logaddexp(score, bias[kv_idx]).masked_fill(q_idx < kv_idx, -3.0) + near
@@ -118,8 +110,6 @@ def views(table, bias, slopes):
 
 
 def without_views(table, bias, slopes):
-    """The same."""
-
     def mod(score, b, h, q_idx, kv_idx):
         one = bias[q_idx, kv_idx]
         row, flipped = one + bias[q_idx, 8], table[h, b, kv_idx % 5] + one
@@ -135,8 +125,7 @@ CAPTURED = {
     ),
     of_queries: (normal(80),),
     several_loads: (normal(96, 2),),
-    scalar: (torch.tensor(0.5),),
-    folded: (normal(2),),
+    folded: (normal(2), torch.tensor(0.5)),
     composed: (normal(96),),
     scores.alibi: (normal(2).abs(),),
     scores.relative_bias: (normal(2, 11),),
@@ -145,14 +134,13 @@ CAPTURED = {
 
 
 def test_in_the_kernels():
-    """Every way to own elements, in blocks, with two heads of keys' one."""
     qkv, captured = home(batch=2, kv_heads=1), CAPTURED[everything]
     actual = check_flex_gradients(*qkv, everything, block_mask(), captured=captured)
     # The same bits, whichever threadgroup runs first.
     arguments = qkv, everything, block_mask(), torch.float16, captured
     with simulate(check=True, seed=5):
         again = gradients(flex_attention, *arguments, return_lse=True, enable_gqa=True)[2:]
-    assert all(torch.equal(one, other) for one, other in zip(actual, again, strict=True))
+    assert all(map(torch.equal, actual, again))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -188,7 +176,6 @@ def test_views():
 
 
 def test_only_what_requires_grad():
-    """q, k and v need not; a tensor that only a mask indexes has no gradient; no_grad has none."""
     q, k, v = home()
     bias, hidden = (normal(96).requires_grad_() for _ in range(2))
 
@@ -218,10 +205,7 @@ def test_a_tensor_whose_sums_are_too_large():
 
 
 def indices_out_of_range():
-    """Gradients of a bias that lacks the last queries, whose scores are NaN; and of a whole one.
-
-    On mps nobody checks indices before the kernel, which writes neither numbers nor NaN.
-    """
+    """On mps nobody checks indices before the kernel, which writes neither numbers nor NaN."""
     rows = 70
     results = []
     for size in (rows, 80):
@@ -238,7 +222,6 @@ def indices_out_of_range():
 
 
 def gradient_of_the_table():
-    """With sizes that are no multiple of a tile's."""
     scales, table, bias, offsets = CAPTURED[everything]
 
     def make(table):
@@ -283,7 +266,7 @@ def shown(b, h, q_idx, kv_idx):
     return SEEN[kv_idx]
 
 
-def infinite_slopes():
+def test_infinite_slopes():
     """No NaN reaches a gradient from masked keys, which are 0 as padding is."""
     q, k, v = home(q_length=QUERIES, kv_length=KEYS)
     k, factors = k * SEEN[:, None], normal(KEYS)
@@ -302,12 +285,8 @@ def infinite_slopes():
     assert (dfactors[hidden] == 0).all()
 
 
-def test_infinite_slopes_in_the_reference():
-    infinite_slopes()
-
-
 SLOPE_MUTANTS = {
-    infinite_slopes: """
+    test_infinite_slopes: """
         flash_bwd_dq: keys that do not exist:
             {~visible.apply<false>(slopes, first_query, block + column, 0.0f); =>~}
         flash_bwd_dkv: queries that do not exist:

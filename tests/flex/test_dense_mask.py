@@ -12,7 +12,6 @@ from torch_metal_attn import block_mask
 
 
 def dense(*leading):
-    """Hidden, partial and full blocks."""
     q_idx, kv_idx = torch.arange(SIZES[0])[:, None], torch.arange(SIZES[1])
     mask = (kv_idx <= q_idx) & (q_idx - kv_idx < 50) | (kv_idx // 32 == 2)
     return mask & (torch.arange(1, 1 + max(1, *leading, 0)).view(*leading, 1, 1) * kv_idx % 7 != 5)

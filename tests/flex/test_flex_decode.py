@@ -1,5 +1,7 @@
 """flash_decode with score_mod, mask_mod and block lists: few queries, any splits."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
@@ -13,9 +15,9 @@ from tests.flex.flex_check import (
     check_flex_gradients,
     contradictory,
     home,
+    tanh_softcap,
     torch_flex,
 )
-from tests.flex.gallery import tanh_softcap
 from tests.flex.test_blocks import SEEN
 from tests.flex.test_flex_counts import listed, work
 from tests.helpers.mutants import mutant_tests
@@ -24,6 +26,7 @@ from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 QUERIES, KEYS = 8, 300
 BLOCK = (8, 16)
+explained = partial(explain, flex_attention)
 
 
 def banded(b, h, q_idx, kv_idx):
@@ -46,10 +49,6 @@ def mask_of(mod=banded, batch=None, heads=None, block=BLOCK):
     return block_mask(mod, batch, heads, (QUERIES, KEYS), block)
 
 
-def explained(*call, **options):
-    return explain(flex_attention, *call, **options)
-
-
 @pytest.mark.parametrize("gpu_cores, splits", [(1, 1), (3, 4), (64, 5)])
 def test_any_number_of_splits(gpu_cores, splits, cores):
     cores(gpu_cores)
@@ -63,7 +62,6 @@ def test_any_number_of_splits(gpu_cores, splits, cores):
 
 
 def test_splits_are_for_the_keys_that_lists_have_room_for(cores):
-    """Their shapes are known without reading them."""
     cores(64)
 
     def mod(b, h, q_idx, kv_idx):
@@ -113,7 +111,6 @@ def test_calls_that_run_on_flash_fwd():
 
 
 def test_work_is_that_of_the_blocks_that_are_listed(cores):
-    """Loads and products, with one query and blocks of 64 keys."""
     cores(1)
 
     def counted(count):

@@ -8,8 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of
-from tests.flex import gallery
-from tests.flex.flex_check import block_mask, home
+from tests.flex.flex_check import block_mask, home, tanh_softcap
 from tests.flex.test_captured_gradients import CAPTURED, everything
 from torch_metal_attn import flex_replaced, simulate
 
@@ -19,10 +18,10 @@ def test_every_name_and_nothing_after():
     code = torch_flex.__code__
     with simulate(check=True) as run, flex_replaced() as replaced:
         outs = [
-            function(q, k, v, gallery.tanh_softcap)
+            function(q, k, v, tanh_softcap)
             for function in (torch_flex, torch_module.flex_attention)
         ]
-        ours = torch_metal_attn.flex_attention(q, k, v, gallery.tanh_softcap)
+        ours = torch_metal_attn.flex_attention(q, k, v, tanh_softcap)
     assert all(torch.equal(out, ours) for out in outs)
     assert [launch.kernel for launch in run.launches] == ["flash_fwd"] * 3
     assert (replaced.replaced, replaced.left_alone) == (2, 0)
@@ -36,15 +35,14 @@ def test_every_name_and_nothing_after():
 def test_cpu_tensors_outside_of_the_simulator_are_torchs():
     q, k, v = home()
     with flex_replaced() as replaced, flex_replaced(), torch.compiler.set_stance("force_eager"):
-        out = torch_flex(q, k, v, gallery.tanh_softcap)
+        out = torch_flex(q, k, v, tanh_softcap)
     torch.testing.assert_close(
-        out, torch_metal_attn.flex_attention(q, k, v, gallery.tanh_softcap), rtol=2e-3, atol=2e-3
+        out, torch_metal_attn.flex_attention(q, k, v, tanh_softcap), rtol=2e-3, atol=2e-3
     )
     assert (replaced.replaced, replaced.left_alone) == (0, 1)
 
 
 def test_compiled():
-    """In one graph, with what a function made inside of it captures, forward and backward."""
     mask = block_mask()
 
     def attend(q, k, v, scales, *captured, function):
@@ -111,7 +109,6 @@ def model():
 
 
 def run_model(model, implementation):
-    """Logits and gradients of a padded batch, and generated tokens."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
     tokens = torch.arange(2 * 20).view(2, 20) % 50
@@ -127,7 +124,6 @@ def run_model(model, implementation):
 
 
 def test_transformers(model):
-    """attn_implementation="flex_attention": forward, training and generate."""
     logits, gradients, generated = run_model(model, "eager")
     # transformers compiles torch's function and create_block_mask, which takes minutes.
     with torch.compiler.set_stance("force_eager"), simulate() as run, flex_replaced() as replaced:

@@ -8,24 +8,21 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from tests.attention.autograd_check import loss_of
-from tests.flex import gallery
-from tests.flex.flex_check import block_mask, check_flex, check_flex_gradients, home
+from tests.flex.flex_check import block_mask, check_flex, check_flex_gradients, home, tanh_softcap
 from tests.flex.test_blocks import only_in_partial_blocks
 from tests.helpers.cases import each_case
 from torch_metal_attn import explain, flex_attention, simulate
 
 
 def test_bfloat16():
-    """Also by autocast."""
     qkv = home(dtype=torch.bfloat16, head_dim=128)
-    expected, _ = check_flex(*qkv, gallery.tanh_softcap, block_mask())
+    expected, _ = check_flex(*qkv, tanh_softcap, block_mask())
     with simulate(check=True), torch.autocast("cpu", torch.bfloat16):
-        out = flex_attention(*(x.float() for x in qkv), gallery.tanh_softcap, block_mask())
+        out = flex_attention(*(x.float() for x in qkv), tanh_softcap, block_mask())
     assert torch.equal(out, expected)
 
 
 def test_last_dimensions_that_are_strided():
-    """They are allowed, as in torch; the copies are differentiable."""
     q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in home())
     check_flex(q, k, v, None, block_mask(), scale=0.3)
     check_flex_gradients(q, k, v, None, block_mask(), simulated=False)
@@ -44,7 +41,6 @@ def test_output_in_query_order(order):
 
 @pytest.mark.parametrize("q_length", [80, 8])
 def test_strides_everywhere(q_length):
-    """The strides of the result in the reference, in the simulator and in a graph."""
     q, k, v = home(batch=2, q_length=q_length)
     for query in (q, q.transpose(1, 2).contiguous().transpose(1, 2), q[:1].expand_as(q)):
         out = flex_attention(query, k, v)
@@ -56,7 +52,6 @@ def test_strides_everywhere(q_length):
 
 
 def test_captured_tensors_of_every_dtype():
-    """The kernel reads each of them at the width of its dtype."""
     integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     most = {dtype: torch.iinfo(dtype).max for dtype in integers}
     most |= dict.fromkeys((torch.bool, torch.float16, torch.bfloat16, torch.float32), 1)
@@ -92,7 +87,6 @@ def test_empty(sizes):
 
 @pytest.mark.parametrize("simulated", [True, False])
 def test_float32_queries_on_half_keys(simulated):
-    """The result is float32 and has no gradient, as in torch."""
     q, k, v = home()
     query = q.float().requires_grad_()
     with simulate(check=True) if simulated else contextlib.nullcontext():
@@ -125,8 +119,6 @@ def test_transforms_of_torch_func():
 
 
 def test_a_text_is_compiled_once():
-    """The same mod of other tensors and sizes is the same specialisation; another number is not."""
-
     def attend(slopes, factor, q_length):
         def mod(score, b, h, q_idx, kv_idx):
             return score * factor + slopes[h] * (q_idx - kv_idx)
@@ -143,7 +135,7 @@ def test_a_text_is_compiled_once():
 def test_second_derivatives_raise():
     q, k, v = (x.requires_grad_() for x in home())
     with simulate(record=True):
-        out = flex_attention(q, k, v, gallery.tanh_softcap)
+        out = flex_attention(q, k, v, tanh_softcap)
         (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivative"):
             dq.sum().backward()
@@ -151,7 +143,7 @@ def test_second_derivatives_raise():
 
 def test_explained_texts_blocks_and_cost():
     mask = block_mask(block=16)
-    shown = explain(flex_attention, *home(), gallery.tanh_softcap, mask)
+    shown = explain(flex_attention, *home(), tanh_softcap, mask)
     assert shown.kernel == "flash_fwd"
     assert "precise::tanh(t0)" in shown.specialisation["FLEX_SCORE"]
     assert "query >= key" in shown.specialisation["FLEX_MASK"]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.flex import gallery
-from tests.flex.flex_check import block_mask, check_flex, home
+from tests.flex.flex_check import alibi_of_slopes, block_mask, check_flex, home, tanh_softcap
 from tests.flex.test_blocks import (
     LIST_MUTANTS,
     SEEN,
@@ -19,8 +18,7 @@ KERNEL = "flash_fwd_tensor"
 
 
 def check_all():
-    """score_mod by head, query and key, and a mask_mod that full blocks must not ask."""
-    alibi = gallery.alibi_of_slopes
+    alibi = alibi_of_slopes
     ours = (alibi, contradictory())
     check_flex(*home(), alibi, block_mask(), simulated=False, ours=ours)
 
@@ -35,9 +33,9 @@ def test_all():
 def test_all_in_tf32():
     """To the bound of half precision, which is as coarse."""
     q, k, v = (x.float() for x in home())
-    exact = flex_attention(q, k, v, gallery.alibi_of_slopes, contradictory())
+    exact = flex_attention(q, k, v, alibi_of_slopes, contradictory())
     with simulate(check=True) as run, allow_tf32():
-        out = flex_attention(q, k, v, gallery.alibi_of_slopes, contradictory())
+        out = flex_attention(q, k, v, alibi_of_slopes, contradictory())
     assert set(run.counters) == {KERNEL}
     assert not torch.equal(out, exact)
     torch.testing.assert_close(out, exact, rtol=2**-9, atol=2**-9 * exact.abs().max().item())
@@ -50,7 +48,7 @@ def test_entries_out_of_range_are_nan():
 
 
 def test_without_lists():
-    check_flex(*home(heads=4, kv_heads=2), gallery.tanh_softcap)
+    check_flex(*home(heads=4, kv_heads=2), tanh_softcap)
 
 
 @pytest.mark.parametrize("block", [(24, 32), (16, 24)])

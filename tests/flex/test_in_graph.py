@@ -20,7 +20,6 @@ def reset():
 
 
 def of_numbers(q, k, v, count, factor):
-    """score_mod and mask_mod use an int and a float that change, and a size."""
     length = q.shape[2]
 
     def mod(score, b, h, q_idx, kv_idx):
@@ -46,7 +45,6 @@ def of_numbers(q, k, v, count, factor):
 
 
 def test_numbers_that_change():
-    """One graph for all of them, and one text."""
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(of_numbers, backend=backend, fullgraph=True, dynamic=True)
     texts = set()
@@ -61,7 +59,6 @@ def test_numbers_that_change():
 
 
 def test_heads_that_change():
-    """One graph of any number of heads, with a BlockMask and gradients."""
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(flex_attention, backend=backend, fullgraph=True, dynamic=True)
     for heads, length in ((4, 80), (6, 48)):
@@ -78,7 +75,6 @@ def test_heads_that_change():
 
 
 def test_inductor():
-    """The default backend, with a BlockMask and gradients."""
     leaves = [x.requires_grad_() for x in home()]
 
     def results(function):

@@ -7,16 +7,17 @@ import re
 import pytest
 import torch
 
-from tests.flex import mods
 from tests.helpers.mutants import expect_caught, use_fault
 from tests.helpers.switched import switched
 from torch_metal_attn.flex import derivative, table, text
-from torch_metal_attn.flex.captured import Captured
+from torch_metal_attn.flex.captured import Captured, loaded_dtype
 from torch_metal_attn.flex.derivative import slope
 from torch_metal_attn.flex.graph import Graph, ordered
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.flex.reference import evaluate
 from torch_metal_attn.flex.tracing import trace
+from torch_metal_attn.runtime import shaders
+from torch_metal_attn.simulator import compile_shader
 
 N = 96
 GENERATOR = torch.Generator().manual_seed(17)
@@ -122,12 +123,13 @@ MODS = {
 
 # Functions of the score alone: rows of the table, and what PyTorch composes of rows.
 OF_SCORE = {
-    name: getattr(torch, name)
-    for name in "log1p expm1 erf asin acos atan sinh cosh asinh acosh atanh frac square".split()
-} | {
-    name: getattr(torch.nn.functional, name)
-    for name in "gelu softplus leaky_relu hardtanh softshrink hardshrink elu selu mish hardswish "
-    "hardsigmoid logsigmoid relu6 softsign".split()
+    name: getattr(module, name)
+    for module, names in (
+        (torch, "log1p expm1 erf asin acos atan sinh cosh asinh acosh atanh frac square"),
+        (torch.nn.functional, "gelu softplus leaky_relu hardtanh softshrink hardshrink elu selu"),
+        (torch.nn.functional, "mish hardswish hardsigmoid logsigmoid relu6 softsign"),
+    )
+    for name in names.split()
 } | {
     "gelu by tanh": lambda s: torch.nn.functional.gelu(s, approximate="tanh"),
     "softplus of beta": lambda s: torch.nn.functional.softplus(s, beta=2.0, threshold=5.0),
@@ -167,32 +169,92 @@ MODS |= {
 }  # fmt: skip
 
 
-def torch_values(mod):
-    """Values and slopes, by autograd. They are in float32, and round as a kernel does.
+# shaders/flex.h needs those of a kernel.
+_DEFINES = "#define ELEMENT half\n#define HEAD_DIM_QK 16\n#define HEAD_DIM_V 16\n#define FLEX 1\n"
+HEADER = shaders._CHECKOUT / "flex.h"
+_TEXT = """
+[[kernel]] void run(
+    const device half* q [[buffer(0)]], const device half* k [[buffer(1)]],
+    const device half* v [[buffer(2)]], constant FlexParams& params [[buffer(3)]],
+    FLEX_CAPTURES(FLASH_KERNEL_PARAMETER)
+    const device float* scores [[buffer(16)]], const device int* queries [[buffer(17)]],
+    const device int* keys [[buffer(18)]], device float* values [[buffer(19)]],
+    device float* slopes [[buffer(20)]], uint i [[thread_position_in_grid]],
+    uint count [[threads_per_grid]]) {
+  FlashInputs inputs;
+  FLASH_SET_INPUTS
+  const float score = scores[i];
+  const int query = queries[i];
+  const int key = keys[i];
+"""
+_CALL = """
+  {{
+    bool impossible = false;
+    const float value = value_{0}(score, inputs, params, 0, 1, query, key, impossible);
+    values[{0} * count + i] = impossible ? NAN : value;
+    slopes[{0} * count + i] = slope_{0}(score, inputs, params, 0, 1, query, key, impossible);
+  }}
+"""
 
-    Positions are int64, as in torch's own attention.
-    """
+
+def run(mods, scores, q_idx, kv_idx):
+    """Values and slopes, (mods, positions); all mods see head 1 of batch 0."""
+    graph, captured = Graph(), Captured()
+    device = torch.device("cpu")
+    results = [trace("score_mod", mod, graph, captured, device) for mod in mods]
+    captured = [x.to(loaded_dtype(x)) for x in captured.tensors]
+    ranks = [x.dim() for x in captured]
+    names = text.TYPES | {torch.bool: "uchar"}
+    declared = " ".join(
+        f"X(const device {names[x.dtype]}*, capture_{i}, {4 + i})" for i, x in enumerate(captured)
+    )
+    # As FlexParams.
+    params = torch.zeros(104, dtype=torch.int32)
+    strides = [n for x in captured for n in x.stride()]
+    sizes = [n for x in captured for n in x.shape]
+    params[: 2 * len(strides)] = torch.tensor(strides, dtype=torch.int64).view(torch.int32)
+    params[80 : 80 + len(sizes)] = torch.tensor(sizes, dtype=torch.int32)
+
+    source = f"{_DEFINES}#define FLEX_CAPTURES(X) {declared}\n{shaders.flatten(HEADER)}"
+    calls = ""
+    for i, result in enumerate(results):
+        for name, node in (("value", result), ("slope", slope(graph, result))):
+            function = f"METAL_FUNC float {name}_{i}(float score, FLEX_ARGUMENTS)"
+            source += f"{function} {{ {text.body(node, ranks)} }}\n"
+        calls += _CALL.format(i)
+    source += f"{_TEXT}{calls}}}\n"
+    kernel = compile_shader(source, check=True).run
+    results = [torch.empty(len(mods), len(scores)) for _ in range(2)]
+    nothing = torch.zeros(1, dtype=torch.float16)
+    captures = [*captured, *([None] * (12 - len(captured)))]
+    kernel(
+        *(nothing, nothing, nothing, params, *captures),
+        *(scores, q_idx.int(), kv_idx.int(), *results),
+        threads=len(scores),
+    )
+    return results
+
+
+def torch_values(mod):
+    """Values and slopes by autograd, of float32 and of int64 positions, as in torch's attention."""
     scores = SCORES.clone().requires_grad_()
     values = mod(scores, torch.zeros_like(Q), torch.ones_like(Q), Q.long(), KV.long())
     (slopes,) = torch.autograd.grad(values.sum(), scores, allow_unused=True, materialize_grads=True)
     return values.detach(), slopes
 
 
-def differing(names, actual):
-    """The mods among these whose values or slopes are not torch's."""
-    wrong = []
-    for i, name in enumerate(names):
-        values, slopes = torch_values(MODS[name])
-        close = functools.partial(torch.allclose, rtol=2e-5, atol=2e-5, equal_nan=True)
-        if not close(actual.values[i], values) or not close(actual.slopes[i], slopes):
-            wrong.append(name)
-    return wrong
+def differing(names):
+    close = functools.partial(torch.allclose, rtol=2e-5, atol=2e-5, equal_nan=True)
+    actual = run([MODS[name] for name in names], SCORES, Q, KV)
+    return [
+        name
+        for name, *results in zip(names, *actual, strict=True)
+        if not all(map(close, results, torch_values(MODS[name])))
+    ]
 
 
 def test_texts_and_derivatives():
-    """All in one kernel: values and slopes are torch's, for each op of the table."""
-    actual = mods.run(MODS.values(), SCORES, Q, KV)
-    assert differing(MODS, actual) == []
+    assert differing(MODS) == []
 
 
 # Near 0, far away and at infinity.
@@ -219,7 +281,7 @@ def inexact(names, actual):
 
 
 def test_errors():
-    actual = mods.run(MODS.values(), SCORES_FAR, Q, KV).values
+    actual, _ = run(MODS.values(), SCORES_FAR, Q, KV)
     first = list(MODS).index("log1p")
     assert list(MODS)[first : first + len(OF_SCORE)] == list(OF_SCORE)
     assert inexact(OF_SCORE, actual[first:]) == []
@@ -237,13 +299,13 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_in_the_functions_of_the_texts(name, monkeypatch):
     old, new = FAULTS[name]
-    flatten = mods.shaders.flatten
-    assert old in flatten(mods._flex_header())
-    monkeypatch.setattr(mods.shaders, "flatten", lambda path: flatten(path).replace(old, new))
+    flatten = shaders.flatten
+    assert old in flatten(HEADER)
+    monkeypatch.setattr(shaders, "flatten", lambda path: flatten(path).replace(old, new))
     if name in OF_SCORE:
-        assert inexact([name], mods.run([MODS[name]], SCORES_FAR, Q, KV).values) == [name]
+        assert inexact([name], run([MODS[name]], SCORES_FAR, Q, KV)[0]) == [name]
     else:
-        assert differing([name], mods.run([MODS[name]], SCORES, Q, KV)) == [name]
+        assert differing([name]) == [name]
 
 
 # Integer quotients that a processor refuses, and floats that no integer holds.
@@ -299,15 +361,15 @@ EDGE_FAULTS = [
 def test_integers_at_their_edges(fault, monkeypatch):
     """PyTorch's value if it has one; else NaN for a division by 0, or the nearest integer."""
     planted = [(TEXTS[op], TEXTS[op].replace(old, new)) for op, old, new in EDGE_FAULTS]
-    text = mods.shaders.flatten(mods._flex_header())
+    text = shaders.flatten(HEADER)
     text, numbers = switched(text, planted)
-    monkeypatch.setattr(mods.shaders, "flatten", lambda path: text)
+    monkeypatch.setattr(shaders, "flatten", lambda path: text)
     use_fault(monkeypatch, numbers[planted[EDGE_FAULTS.index(fault)]] if fault else 0)
     functions, right = zip(*EDGES.values(), strict=True)
     positions = torch.arange(len(OUTSIDE))
 
     def check():
-        actual = mods.run(functions, OUTSIDE, positions, positions).values
+        actual, _ = run(functions, OUTSIDE, positions, positions)
         assert torch.equal(actual.nan_to_num(0.5), torch.tensor(right).nan_to_num(0.5))
 
     if fault is None:
@@ -326,7 +388,6 @@ def test_every_op_is_tested():
 
 @pytest.mark.parametrize("name", ["rsub", "div", "tanh", "where", "remainder", "rsqrt", "clamp"])
 def test_a_wrong_sign_of_a_derivative_is_caught(name, monkeypatch):
-    """The derivative of one op, negated, differs from torch's by far."""
     row = {"clamp": "clamp_min", "rsub": "sub"}.get(name, name)
     right = derivative.parts_of
 
@@ -345,11 +406,10 @@ def test_a_wrong_sign_of_a_derivative_is_caught(name, monkeypatch):
 
 
 def test_an_index_truncated_to_float_is_caught(monkeypatch):
-    """Captured integers that go through float32 are other integers."""
     load = text._load
     monkeypatch.setattr(text, "_load", lambda *arguments: f"float({load(*arguments)})")
     name = "int64 that float32 cannot hold"
-    assert differing([name], mods.run([MODS[name]], SCORES, Q, KV)) == [name]
+    assert differing([name]) == [name]
 
 
 def test_texts_are_words_of_a_fixed_vocabulary():

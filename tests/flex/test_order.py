@@ -44,7 +44,6 @@ def mask_of(batch=2, heads=HEADS, sizes=(QUERIES, KEYS)):
 
 
 def results(mask, **shape):
-    """out, lse and the gradients of q, k and v."""
     sizes = {"batch": 2, "heads": HEADS, "kv_heads": 2, "q_length": QUERIES, "kv_length": KEYS}
     leaves = [x.requires_grad_() for x in home(**sizes | shape)]
     with simulate(check=True):
@@ -52,18 +51,20 @@ def results(mask, **shape):
         return out, lse, *torch.autograd.grad(out.float().sin().sum(), leaves)
 
 
-def lengths(mask, side, batch=2, heads=HEADS):
+def lengths(mask, side):
     """The lengths of each row's lists, for all batches and heads."""
     counts = getattr(mask, f"{side}_num_blocks") + getattr(mask, f"full_{side}_num_blocks")
-    return counts.expand(batch, heads, -1)
+    return counts.expand(2, HEADS, -1)
 
 
-def check_starts(mask, monkeypatch):
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_longest_lists_start_first(batch, heads, monkeypatch):
     """Threadgroups in the order of their numbers have shorter and shorter lists."""
-    with monkeypatch.context() as planted:
-        for kernel, stored in STORED.items():
-            plant(planted, kernel, *stored)
-        _, lse, dq, _, dv = results(mask)
+    mask = mask_of(batch, heads)
+    for kernel, stored in STORED.items():
+        plant(monkeypatch, kernel, *stored)
+    _, lse, dq, _, dv = results(mask)
     by_group = lengths(mask, "q").unflatten(1, (2, -1)).sum(2)
     for numbers, work in (
         (lse, lengths(mask, "kv")),
@@ -74,20 +75,6 @@ def check_starts(mask, monkeypatch):
         assert len(started.unique()) == len(started)
         in_order = work.flatten()[started.argsort()]
         assert (in_order.diff() <= 0).all()
-
-
-@pytest.mark.parametrize("heads", [1, HEADS])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_longest_lists_start_first(batch, heads, monkeypatch):
-    check_starts(mask_of(batch, heads), monkeypatch)
-
-
-def ascending(counts, group=1):
-    return longest_first([counts[0].max() - sum(counts)], group)
-
-
-def of_another_head(counts, group=1):
-    return longest_first([sum(counts).roll(1, 1)], group)
 
 
 def one_doubled(counts, group=1):
@@ -101,8 +88,8 @@ def nothing_but(value):
 
 
 WRONG = {
-    "ascending": ascending,
-    "another head's": of_another_head,
+    "ascending": lambda counts, group=1: longest_first([counts[0].max() - sum(counts)], group),
+    "another head's": lambda counts, group=1: longest_first([sum(counts).roll(1, 1)], group),
     "one doubled": one_doubled,
     "all alike": nothing_but(3),
     "out of range": nothing_but(-1),
@@ -135,7 +122,6 @@ def test_heads_that_are_split(cores, monkeypatch):
 @pytest.mark.mutant
 @pytest.mark.parametrize("kernel", STORED)
 def test_a_kernel_that_trusts_its_order(kernel, monkeypatch):
-    """Two threadgroups write one row."""
     plant(monkeypatch, kernel, "&& places[given] == place", "")
     monkeypatch.setattr(block_masks, "longest_first", one_doubled)
     with pytest.raises(SimulatorFault) as raised:

@@ -33,7 +33,6 @@ def document_of(token):
 
 
 def natten_window(i, size, width, dilation):
-    """The neighbours of i along one axis, after natten's own definition."""
     left = width // 2
     right = left + width % 2 - 1
     group = list(range(i % dilation, size, dilation))
@@ -91,14 +90,12 @@ def written_out(seen, queries=N, keys=N):
 
 @each_case("name", MASKS)
 def test_masks(name):
-    """Also after pickling, as a DataLoader's workers need."""
     mask, seen = MASKS[name]
     for one in (mask, pickle.loads(pickle.dumps(mask))):
         assert torch.equal(create_mask(one, 2, 1, N, N, device="cpu"), written_out(seen))
 
 
 def test_tree():
-    """Nodes after a context of 9 keys."""
     tree = pickle.loads(pickle.dumps(masks.tree(PARENTS, context=9)))
     mask = create_mask(tree, 2, 1, 8, 17, device="cpu")
     assert torch.equal(mask, written_out(lambda b, q, kv: kv < 9 or kv - 9 in ancestors(q), 8, 17))
@@ -130,7 +127,6 @@ SCORES = {
 
 @each_case("name", SCORES)
 def test_scores(name):
-    """Also after pickling, as a model that is saved whole needs."""
     mod, written = SCORES[name]
     again = pickle.loads(pickle.dumps(mod))
     score = torch.tensor(0.7)
@@ -154,7 +150,6 @@ def test_a_copy_of_a_model_has_its_own_slopes():
 
 
 def test_in_the_kernel():
-    """The mods with the most captures, together: documents of a grid with T5's bias."""
     mask = masks.document(torch.tensor([0, 30, 70]), 96) & masks.neighbourhood((8, 12), (5, 5))
     block_mask = create_block_mask(mask, None, None, 80, 96, device="cpu", BLOCK_SIZE=16)
     check_flex(*home(), scores.t5_buckets(TABLE), block_mask)

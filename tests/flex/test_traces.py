@@ -21,7 +21,6 @@ NUMBER.factor = NUMBERS.factor = 2.0
 
 @pytest.fixture
 def traces(monkeypatch):
-    """How often a function was traced."""
     count = []
 
     def counted(*arguments):
@@ -34,7 +33,6 @@ def traces(monkeypatch):
 
 
 def check(mods, mask=None):
-    """The trace of mods[0] is not used for mods[1]."""
     for mod in mods:
         actual, right = compiled(mod, mask, CPU), traced(mod, mask, CPU)
         assert actual.texts == right.texts
@@ -152,7 +150,6 @@ def test_what_is_changed_between_calls(name, monkeypatch):
 
 
 def test_values_folded_into_the_trace(traces):
-    """Results of captured tensors alone are computed again, with their gradient."""
     slopes = torch.ones(2)
 
     def mod(score, b, h, q_idx, kv_idx):

@@ -75,7 +75,7 @@ def test_what_an_op_allocates_is_uninitialised(monkeypatch):
         "result.has_row(tile_row)) {\n        result.split.store_lse",
         "result.has_row(tile_row + 1)) {\n        result.split.store_lse",
     )
-    expect_caught(problems.splits, fault="uninitialised", kernel="merge_splits")
+    expect_caught(lambda: problems.run("splits"), fault="uninitialised", kernel="merge_splits")
 
 
 def test_an_op_does_not_remember_what_another_allocated():

@@ -6,7 +6,7 @@ import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, check_large_sinks, make_qkv
 from tests.attention.held_cases import FORWARD, PACKED, SIZES, case, rotated
-from tests.cache.kv_caches import fp8_pages, in_pages, quantised, with_nan_tails
+from tests.cache.kv_caches import fp8_pages, with_nan_tails
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn.testing.judge import ints

@@ -8,6 +8,7 @@ import torch
 from tests.attention.flash_fwd_check import (
     check_flash_decode,
     check_flash_fwd,
+    make_packed,
     make_qkv,
 )
 from tests.cache.kv_caches import FORMATS
@@ -74,6 +75,24 @@ def test_scales_of_fp8(device):
             stored.append(data if scale is None else data.view(torch.uint8))
         cache = *stored, {"k_scale": k_scale, "v_scale": v_scale}
         check_flash_fwd(q, *exact, cache=cache, device=device)
+
+
+@pytest.mark.parametrize(
+    "kv_format, scale", [("q4_0", None), ("fp8_e4m3", torch.tensor([0.5, 2.0]))]
+)
+def test_packed(kv_format, scale, device):
+    """Keys and values packed one sequence after the other, quantised as they are."""
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 32, "dtype": torch.float16}
+    q, k, v, *packing = make_packed([33, 7, 1], [40, 0, 65], batch=1, **sizes)
+    (keys, k_scale), (values, v_scale) = (
+        quantise(x, kv_format, scale, heads_dim=1) for x in (k, v)
+    )
+    exact = [
+        dequantise(x, s, torch.float32, heads_dim=1)
+        for x, s in ((keys, k_scale), (values, v_scale))
+    ]
+    cache = keys, values, {"k_scale": k_scale, "v_scale": v_scale}
+    check_flash_fwd(q, *exact, *packing, cache=cache, device=device, causal=True)
 
 
 ops = torch.ops.metal_attn

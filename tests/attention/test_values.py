@@ -392,9 +392,8 @@ STORED = {
         stored(format="q8_0", head_dim=64, page=5, **OF_CACHES[1]),
         stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0], seed=1),
     ],
-    "packed keys in half precision, or quantised": [
+    "packed keys in half precision": [
         packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True),
-        packed(((33, 40), (7, 0), (1, 65)), format="q4_0", head_dim=64, causal=True),
     ],
     "half precision under float32": [
         stored(cache, cache_dtype=cache_dtype, dtype="float32", head_dim=head_dim, **options)

@@ -122,7 +122,7 @@ def test_heads_that_are_split(cores, monkeypatch):
 @pytest.mark.mutant
 @pytest.mark.parametrize("kernel", STORED)
 def test_a_kernel_that_trusts_its_order(kernel, monkeypatch):
-    plant(monkeypatch, kernel, "&& places[given] == place", "")
+    plant(monkeypatch, kernel, "&& places[tile] == place", "")
     monkeypatch.setattr(block_masks, "longest_first", one_doubled)
     with pytest.raises(SimulatorFault) as raised:
         results(mask_of())

@@ -127,7 +127,7 @@ $(VENV)/bin/python:
 	@echo "== Making $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 
-# What the build itself needs: it runs in $(VENV), without pip's isolation, against the torch found there.
+# Tools of the build, which runs in $(VENV), without pip's isolation, against the torch found there.
 # torch looks for ninja in PATH; without it one file is compiled after the other.
 $(VENV)/.tools: | $(VENV)/bin/python
 	@echo "== Installing torch and the build's tools"

@@ -9,15 +9,15 @@ ROOT = Path(__file__).parents[1]
 BUDGET = {
     "": 1500,
     ".ci/": 1100,
-    "bench/": 4700,
-    "csrc/": 13000,
+    "bench/": 4300,
+    "csrc/": 12000,
     "csrc/simulator/": 3400,
     "docs/": 5900,
-    "shaders/": 9600,
-    "tests/": 40300,
-    "tests/simulator/": 5900,
-    "torch_metal_attn/": 28000,
-    "torch_metal_attn/simulator/": 11600,
+    "shaders/": 9500,
+    "tests/": 38400,
+    "tests/simulator/": 5700,
+    "torch_metal_attn/": 26500,
+    "torch_metal_attn/simulator/": 11700,
 }
 
 

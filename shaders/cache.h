@@ -56,8 +56,8 @@ struct CacheOperand {
     pages.reset(table, kv_length, cache_pages);
   }
 
-  // Of fp8_e4m3 one of a (batch, head); else of spans of rows, which lie as the rows do, from those
-  // of (cache_batch, head) on.
+  // fp8_e4m3 has one scale for each (batch, head). Other formats have a scale for each span of a
+  // row; `scales` begins at those of (cache_batch, head).
   METAL_FUNC void reset_scale(const device Scale* tensor, constant RowStrides& strides, int batch,
                               int head, int cache_batch, int first) thread {
     if (kv_row_scales(FORMAT)) {

@@ -9,13 +9,13 @@
 #include "softmax.h"
 #include "spans.h"
 
-// SIMD groups with the same keys and other rows.
+// The number of SIMD groups that have the same keys and different rows.
 #ifndef ROW_SIMDGROUPS
 #define ROW_SIMDGROUPS 1
 #endif
 
-// The rows of q whose values are summed up without the matrix unit, and lanes that share a value's
-// row then (decode_vector.h). 0: all rows, with it.
+// Without the matrix unit (decode_vector.h): the rows of q, and the lanes that share a row of v.
+// 0 rows: the matrix unit computes the sums.
 #ifndef VECTOR_ROWS
 #define VECTOR_ROWS 0
 #define KEY_LANES 1
@@ -23,11 +23,11 @@
 
 constant constexpr int QK_SPANS = spans(HEAD_DIM_QK);
 constant constexpr int V_SPANS = spans(HEAD_DIM_V);
-// A SIMD group's share of them: every COLUMN_SIMDGROUPS-th.
+// A SIMD group has every COLUMN_SIMDGROUPS-th span.
 constant constexpr int OWN_QK_SPANS = (QK_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_SPANS = (V_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_FRAGMENTS = OWN_V_SPANS * SPAN_FRAGMENTS;
-// Each span of codes has a scale of its own.
+// A chain of products ends with a span if each span of codes has a scale.
 constant constexpr int CHAIN_SPANS = K_SPAN_SCALES ? 1 : CHAIN_COLUMNS / SPAN_COLUMNS;
 constant constexpr int ROWS = VECTOR_ROWS ? VECTOR_ROWS : ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = KEY_FRAGMENTS * FRAGMENT;
@@ -36,10 +36,10 @@ constant constexpr int SIMDGROUPS = KEY_SIMDGROUPS * COLUMN_SIMDGROUPS * ROW_SIM
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int SCORE_STRIDE = padded(BLOCK_K);
 constant constexpr int SCORE_TILE = ROW_FRAGMENTS * FRAGMENT * SCORE_STRIDE;
-// One tile of scores a SIMD group, and one of their sums for those that share rows.
+// A tile of scores for each SIMD group, and one for the sum of the SIMD groups that share rows.
 constant constexpr int SCORE_TILES = SIMDGROUPS + (COLUMN_SIMDGROUPS > 1 ? ROW_SIMDGROUPS : 0);
 constant constexpr int SCORES = SCORE_TILES * SCORE_TILE;
-// Columns of the units of all lanes that share a value's row.
+// Columns of v, padded to whole units of all lanes that share a row of it.
 constant constexpr int V_PADDED = (HEAD_DIM_V + UNIT_COLUMNS * KEY_LANES - 1) /
                                   (UNIT_COLUMNS * KEY_LANES) * (UNIT_COLUMNS * KEY_LANES);
 constant constexpr int SIMDGROUP_WEIGHTS = VECTOR_ROWS ? (BLOCK_K + 1) * ROWS : 0;
@@ -52,8 +52,8 @@ constant constexpr int OUT_PAIRS =
 constant constexpr int QUERY_PAIRS =
     KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_QK_SPANS * SPAN_FRAGMENTS * SIMD_LANES : 1;
 constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;
-// Pairs of a block's keys and values that SIMD groups with other rows have loaded. A unit of codes
-// is followed by the scale of its span.
+// SIMD groups with different rows exchange the keys and values of a block that they loaded. The
+// scale of a span follows its unit of codes.
 constant constexpr bool SPAN_SCALES = K_SPAN_SCALES || V_SPAN_SCALES;
 constant constexpr int UNIT_PAIRS = (SPAN_FRAGMENTS + (SPAN_SCALES ? 1 : 0)) * SIMD_LANES;
 constant constexpr int KEY_PAIRS = COLUMN_SIMDGROUPS * KEY_FRAGMENTS * OWN_QK_SPANS * UNIT_PAIRS;
@@ -113,7 +113,7 @@ struct DecodeLane {
     first_span = simdgroup % COLUMN_SIMDGROUPS;
   }
 
-  // The SIMD group's s-th span of those of a row, which may be behind the last.
+  // The SIMD group's span number s. It may be past the row's last one: see span_exists.
   METAL_FUNC int span(short s) const thread {
     return COLUMN_SIMDGROUPS == 1 ? s : first_span + s * COLUMN_SIMDGROUPS;
   }
@@ -123,7 +123,7 @@ struct DecodeLane {
     return (HADAMARD ? n / SPAN_FRAGMENTS : n) % KEY_SIMDGROUPS == key_simdgroup;
   }
 
-  // True for one lane of those that share a row.
+  // True for one of the lanes that share a row.
   METAL_FUNC bool stores_lse() const thread {
     return key_simdgroup == 0 && first_span == 0 && column == 0;
   }
@@ -139,7 +139,7 @@ struct TileRow {
   int query;
   int head;
 
-  // One of `rows` rows of a KV head; those past the last repeat it.
+  // Row `row` of a KV head's `rows`. A row past the last is the last one again.
   METAL_FUNC void reset(int row, int rows, int kv_head, constant FlashParams& params) thread {
     const int heads = params.queries_per_kv;
     const int existing = min(row, rows - 1);

@@ -3,20 +3,22 @@
 
 #include "inputs.h"
 
-// The row of blocks that starts at `place`. order, [2, rows]: each place's row, and each row's
-// place. It comes from the caller's memory: whatever it holds, every row has one place.
+// The row of blocks that starts at `place`. order, [2, rows], has the row of each place and the
+// place of each row. It comes from the caller's memory, so it may hold anything; each row still
+// gets exactly one place.
 METAL_FUNC int ordered_row(const device int* order, int rows, int place) {
   const device int* places = order + rows;
   const int tile = order[place];
   if (tile >= 0 && tile < rows && places[tile] == place) { return tile; }
-  // As many rows as places are left over. The chain of rows and their places ends at one of them.
+  // The entries disagree. As many rows as places are left, and the chain of rows and their places
+  // from here ends at a row that no other place gets.
   int row = place;
   while (places[row] >= 0 && places[row] < rows && order[places[row]] == row) { row = places[row]; }
   return row;
 }
 
-// Columns of the grid are heads, or slices of heads. With BAND tiles differ in length: threadgroups
-// start row by row, so all columns' tiles begin in their order, and the last to run are alike.
+// A column of the grid is a head, or a slice of one. With BAND the tiles of a column differ in
+// length. Threadgroups then start row by row, so that the tiles that run last have one length.
 struct GridPlace {
   int tile;
   int column;
@@ -29,8 +31,8 @@ struct GridPlace {
     batch = position.z;
   }
 
-  // Threadgroups start in the order of rows of blocks, each with TILES tiles of a head, which has
-  // COLUMNS. Those of all heads and batches that share a row's list start together.
+  // Threadgroups start in the order of the rows of blocks. A row has TILES tiles, and a head
+  // COLUMNS columns. The tiles of all heads and batches that share a row's list start together.
   template <int TILES, int COLUMNS>
   METAL_FUNC void reset_in_order(const device int* order, constant FlexParams& params,
                                  uint3 position, uint3 grid) thread {
@@ -49,8 +51,7 @@ struct GridPlace {
     batch = row / rows / params.order_heads + sharer / heads;
   }
 
-  // In the order of FLEX_ORDER if there is one: of blocks of LIST_BLOCK rows, which tiles of BLOCK
-  // rows divide.
+  // With FLEX_ORDER in its order of blocks of LIST_BLOCK rows, a multiple of a tile's BLOCK rows.
   template <int LIST_BLOCK, int BLOCK, int COLUMNS>
   METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& params,
                         uint3 position, uint3 grid) thread {
@@ -63,7 +64,7 @@ struct GridPlace {
   }
 };
 
-// A tile of BLOCK queries of one head, and one of so many slices of its result's columns.
+// A tile of BLOCK queries of one head, and one of HEAD_SLICES slices of its result's columns.
 template <int BLOCK, int HEAD_SLICES>
 struct QueryTilePlace {
   int batch;
@@ -71,7 +72,7 @@ struct QueryTilePlace {
   int kv_head;
   int slice;
   int first_query;
-  int number;  // of the threadgroup, among those of its head and slice
+  int number;  // of the threadgroup in its head and slice
 
   METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& params,
                         uint3 position, uint3 grid) thread {

@@ -27,7 +27,7 @@ struct PageTable {
     held = NO_PAGE;
   }
 
-  // Of a page's number in the table, which comes from the caller's memory.
+  // NO_PAGE for a number that is no page: the table comes from the caller's memory.
   METAL_FUNC int existing(int number) const thread {
     return number < cache_size ? max(number, NO_PAGE) : NO_PAGE;
   }

@@ -11,8 +11,8 @@
 #define KV_ELEMENT ELEMENT
 #endif
 
-// Of grouped formats the 8 codes of a unit are a word, of 3 bits three bytes; others have bytes of
-// any number of codes.
+// The 8 codes of a unit are one word in grouped formats, and three bytes if they have 3 bits. Other
+// formats are read as bytes.
 template <int FORMAT>
 using CodeElement = conditional_t<!kv_grouped(FORMAT) || kv_bits(FORMAT) == 3, uchar,
                                   conditional_t<kv_bits(FORMAT) == 4, uint, ushort>>;

@@ -10,10 +10,10 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int UNIT_COLUMNS = 2 * VECTOR;
-// Elements of the vectors that are moved; there are none of one element.
+// Elements of a vector that is moved. Metal has no vector of one element.
 constant constexpr int WIDTH = VECTOR > 1 ? VECTOR : 2;
 
-// VECTOR elements that lie side by side, aligned as one vector; any one element if VECTOR is 1.
+// Loads VECTOR neighbouring elements. They are aligned as one vector if VECTOR is not 1.
 template <typename T>
 METAL_FUNC void load_vector(const device T* first, thread float* values) {
   if (VECTOR == 1) {
@@ -37,7 +37,7 @@ METAL_FUNC void store_vector(device T* first, thread const float* values) {
   *reinterpret_cast<device vec<T, WIDTH>*>(first) = stored;
 }
 
-// One thread's columns of a row of any (batch, head, row): both vectors of its pairs.
+// The first columns of the two vectors of pairs that a thread has, in any row.
 struct PairColumns {
   int first;
   int second;

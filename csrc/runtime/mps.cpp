@@ -160,7 +160,7 @@ class EncodedParams {
   const std::string why = std::string("dispatching '") + launch.kernel + "' failed: " + text;
   // As torch 2.10 to 2.15 put it where a pipeline's registers leave no room for so many threads:
   // the only reason for which these versions refuse this shim's arguments.
-  if (text == kUntold || text.find("Threadgroup size exceeds") != std::string::npos) {
+  if (text == kReasonOnStderr || text.find("Threadgroup size exceeds") != std::string::npos) {
     throw CompileError(why + " (" + describe(launch.program) + ")");
   }
   throw std::runtime_error("metal_attn: " + why);

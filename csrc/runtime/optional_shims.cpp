@@ -19,7 +19,7 @@ std::string torch_error_text(const void* function) {
   using Text = const char* (*)();
   const auto text =
       reinterpret_cast<Text>(find_beside(function, "torch_exception_get_what_without_backtrace"));
-  return text != nullptr ? text() : kUntold;
+  return text != nullptr ? text() : kReasonOnStderr;
 }
 
 }  // namespace metal_attn

@@ -20,8 +20,8 @@ namespace metal_attn {
 void* find_beside(const void* function, const char* name);
 
 // The reason for the last failure of a C function of torch in this thread. Before 2.13 torch prints
-// it on stderr only, and the result is kUntold.
-inline constexpr char kUntold[] =
+// it on stderr only, and the result is kReasonOnStderr.
+inline constexpr char kReasonOnStderr[] =
     "torch before 2.13 says why on stderr only: look there for the reason";
 std::string torch_error_text(const void* function);
 

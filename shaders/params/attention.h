@@ -68,7 +68,7 @@ struct FlexParams {
   BlockListParams partial;  // or the list that mask_blocks has made (MASK_BLOCKS)
   BlockListParams full;
   int32_t capture_sizes[FLEX_DIMENSIONS_MAX];
-  int32_t order_batches;  // of block_order: 1, or as many as there are (FLEX_ORDER)
+  int32_t order_batches;  // batch size of block_order: 1 or the batch's (FLEX_ORDER)
   int32_t order_heads;
   int32_t existing_blocks;  // of keys (INDICES)
 };

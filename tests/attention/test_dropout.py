@@ -130,7 +130,7 @@ def values():
     judge(case(**sizes, dropout_p=0.3))
 
 
-# What is wrong in the header that all kernels share is planted in one, in turn.
+# All kernels share the header: each fault in it is planted in one kernel, in turn.
 MUTANTS = {
     masks: """
         flash_bwd_dq: other numbers in backward: uint4(key_index / 4, query{~=> + 1~}, head, batch)

@@ -128,8 +128,8 @@ test_tensor_mutant_is_caught, test_the_unchanged_tensor_kernel_passes = mutant_t
     TENSOR_MUTANTS, "flash_bwd_dkv_tensor", fixtures=["split", "m5"]
 )
 
-# Where SIMD groups share keys, each computes a part of the weights, for all of them.
-# Four SIMD groups divide the queries of a block, and the keys too: two of each. Two such groups.
+# SIMD groups that share keys compute a part of the weights each, and exchange the parts. In BOTH
+# they divide the queries and the keys of a block, in ROWS the queries alone.
 BOTH = {"block": 16, "row_fragments": 4, "simdgroups": 8, "shared": 4}
 ROWS = {"block": 8, "row_fragments": 2, "simdgroups": 4, "shared": 2}
 

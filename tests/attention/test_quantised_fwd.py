@@ -24,7 +24,7 @@ from torch_metal_attn.testing.judge import ints
 
 
 def every_code(kv_format):
-    """Data and scale (32, 2, 1, 32) of values in which every code is, with scales of any size."""
+    """Data (32, 2, 1, 32) that contain every code, and scales of very different sizes."""
     generator = torch.Generator().manual_seed(0)
     if kv_format == "fp8_e4m3":
         data = torch.arange(256, dtype=torch.uint8).repeat(8).view(32, 2, 1, 32)
@@ -59,7 +59,7 @@ def test_values_have_the_bits_of_dequantise(kv_format, dtype, device):
 
 
 def test_scales_of_fp8(device):
-    """One a head, one a head and sequence, of any strides, on one side or both; data as bytes."""
+    """Scales per head, or per head and sequence, with any strides; for k, v or both."""
     q, k, v = make_qkv(3, 4, 2, kv_length=40, head_dim=64, v_head_dim=32, dtype=torch.float16)
     some = torch.rand(3, 5, 2)[:, 2] + 0.5
     for k_scale, v_scale in [

@@ -57,7 +57,7 @@ def nan_and_infinity(device):
 
 
 def equal_values(device):
-    """The mean of equal values: what the cut takes from weights is not missing in the output."""
+    """Weights lose low bits in TF32, but the mean of equal values stays equal to them."""
     q, k, v, _ = home()
     out, _ = ops.flash_fwd(4 * q, k, torch.ones_like(v))
     assert ((out - 1).abs() <= ACCUMULATION).all()
@@ -73,7 +73,7 @@ def either_precision(device):
 
 
 def one_key(device):
-    """Its weight is 1: what comes out is the value, to the nearest number of 11 bits."""
+    """The only weight is 1, so the output is the value, rounded to 11 bits."""
     q, k, v, dout = home(1, 1)
     out, *_, dv, _ = backward(q, k, v, dout, None, device, {}, own_forward=True)
     assert torch.equal(out, rounded_to_tf32(v))
@@ -81,7 +81,7 @@ def one_key(device):
 
 
 def other_statistics(device):
-    """A log-sum-exp that is not of these scores, as of a forward in another precision."""
+    """The log-sum-exp comes from a forward in another precision."""
     q, k, v, dout = home()
     out, lse = exact_forward(q, k, v, {})
     lse += 0.25 * torch.arange(45.0).sin()
@@ -90,7 +90,7 @@ def other_statistics(device):
 
 
 def second_pass(device):
-    """Values with a mean, of 11 bits, so that dout's rounding alone shows: it is not in delta."""
+    """Values of 11 bits with a mean: only dout is rounded, and delta lacks that error."""
     q, k, v, dout = home(21, 70)
     v = rounded_to_tf32(v + 1000)
     _, _, dq, *_ = backward(q, k, v, dout, None, device, {})
@@ -169,10 +169,10 @@ def test_bound():
     bound = (score_error.exp() - 1) * score_error.exp() * spread
     bound += u * (1 + 2**-9) * score_error.exp() ** 2 * (spread + bound)
     bound += u * (2 * score_error).exp() * (weights @ v.abs())
-    # And float32's own rounding.
+    # float32 rounds too.
     assert ((out.double() - exact).abs() <= bound + ACCUMULATION * exact.abs().max()).all()
     assert ((lse.double() - exact_lse).abs() <= score_error[..., 0] + 1e-5).all()
-    # The bound is worth something: what rounds scores alone comes near it.
+    # The bound is tight: rounding the scores alone comes near it.
     assert (out.double() - exact).abs().max() > bound.max() / 100
 
 

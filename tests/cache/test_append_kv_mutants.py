@@ -106,7 +106,7 @@ MUTANTS = {
 
 
 def after(name, values, **fields):
-    """`name` takes impossible values behind the checks; what is there stays in its bounds."""
+    """Calls the op with impossible values of argument `name`, past the checks."""
     call = arguments(append(**{"length": 5, "lengths": (0, 1), "capacity": 32} | fields))
     # The caches end where their memory does.
     call |= {cache: call[cache].clone() for cache in ("k_cache", "v_cache")}

@@ -27,7 +27,7 @@ def packed():
 
 
 def gradient(operands=attention, whole=False, **options):
-    """A call of the gradient of some attention; whole: of q, k and v."""
+    """A call of an attention's gradient. whole: for q, k and v, not for q alone."""
 
     def call():
         q, k, v, *packing = operands()
@@ -257,7 +257,7 @@ class TestModel:
         assert explanation.rows[0].shapes == ((1, 2, 7, 7),)
 
     def test_attention_that_gives_its_weights_is_shown(self):
-        """nn.MultiheadAttention has heads and batch in one dimension then."""
+        """nn.MultiheadAttention then merges heads and batch into one dimension."""
         layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
         layer.forward = functools.partial(layer.forward, need_weights=True)
         with torch.no_grad():
@@ -304,7 +304,7 @@ class TestModel:
         assert (cache == 0).all()
 
     def test_what_is_compiled_runs_uncompiled(self):
-        """It then has its layers' names, which compiled code lacks. It is compiled afterwards."""
+        """`explain` runs the model uncompiled, to name its layers; compiled code has no names."""
         counter = torch._dynamo.testing.CompileCounter()
         model = torch.compile(stack(2), backend=counter)
         for _ in range(2):

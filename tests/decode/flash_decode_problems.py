@@ -153,13 +153,13 @@ def vectors():
     v[:, :, 5:60] = math.inf
     out, _ = ops.flash_decode(q, k, v, **options, num_splits=1)
     assert (out == math.inf).all()
-    # Of a SIMD group's keys whose weights are 0 in float32. As in PyTorch, 0 * inf is NaN.
+    # Weights of all keys of a SIMD group are 0 in float32. As in PyTorch, 0 * inf is NaN.
     q, k, v = make_qkv(**SHAPE | {"batch": 1, "heads": 2, "q_length": 2}, **HALF)
     v[:, :, 0] = math.inf
     k[:, :, :8] = -50.0 * q.sum(2, keepdim=True)
     out, _ = ops.flash_decode(q, k[:, :, :32], v[:, :, :32], num_splits=1)
     assert out.isnan().all()
-    # Of a key that the first query does not see.
+    # The infinity is in a key that the first query does not see.
     out, _ = ops.flash_decode(q, k, v, causal=True, q_offset=-1, num_splits=1)
     assert (out[:, :, 0] == 0).all()
 
@@ -189,7 +189,7 @@ def missing_pages():
         q, k, v = make_qkv(**SHAPE | shape | {"q_length": 1, "kv_length": 400}, **HALF)
         v = k[..., :v_head_dim] if v_head_dim else v
         *caches, where = paged(k, with_nan_tails(v, used), used, page)
-        # What is read in the place of a missing page is NaN.
+        # The first page, which is read in place of a missing one, is NaN.
         caches = [torch.cat([torch.full_like(x[:1], math.nan), x]) for x in caches]
         if v_head_dim:
             caches[1] = caches[0][..., :v_head_dim]

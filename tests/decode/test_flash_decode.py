@@ -107,13 +107,13 @@ SUBJECTS = {
         case(**PACKED | {"heads": 8, "kv_heads": 1}, q_lengths=(1, 64, 16), num_splits=2),
     ],
     "caches": [
-        # Where SIMD groups split the columns, each has the page numbers.
+        # SIMD groups that split the columns read the page numbers each.
         case(heads=32, kv_heads=1, head_dim=128, kv_length=300, cache="paged", page=8),
         # tests/cache/test_grouped.py has every format.
         case(**LENGTHS, **ROWS_FIRST, format="fp8_e4m3", dtype="bfloat16", cache="paged"),
         case(cache="paged", page=5, cache_dtype="float16", dtype="float32", q_length=3),
     ],
-    # Of keys or of blocks of them, for each query or for several, with one row in a tile or many.
+    # Lists of keys or blocks, for one query or several, with one row in a tile or many.
     "lists": [
         case(
             **{"batch": 2, "kv_length": 101, "num_splits": 1, "backward": False}

@@ -22,7 +22,7 @@ from torch_metal_attn.simulator.library import ShaderLibrary
 MLX = "mlx-metal==0.32.4"
 TORCH = "torch==2.15.0"
 GGML = "pywhispercpp==1.5.1"  # bindings of whisper.cpp, with ggml 0.13.1
-# Where each wheel has the headers that kernels include, or the library with the text of kernels.
+# The folders of headers that kernels include, or the library with the text of kernels, by wheel.
 HEADERS = {
     MLX: ("mlx/include/mlx/backend/metal/kernels/",),
     TORCH: ("torch/include/ATen/native/mps/kernels/", "torch/include/c10/metal/"),

@@ -75,7 +75,7 @@ _FILLED: dict[str, Any] = {
     "vocabulary_map": {"<image>": VOCABULARY - 1},
 }
 
-# Names, and what holds for single layers of many.
+# Names of options of single layers.
 _FIXED = (
     *("architectures", "dtype", "id2label", "label2id", "model_type", "per_layer_config"),
     "transformers_version",
@@ -170,7 +170,7 @@ def _is_kept(name: str, level: str) -> bool:
 
 
 def _number(name: str, value: int, options: dict[str, Any], layers: int) -> int | None:
-    """The small value of a whole number, where it does not depend on its name alone."""
+    """The small value of an int that depends on more than its name."""
     if name == "num_kv_shared_layers":
         return layers // 2
     if name == "num_key_value_heads" and value == options.get("num_attention_heads"):
@@ -180,7 +180,7 @@ def _number(name: str, value: int, options: dict[str, Any], layers: int) -> int 
     if name == "num_heads" and "state_size" in options:
         heads: int = HEADS * options["expand"]
         return heads
-    if name == "feature_size" and value > 128:  # of a picture, not of a sound
+    if name == "feature_size" and value > 128:  # of a picture, not of audio
         return HIDDEN
     return _size(name)
 
@@ -192,7 +192,7 @@ def _count_of_layers(options: dict[str, Any]) -> int:
     outputs = [len(options.get(name) or ()) for name in ("out_features", "backbone_out_indices")]
     layers = max(2, *kinds, len(set(pattern)), *outputs)
     if any("hybrid" in v for name, v in options.items() if _of_layers(name) and v):
-        return layers + 1  # those share weights, and the first has another
+        return layers + 1  # the layers after the first share weights
     return layers * 2 if options.get("num_kv_shared_layers") else layers
 
 
@@ -225,7 +225,7 @@ def _list(
         if level == "filled" and few == ["linear_attention"]:
             few = [*few, "full_attention"]
         if isinstance(few[0], str) and layers == 2 * len(few):
-            few = few * 2  # whose second half shares the keys of the first
+            few = few * 2  # the second half shares the keys of the first
         return (few + few[-1:] * layers)[:layers]
     if name in ("out_features", "out_indices"):
         highest = max(int(re.sub(r"\D", "", str(item)) or 0) for item in value)

@@ -36,7 +36,7 @@ def describe(device: torch.device) -> dict[str, str]:
 def without_paths(text: str) -> str:
     """An error's text without the paths of the package and of the user's files."""
     text = text.replace(_PACKAGE, "torch_metal_attn")
-    home = os.path.expanduser("~")  # as it is for a user without one
+    home = os.path.expanduser("~")  # unchanged for a user without a home
     return text if home == "/" else text.replace(home, "~")
 
 

@@ -1,4 +1,4 @@
-"""How a command line ends: its exit status, and a line for an error that is no defect of ours."""
+"""The exit status of a command, and the line that it prints for a user's error."""
 
 import contextlib
 import io
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from .toolchain import ToolchainError
 
-INTERRUPTED = 130  # as of a process that SIGINT ends
-PIPE_CLOSED = 141  # as of one that SIGPIPE ends: the program that read the output has ended
+INTERRUPTED = 130  # the status of a process that SIGINT ended
+PIPE_CLOSED = 141  # the status after SIGPIPE: the reader of the output has ended
 
 
 class BadRequest(ValueError):
-    """A command that cannot be run as it is given; the message says why."""
+    """A command with wrong arguments; the message says what is wrong."""
 
 
 def exit_status(command: Callable[[], bool]) -> int:

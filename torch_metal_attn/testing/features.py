@@ -8,7 +8,7 @@ from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.case import with_metadata
 from torch_metal_attn.testing.tensors import Layout
 
-# Grouped heads, several sequences, and lengths that fill no tile.
+# Grouped heads, several sequences, and lengths that are no multiple of a tile.
 _SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 33, "kv_length": 65, "head_dim": 64}
 
 
@@ -80,7 +80,7 @@ def _stored(cache: str) -> dict[str, str]:
 def attention(
     feature: str = "plain", cache: str = "", layout: str = "contiguous", **fields: Any
 ) -> Attention:
-    """A case that the policy judges, of a feature at odd sizes; other fields as in `Attention`."""
+    """A case of a feature at odd sizes, judged by the policy. Other fields are `Attention`'s."""
     values = _SIZES | fields
     words = _LAYOUTS[layout]
     values = {"v_head_dim": values["head_dim"], "q_layout": words, "v_layout": words} | values

@@ -23,7 +23,7 @@ struct MaskTile {
 // A list for each tile: contiguous, int32, with a size of 1 where the mask broadcasts.
 struct MaskBlocks {
   Tensor counts;   // (B or 1, H or 1, tiles or 1)
-  Tensor entries;  // the same and a dimension of as many as there are blocks
+  Tensor entries;  // the same, and a last dimension: blocks
 };
 
 // True if this call has a bool mask, and blocks that it hides are skipped. It depends on shapes,

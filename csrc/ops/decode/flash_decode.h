@@ -29,16 +29,16 @@ struct FlashDecodeCall {
   KeyLists lists;
   DecodeOptions options;
   FlashDecodeSpecialisation specialisation;
-  int64_t keys;  // that the queries of one sequence, or of one list, read, at most
+  int64_t keys;  // the most that the queries of a sequence, or of a list, read
   int64_t splits;
-  int64_t row_groups;  // threadgroups among which the rows of a KV head are dealt out
+  int64_t row_groups;  // threadgroups that share the rows of a KV head
   std::array<uint32_t, 3> threadgroups;
 
-  // Queries of all heads that share a KV head; of a sequence, at most.
+  // The most rows of a sequence: the queries of all heads that share a KV head.
   int64_t rows() const {
     return std::max<int64_t>(forward.q_length, 1) * (forward.heads / forward.kv_heads);
   }
-  // Those of them that have one list of keys.
+  // The rows that share a list of keys.
   int64_t list_rows() const {
     return lists.indices ? list_queries() * (forward.heads / forward.kv_heads) : rows();
   }
@@ -60,8 +60,7 @@ struct FlashDecodeAppend {
   bool rotate_q_by_token;
 };
 
-// `forward` as checked. `appends`: the launch writes new keys first. Nothing is chosen where
-// nothing is launched.
+// forward: checked. appends: the launch writes new keys first. Without a launch nothing is chosen.
 FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward,
                                     const FlashDecodeArguments& arguments, bool appends);
 

@@ -201,7 +201,7 @@ Grid checked_grid(const char* name, std::array<int64_t, 3> sizes) {
   return grid;
 }
 
-// The outputs are dense, so a multiple of the vector in columns aligns them.
+// The outputs are dense, so they are aligned if their columns are a multiple of the vector.
 int choose_vector(const RopeArguments& a, const RopeProblem& p) {
   int64_t vector = std::min(
       {int64_t{kMaxVector}, aligned_vector(a.q), aligned_vector(a.cos), aligned_vector(a.sin)});

@@ -168,7 +168,7 @@ def test_the_chip_of_a_mac(monkeypatch):
         return subprocess.CompletedProcess(command, 0, "Apple M3 Pro\n")
 
     monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(machine.subprocess, "run", sysctl)
+    monkeypatch.setattr(subprocess, "run", sysctl)
     assert machine.describe(CPU)["chip"] == "Apple M3 Pro"
     assert ran[0][-1] == "machdep.cpu.brand_string"
 

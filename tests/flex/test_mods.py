@@ -328,7 +328,7 @@ EDGES = {
     "long": (lambda s, b, h, q, kv: (s * 2.0**32).long().float(), [x * 2.0**32 for x in SATURATED]),
 }
 TEXTS = {
-    "floor_divide": "impossible = impossible || b == 0;\n  if (b == 0 || b == -1) {\n    return "
+    "floor_divide": "impossible = impossible || b == 0;\n  if (b == 0 || b == -1) { return "
     "T(0) - a",
     "truncating_divide": "impossible = impossible || b == 0;\n  return b == 0 || b == -1 ? T(0) - "
     "a",
@@ -362,6 +362,7 @@ def test_integers_at_their_edges(fault, monkeypatch):
     """PyTorch's value if it has one; else NaN for a division by 0, or the nearest integer."""
     planted = [(TEXTS[op], TEXTS[op].replace(old, new)) for op, old, new in EDGE_FAULTS]
     text = shaders.flatten(HEADER)
+    assert all(old in text for old, _ in planted)
     text, numbers = switched(text, planted)
     monkeypatch.setattr(shaders, "flatten", lambda path: text)
     use_fault(monkeypatch, numbers[planted[EDGE_FAULTS.index(fault)]] if fault else 0)

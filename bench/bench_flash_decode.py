@@ -1,7 +1,7 @@
-"""Counts of flash_decode, for every number of KV heads that 32 query heads share.
+"""Counts of flash_decode, for each number of KV heads that 32 query heads share.
 
-Bytes read from device memory are relative to the cache's. Counts are per thread, per 32 keys and
-tile: all queries of a KV head, up to 32. The second table has the bytes of several queries.
+Bytes read from device memory are relative to those of the cache. Counts are per thread, per 32 keys
+and tile: all queries of a KV head, up to 32. The second table has the bytes of several queries.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ HEADS = 32
 KV_HEADS = (1, 2, 4, 8, 32)
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (576, 512))
 LENGTHS = (1024, 2048)
-# For one KV head.
+# Of the second table, which has one KV head.
 QUERIES = (1, 4, 16, 64)
 QUERY_HEADS = (1, 4, 8, 16)
 
@@ -36,7 +36,7 @@ HEADINGS = ("KV heads", "D", "Dv", "SIMD groups", *SHARES, *COLUMNS)
 def operands(
     kv_heads: int, head_dims: tuple[int, int], length: int, heads: int = HEADS, queries: int = 1
 ) -> tuple[torch.Tensor, ...]:
-    """Queries of each head and a half precision cache. If Dv < D, v is columns of k (MLA)."""
+    """Queries of each head and a half precision cache. If Dv < D, v is the first columns of k."""
     head_dim, v_head_dim = head_dims
     q = torch.randn(1, heads, queries, head_dim).half()
     k = torch.randn(1, kv_heads, length, head_dim).half()
@@ -67,14 +67,14 @@ def row(kv_heads: int, head_dims: tuple[int, int]) -> dict[str, float]:
     packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, num_splits=1)
     (explained,) = extension.launches(packed)
     simdgroups = explained["threads"][0] // 32
-    # Keys of 32 that a SIMD group meets: where SIMD groups split the columns, all of them do.
+    # If SIMD groups split the columns, each of them loops over all keys.
     split_columns = int(explained["defines"]["COLUMN_SIMDGROUPS"]) > 1
-    walking = kv_heads * (simdgroups if split_columns else 1)
+    loops = kv_heads * (simdgroups if split_columns else 1)
     read = long.load_bytes["device"] - short.load_bytes["device"]
     shares = (read_share(kv_heads, head_dims, LENGTHS[0]), read / cache_bytes(k, v))
     return {
         **dict(zip(HEADINGS, (kv_heads, *head_dims, simdgroups, *shares), strict=False)),
-        **slopes((short, long), walking, COLUMNS, (LENGTHS[1] - LENGTHS[0]) / BLOCK),
+        **slopes((short, long), loops, COLUMNS, (LENGTHS[1] - LENGTHS[0]) / BLOCK),
     }
 
 
@@ -104,11 +104,7 @@ def queries_row(queries: int, heads: int, head_dims: tuple[int, int]) -> list[An
     return [queries, heads, rows, -(-rows // at_once), *head_dims, *shares]
 
 
-def queries_rows() -> Iterator[list[Any]]:
-    for heads, queries in product(QUERY_HEADS, QUERIES):
-        yield queries_row(queries, heads, (128, 128))
-
-
 if __name__ == "__main__":
     print_table(HEADINGS, rows())
-    print_table(QUERIES_HEADINGS, queries_rows())
+    problems = product(QUERY_HEADS, QUERIES)
+    print_table(QUERIES_HEADINGS, (queries_row(n, heads, (128, 128)) for heads, n in problems))

@@ -1,8 +1,8 @@
-"""The inner loops of attention and its gradients next to MLX's and PyTorch's, and features' costs.
+"""Counts of the inner loops of attention and its gradients, with features, and of MLX and PyTorch.
 
-A row is what a thread executes per 32 visible keys and 8 query rows; on tensor tiles 16 rows.
-Kernels that walk over queries (dkv) have a row per 32 queries and 8 or 16 keys. Where two SIMD
-groups of a gradient share rows, it is what both do.
+A row is per thread, for 32 visible keys and 8 query rows (16 on tensor tiles). Kernels that loop
+over queries (dkv) have 32 queries and 8 or 16 keys. If two SIMD groups of a gradient share rows,
+the row is the sum of both.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ from torch_metal_attn.tuned import tiles
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
-OWNED = 64  # rows of the side that a kernel owns: a multiple of every tile
+OWNED = 64  # rows of the side that a kernel does not loop over: a multiple of every tile
 GRADIENTS = ("flash_bwd_dq", "flash_bwd_dkv")
 TENSOR_GRADIENTS = tuple(f"{kernel}_tensor" for kernel in GRADIENTS)
 TENSOR_COLUMNS = (
@@ -56,7 +56,7 @@ def run(
     q_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Counters, dict[str, str]]:
-    """Counters and defines of one kernel, in a forward of one head or in its backward."""
+    """Counters and defines of a kernel, in a forward of one head or in its backward."""
     q, k, v = operands(q_length, kv_length, head_dim, dtype)
     q = q.to(q_dtype or dtype)
     with on_m5() if kernel.endswith("tensor") else nullcontext(), simulate(count=True) as session:
@@ -71,12 +71,12 @@ def run(
     return session.counters[kernel], defines
 
 
-def lengths(kernel: str, walked: int) -> tuple[int, int]:
-    """q_length and kv_length of a kernel that walks over this many rows."""
-    return (walked, OWNED) if "dkv" in kernel else (OWNED, walked)
+def lengths(kernel: str, looped: int) -> tuple[int, int]:
+    """q_length and kv_length of a kernel that loops over this many rows."""
+    return (looped, OWNED) if "dkv" in kernel else (OWNED, looped)
 
 
-def looped(kernel: str, counted: Iterable[Counters]) -> dict[str, float]:
+def per_block(kernel: str, counted: Iterable[Counters]) -> dict[str, float]:
     columns, rows = COLUMNS, 8
     if kernel.endswith("tensor") or kernel in TENSOR_PEERS:
         columns, rows = TENSOR_COLUMNS, 16
@@ -94,15 +94,15 @@ def ours(
 ) -> dict[str, float]:
     """Counts of the specialisation that the op chooses. options: a feature's arguments."""
 
-    def counters(walked: int) -> Counters:
-        sizes = (*lengths(kernel, walked), head_dim, dtype)
+    def counters(looped: int) -> Counters:
+        sizes = (*lengths(kernel, looped), head_dim, dtype)
         return run(kernel, *sizes, q_dtype, **options(*sizes))[0]
 
-    return looped(kernel, map(counters, LENGTHS))
+    return per_block(kernel, map(counters, LENGTHS))
 
 
 def unstaged(head_dim: int, dtype: torch.dtype) -> dict[str, float]:
-    """Counts of a tile whose SIMD groups read K and V themselves, with registers for M1 and M2."""
+    """Counts of a tile that fits into M1's registers and reads K and V from device memory."""
     tile = f"V_SLICE={head_dim} BLOCK_K=32 SIMDGROUPS=4"
     places = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
     with tiles.forced({"flash_fwd": f"{tile} {places}"}):
@@ -113,21 +113,21 @@ def peer_cells(name: str, head_dim: int, dtype: torch.dtype) -> list[Any]:
     attend = (PEERS | TENSOR_PEERS)[name]
     problems = (operands(OWNED, length, head_dim, dtype) for length in LENGTHS)
     try:
-        return [*looped(name, (attend(*qkv, count=True)[1] for qkv in problems)).values()]
+        return [*per_block(name, (attend(*qkv, count=True)[1] for qkv in problems)).values()]
     except peers.PeerUnavailable as error:
         return [f"not counted: {error}"]
 
 
 def tile(kernel: str, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows that a SIMD group owns, rows of a block of the walked side, and slices of the result."""
+    """Rows that a SIMD group owns, rows of a block of the other side, and slices of the result."""
     _, defines = run(kernel, *lengths(kernel, 128), head_dim, dtype)
-    walks_queries = kernel == "flash_bwd_dkv"
-    columns = int(defines["DK_SLICE" if walks_queries else "DQ_SLICE"])
-    block = int(defines["BLOCK_Q" if walks_queries else "BLOCK_K"])
+    dkv = kernel == "flash_bwd_dkv"
+    columns = int(defines["DK_SLICE" if dkv else "DQ_SLICE"])
+    block = int(defines["BLOCK_Q" if dkv else "BLOCK_K"])
     return 8 * int(defines["ROW_FRAGMENTS"]), block, -(-head_dim // columns)
 
 
-# Features of the gradients, without those that dq and dkv treat alike or do not have.
+# Features of the gradients, without unsupported ones and those with the same cost as another.
 FEATURES = {
     name: OF_LENGTHS[name]
     for name in (
@@ -138,13 +138,13 @@ FEATURES = {
 
 
 def forward_rows() -> Iterator[list[Any]]:
-    for about in product(HEAD_DIMS, DTYPES):
-        yield ["flash_fwd", *about, *ours("flash_fwd", *about).values()]
-        wide = ours("flash_fwd", *about, q_dtype=torch.float32)
-        yield ["flash_fwd, float32 queries", *about, *wide.values()]
-        yield ["flash_fwd, nothing staged", *about, *unstaged(*about).values()]
+    for sizes in product(HEAD_DIMS, DTYPES):
+        yield ["flash_fwd", *sizes, *ours("flash_fwd", *sizes).values()]
+        wide = ours("flash_fwd", *sizes, q_dtype=torch.float32)
+        yield ["flash_fwd, float32 queries", *sizes, *wide.values()]
+        yield ["flash_fwd, nothing staged", *sizes, *unstaged(*sizes).values()]
         for name in PEERS:
-            yield [name, *about, *peer_cells(name, *about)]
+            yield [name, *sizes, *peer_cells(name, *sizes)]
 
 
 def gradient_rows() -> Iterator[list[Any]]:
@@ -155,7 +155,7 @@ def gradient_rows() -> Iterator[list[Any]]:
 
 
 def feature_rows() -> Iterator[list[Any]]:
-    """Each feature by itself; of the gradients where the head dim is 64."""
+    """Each feature alone; those of the gradients at head dim 64."""
     problems = [("flash_fwd", *each) for each in product(HEAD_DIMS, OF_LENGTHS)]
     problems += [(kernel, 64, name) for kernel, name in product(GRADIENTS, FEATURES)]
     for kernel, head_dim, name in problems:
@@ -164,13 +164,12 @@ def feature_rows() -> Iterator[list[Any]]:
 
 
 def tensor_rows() -> Iterator[list[Any]]:
-    for about in product(HEAD_DIMS, DTYPES):
-        yield ["flash_fwd_tensor", *about, *ours("flash_fwd_tensor", *about).values()]
+    for sizes in product(HEAD_DIMS, DTYPES):
+        yield ["flash_fwd_tensor", *sizes, *ours("flash_fwd_tensor", *sizes).values()]
         for name in TENSOR_PEERS:
-            yield [name, *about, *peer_cells(name, *about)]
-    for head_dim in HEAD_DIMS:
-        cells = ours("flash_fwd_tensor", head_dim, torch.float32).values()
-        yield ["flash_fwd_tensor", head_dim, torch.float32, *cells]
+            yield [name, *sizes, *peer_cells(name, *sizes)]
+    for sizes in product(HEAD_DIMS, (torch.float32,)):
+        yield ["flash_fwd_tensor", *sizes, *ours("flash_fwd_tensor", *sizes).values()]
 
 
 def tensor_gradient_rows() -> Iterator[list[Any]]:
@@ -180,10 +179,10 @@ def tensor_gradient_rows() -> Iterator[list[Any]]:
 
 
 if __name__ == "__main__":
-    about = ("D", "dtype")
-    print_table(["kernel", *about, *COLUMNS], forward_rows())
-    print_table(["kernel, rows a SIMD group owns", *about, *COLUMNS], gradient_rows())
-    print_table(["feature", *about, *COLUMNS], feature_rows())
-    print_table(["kernel", *about, *TENSOR_COLUMNS], tensor_rows())
-    columns = ("kernel", *about, *TENSOR_COLUMNS, "tg loads", "tg stores")
+    sizes = ("D", "dtype")
+    print_table(["kernel", *sizes, *COLUMNS], forward_rows())
+    print_table(["kernel, rows a SIMD group owns", *sizes, *COLUMNS], gradient_rows())
+    print_table(["feature", *sizes, *COLUMNS], feature_rows())
+    print_table(["kernel", *sizes, *TENSOR_COLUMNS], tensor_rows())
+    columns = ("kernel", *sizes, *TENSOR_COLUMNS, "tg loads", "tg stores")
     print_table(columns, tensor_gradient_rows())

@@ -1,12 +1,12 @@
 """The host time of a call, from Python to the end of encoding, next to torch's own attention.
 
-The ops run as on mps, but a stand-in answers the calls of torch's MPS functions
-(tests/runtime/fake_mps); compiling it takes some minutes. Rounds alternate, and the best counts.
+The ops run as on mps, but with a fake of torch's MPS functions (tests/runtime/fake_mps); compiling
+it takes some minutes. Rounds alternate, and the best one counts.
 """
 
 import ctypes
 import hashlib
-import importlib.util
+import importlib
 import os
 import subprocess
 import sys
@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch_metal_attn.runtime import shaders
 
 ROOT = Path(__file__).parent.parent
 ROUNDS = 60
-CALLS = 200  # of a round
+CALLS = 200  # per round
 MODES = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
@@ -35,23 +34,19 @@ Call = Callable[[], Any]
 
 
 def quiet_library() -> Path:
-    """The ops on the stand-in, built once for this state of the sources."""
-    spec = importlib.util.spec_from_file_location("build", ROOT / "tests/runtime/fake_mps/build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    build: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
+    """The ops with the fake, built once per state of the sources."""
     digest = hashlib.sha256(torch.__version__.encode())
     for pattern in ("csrc/**/*", "tests/runtime/fake_mps/*", "shaders/params/*"):
         for path in sorted(ROOT.glob(pattern)):
             if path.is_file() and path.suffix in (".cpp", ".h", ".py"):
                 digest.update(path.read_bytes())
+    build = importlib.import_module("tests.runtime.fake_mps.build")  # untyped, so not for mypy
     library: Path = build.build_quiet(ROOT / "build/quiet_mps" / digest.hexdigest()[:16])
     return library
 
 
 def best(calls: dict[str, Call]) -> dict[str, float]:
-    """Microseconds of each call, the mean of its best round; rounds alternate."""
+    """Microseconds of each call: the mean of its best round."""
     times = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):
         for name, call in calls.items():
@@ -63,7 +58,7 @@ def best(calls: dict[str, Call]) -> dict[str, float]:
 
 
 def calls() -> tuple[dict[str, Call], dict[str, Call]]:
-    """The calls on (B, H, L, D), and those on (B, L, H, D); torch's own first."""
+    """The calls in layout (B, H, L, D), and those in (B, L, H, D); torch's come first."""
     q = torch.randn(1, 1, 1, 8)
     k_cache, v_cache = torch.randn(1, 16, 1, 8), torch.randn(1, 16, 1, 8)
     length = torch.tensor([5], dtype=torch.int32)
@@ -81,7 +76,7 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
         "torch.ops.metal_attn.flash_decode": lambda: ops.flash_decode(q, q, q),
         "scaled_dot_product_attention": lambda: metal_attn.scaled_dot_product_attention(q, q, q),
     }
-    rows_first: dict[str, Call] = {
+    blhd: dict[str, Call] = {
         "F.scaled_dot_product_attention between transposes": transposed,
         "flash_attn_func": lambda: metal_attn.flash_attn_func(q, q, q),
         "flash_attn_with_kvcache": lambda: metal_attn.flash_attn_with_kvcache(
@@ -91,18 +86,18 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
             q, k_cache, v_cache, q, q, cache_seqlens=length
         ),
     }
-    return bhld, rows_first
+    return bhld, blhd
 
 
 def main() -> None:
     """Print a table for each layout: microseconds, and the ratio to torch's call."""
     if sys.platform != "linux":
-        print("Needs Linux, where a stand-in takes the place of torch's MPS functions.")
+        print("This needs Linux, where a fake replaces torch's MPS functions.")
         return
     torch.set_num_threads(1)
-    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"  # the stand-in would fail the trial of mps
+    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"  # the fake would fail the test of mps
     library = quiet_library()
-    warnings.simplefilter("ignore")  # kernels of the CPU are replaced
+    warnings.simplefilter("ignore")  # torch warns that CPU kernels are replaced
     torch.ops.load_library(library)
     shaders.serve(ctypes.CDLL(str(library)))
     commit = subprocess.check_output(

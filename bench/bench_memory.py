@@ -1,7 +1,7 @@
-"""Memory traffic of kernels that are bound by it, counted in the simulator, and the least possible.
+"""Memory traffic of memory-bound kernels, counted in the simulator, and the minimum.
 
 The counts are per thread, those of shuffles and reductions per SIMD group, and those of barriers
-per threadgroup. The least is reading each input and writing each result once, in bytes.
+per threadgroup. "least" is the bytes of reading each input and writing each result once.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ from torch_metal_attn.tools.costs import cost
 
 MOVED = ("loads", "loads (bytes)", "stores", "stores (bytes)", "least")
 OTHERS = ("exps", "converts", "shuffles", "reductions", "barriers")
+Fields = dict[str, Any]
 
 
 def traffic(case: Case, kernel: str, per: float, rows: float | None = None) -> dict[str, float]:
@@ -41,9 +42,9 @@ def traffic(case: Case, kernel: str, per: float, rows: float | None = None) -> d
     return counted
 
 
-# softmax and apply_causal_mask_: per element of a row, or per masked one; the last two per row.
+# softmax and apply_causal_mask_: per element or masked element; reductions and barriers per row.
 ROWS = 8
-LENGTHS = (1024, 8192, 65536)  # one SIMD group a row, one threadgroup, one of the largest
+LENGTHS = (1024, 8192, 65536)  # a row has one SIMD group, one threadgroup, or a large threadgroup
 
 
 def softmax(length: int, dtype: str, layout: str) -> dict[str, float]:
@@ -62,20 +63,20 @@ def causal_mask(length: int, dtype: str, layout: str) -> dict[str, float]:
     return traffic(case, "apply_causal_mask", length * (length - 1) // 2, length)
 
 
-# merge_state and merge_splits: per element of out. Barriers are those of the whole.
+# merge_state and merge_splits: per element of out. Barriers are those of the whole launch.
 SPLITS = (8, 32, 128)
-OUT_ROWS: dict[str, Any] = {"batch": 1, "heads": 4, "length": 16}
+OUT_ROWS: Fields = {"batch": 1, "heads": 4, "length": 16}
 
 
 def merge(call: str, splits: int, head_dim: int, dtype: str) -> dict[str, float]:
-    parts: dict[str, Any] = {"splits": splits} if call == "merge_splits" else {}
+    parts: Fields = {"splits": splits} if call == "merge_splits" else {}
     case = Merge(call=call, head_dim=head_dim, dtype=dtype, **OUT_ROWS, **parts)
     return traffic(case, call, 64 * head_dim, 1)
 
 
 # rope: per token and head of a grouped-query layer, whose q and k are rotated in one dispatch.
 HEADS, KV_HEADS = 32, 8
-ROTATIONS: dict[str, dict[str, Any]] = {
+ROTATIONS: dict[str, Fields] = {
     "halves": {},
     "interleaved": {"interleaved": True},
     "in place": {"call": "rope_"},
@@ -90,20 +91,15 @@ def rotation(
     head_dim: int, dtype: str, length: int = 1024, quarter: bool = False, **fields: Any
 ) -> dict[str, float]:
     """q and k; quarter: only a quarter of the columns is rotated."""
-    sizes: dict[str, Any] = {
-        "heads": HEADS,
-        "kv_heads": KV_HEADS,
-        "length": length,
-        "head_dim": head_dim,
-    }
-    columns = head_dim // 4 if quarter else head_dim
-    case = Rotation(dtype=dtype, columns=columns, **sizes, **fields)
+    heads: Fields = {"heads": HEADS, "kv_heads": KV_HEADS}
+    sizes: Fields = {"columns": head_dim // (4 if quarter else 1), "head_dim": head_dim}
+    case = Rotation(dtype=dtype, length=length, **heads, **sizes, **fields)
     return traffic(case, "rope", (HEADS + KV_HEADS) * length)
 
 
 # append_kv and copy_pages: per row of one KV head, on average of k and v.
 PAGE = 16
-APPENDED: dict[str, dict[str, Any]] = {
+APPENDED: dict[str, Fields] = {
     "append": {},
     "append one row": {"length": 1},
     "append to pages of 16": {"cache": "paged"},
@@ -122,16 +118,12 @@ def append(
     head_dim: int, dtype: str, length: int = 256, rotary: bool = False, **fields: Any
 ) -> dict[str, float]:
     """New rows after the first three of a sequence."""
-    sizes: dict[str, Any] = {
-        "heads": KV_HEADS,
-        "kv_heads": KV_HEADS,
-        "head_dim": head_dim,
-        "v_head_dim": head_dim,
-    }
-    rotated: dict[str, Any] = {"rotary_columns": head_dim, "by_token": False} if rotary else {}
+    heads: Fields = {"heads": KV_HEADS, "kv_heads": KV_HEADS}
+    sizes: Fields = {"head_dim": head_dim, "v_head_dim": head_dim}
+    rotated: Fields = {"rotary_columns": head_dim, "by_token": False} if rotary else {}
     capacity = -(-(length + 3) // PAGE) * PAGE
-    rows: dict[str, Any] = {"lengths": (3,), "length": length, "capacity": capacity}
-    case = Step(dtype=dtype, **sizes, **rows, **rotated, **fields)
+    rows: Fields = {"lengths": (3,), "length": length, "capacity": capacity}
+    case = Step(dtype=dtype, **heads, **sizes, **rows, **rotated, **fields)
     return traffic(case, "append_kv", 2 * KV_HEADS * length)
 
 
@@ -141,8 +133,8 @@ def copy(head_dim: int, dtype: str) -> dict[str, float]:
     return traffic(case, "copy_pages", 4 * KV_HEADS * PAGE)
 
 
-# index_scores: per key, of DeepSeek-V3.2's 64 heads of 128 columns.
-INDEXED: dict[str, Any] = {"heads": 64, "head_dim": 128, "kv_length": 1024}
+# index_scores: per key, with DeepSeek-V3.2's 64 heads of 128 columns.
+INDEXED: Fields = {"heads": 64, "head_dim": 128, "kv_length": 1024}
 QUERIES = (1, 2, 16, 64)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of each feature of attention, for the scripts that count or compile them."""
+"""The arguments of each attention feature, for the scripts that count or compile kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def rotary(*sides: str, interleaved: bool = False) -> OfLengths:
     return options
 
 
-# All but a row sees every key: these are the costs in blocks that are not cut.
+# At most one query does not see every key, so the counts are those of whole blocks.
 OF_LENGTHS: dict[str, OfLengths] = {
     "none": lambda *_: {},
     "causal": lambda q, kv, *_: {"causal": True, "q_offset": kv - 2},

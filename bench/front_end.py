@@ -27,7 +27,7 @@ LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -ffreestanding -fno-except
     -Xclang -cl-single-precision-constant -Xclang -ffloat16-excess-precision=none
     -Xclang -fbfloat16-excess-precision=none
     -Xclang -fdenormal-fp-math-f32=preserve-sign,preserve-sign""".split()
-# Only after the headers are expanded, as they use these words otherwise.
+# Defined only after the preprocessor, because the headers use these words differently.
 KEYWORDS = [
     *build.KEYWORDS,
     "-D__msl_threadgroup_memory(name,bytes,alignment)=({ static "
@@ -42,7 +42,7 @@ def source_of(family: str, specialisation: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel of a Metal text. lines: with line numbers and every load, for compute-sanitizer."""
+    """A kernel of a Metal text. lines: keep line numbers and every load, for compute-sanitizer."""
 
     text: str
     kernel: str
@@ -61,7 +61,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """The function that a GPU starts. buffers: the Metal slots of its parameters, in order."""
+    """The entry function of the GPU. buffers: the Metal slots of its parameters, in order."""
 
     symbol: str
     buffers: list[int]
@@ -69,7 +69,7 @@ class Entry:
 
 
 def _entry(kernel: Kernel, attributes: str) -> Entry:
-    """The function that a GPU starts, which calls the kernel with its buffers."""
+    """The entry function of the GPU, which calls the kernel with its buffers."""
     symbol = "gpu_" + re.sub(r"\W", "_", kernel.name)
     buffers = sorted(p.index for p in kernel.parameters if p.kind == "buffer" and not p.condition)
     device = ", ".join(f"device char* __restrict buffer{slot}" for slot in buffers)
@@ -103,7 +103,7 @@ def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, 
     command = [*target, *LANGUAGE, *KEYWORDS, *(["-gline-tables-only"] if source.lines else [])]
     command += ["-O3", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-", "-o", "-"]
     ir = clang(command, rewritten.text + entry.text)
-    # One caller each: what is not the entry is inlined there or dropped.
+    # All other functions are internal, so that they are inlined into the entry or dropped.
     ir = re.sub(r"^\$.*= comdat any\n", "", ir, flags=re.M)
     ir = re.sub(r",? comdat(\([^)]*\))?", "", ir)
     ir = re.sub(
@@ -128,7 +128,7 @@ def clang(arguments_: list[str], text: str) -> str:
 
 
 def compiler() -> list[str]:
-    """ziglang's clang: others seldom have both back ends."""
+    """ziglang's clang: others rarely have both back ends."""
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         raise toolchain.ToolchainError("clang's GPU back ends are ziglang's: pip install ziglang")

@@ -1,4 +1,4 @@
-"""Counts of a kernel's loop for one more block of 32 keys, or queries, by the simulator.
+"""Counts of a kernel's inner loop per block of 32 keys or queries, by the simulator.
 
 A count is the slope between two lengths, so that work done once per launch cancels.
 """
@@ -11,7 +11,7 @@ BLOCK = 32
 LENGTHS = (96, 192)  # whole blocks of 32 and of 24 keys
 
 _SIMDGROUP, _THREAD, _THREADGROUP = "a SIMD group", "a thread", "a threadgroup"
-# By a column's name: the counter, its address space, and whose counts they are.
+# By a column's name: the counter, its address space, and the unit that is counted.
 _COLUMNS = {
     "MMA": ("matrix_operations", "", _SIMDGROUP),
     "products": ("tensor_operations", "", _SIMDGROUP),
@@ -31,7 +31,7 @@ _COLUMNS = {
     "SIMD barriers": ("simdgroup_barriers", "", _SIMDGROUP),
     "barriers": ("threadgroup_barriers", "", _THREADGROUP),
 }
-# Those of a loop on 8x8 matrices.
+# The columns of a loop on 8x8 matrices.
 COLUMNS = tuple(name for name in _COLUMNS if name != "products")
 
 
@@ -41,7 +41,7 @@ def slopes(
     columns: Iterable[str] = COLUMNS,
     blocks: float = (LENGTHS[1] - LENGTHS[0]) / BLOCK,
 ) -> dict[str, float]:
-    """The counts for one block and one SIMD group's rows. counted: of lengths `blocks` apart."""
+    """Counts per block and SIMD group. counted: the counters of two lengths, `blocks` apart."""
     short, long = counted
     instances = {
         _SIMDGROUP: simdgroups,

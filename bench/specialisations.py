@@ -16,11 +16,11 @@ from torch_metal_attn.tools.explain.ops import backward_launches
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Features beyond causality are compiled for these only; those of decoding also with KV heads.
+# Features other than causality are compiled for these head dims only.
 FEATURE_HEAD_DIMS = (64, 128)
-# The sizes of MLA's latents, whose first columns are the values.
+# The columns of MLA's keys, and of their first columns, which are the values.
 LATENT, LATENT_VALUES = 576, 512
-DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1), (LATENT, 1))
+DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1), (LATENT, 1))  # head dims, KV heads
 FEATURE_DTYPE = torch.float16
 LENGTH, HEADS = 64, 32
 FEATURES = {name: partial(options, LENGTH) for name, options in OF_LENGTHS.items()}
@@ -31,7 +31,7 @@ Options = Callable[[int, int, torch.dtype], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Specialisation:
-    """One kernel as the chooser gives it."""
+    """A kernel as the op would launch it."""
 
     kernel: str
     dtype: torch.dtype
@@ -65,7 +65,7 @@ def _chosen(
 def attention(
     dtype: torch.dtype, head_dim: int, feature: str, options: Options
 ) -> Iterator[Specialisation]:
-    """flash_fwd, and the gradients' kernels if the feature has gradients."""
+    """flash_fwd, and the kernels of the gradients if the feature supports them."""
     q, k, v = _operands(head_dim, dtype, HEADS)
     arguments = options(LENGTH, head_dim, dtype)
     k, v = arguments.pop("k", k), arguments.pop("v", v)
@@ -129,7 +129,7 @@ def _pages(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     table = torch.arange(length // 16).int()[None]
     return {
         "k": pages,
-        "v": pages.clone(),  # where v lies in k, other tiles are chosen
+        "v": pages.clone(),  # if v shared k's memory, another tile would be chosen
         "block_table": table,
         "seqused_k": torch.tensor([length]).int(),
     }
@@ -149,7 +149,7 @@ CACHES: dict[str, Options] = {
     **{f"{format} cache": _quantised(format) for format in KV_FORMATS},
     "q8_0 and q4_g64 cache": _quantised("q8_0", "q4_g64"),
 }
-# Those of decoding alone, which caches in pages have with the most registers.
+# Features of decoding alone; with pages they need the most registers.
 BY_ROW: dict[str, Options] = {
     "packed queries": _packed,
     "many queries": lambda _, d, dtype: {"q": torch.empty(1, HEADS, 12, d, dtype=dtype)},
@@ -163,19 +163,19 @@ DECODED: dict[str, Options] = {
 for _name, _options in BY_ROW.items():
     DECODED[f"{_name} in pages"] = partial(_in_pages, _options)
 PLAIN = ("none", "causal")
-# With as many heads as there are here.
+# These have a value per head, and HEADS heads.
 PER_HEAD: dict[str, Options] = {
     "ALiBi": lambda *_: {"alibi_slopes": torch.ones(HEADS)},
     "sink": lambda *_: {"learnable_sink": torch.ones(HEADS)},
 }
 ALL_FEATURES = FEATURES | PER_HEAD | CACHES | DECODED
-# Those of training alone, or of keys that are not in a cache.
+# Features of training alone, or of keys outside a cache.
 NOT_DECODED = ("dropout", "rotary of q and k", "rotary, interleaved", *PLAIN)
 DECODED_FEATURES = [name for name in ALL_FEATURES if name not in NOT_DECODED]
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Every kernel, dtype and head dim, plain and causal; then each feature by itself."""
+    """Every kernel, dtype and head dim, plain and causal; then each feature alone."""
     for dtype, head_dim in product(DTYPES, HEAD_DIMS):
         for feature in PLAIN:
             yield from attention(dtype, head_dim, feature, FEATURES[feature])

@@ -1,4 +1,4 @@
-"""Tables of counts, whose rows are printed as they are counted."""
+"""Prints tables of counts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch_metal_attn.tools.text_table import markdown
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table in Markdown, each row when it is there. A column of bytes follows its count."""
+    """Print a Markdown table, each row as soon as it is counted. Bytes follow their count."""
     headings = ["(bytes)" if name.endswith("(bytes)") else name for name in headings]
     for line in markdown(headings, (list(map(_cell, row)) for row in rows)):
         print(line, flush=True)

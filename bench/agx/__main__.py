@@ -1,8 +1,8 @@
-"""Print a table of the default specialisations on Apple's G13, by Mesa's compiler.
+"""Print a table of the default specialisations on Apple's G13, compiled by Mesa.
 
-Registers have 32 bits; a thread has 128. Resident are the SIMD groups of a core. Cycles are those
-of a product of 8x8 matrices, by the model. A decode has the bytes that its loop asks for a cycle
-and core.
+Registers have 32 bits; a thread has 128. "resident" is the number of SIMD groups that a core holds.
+"cycles" is the model's time of a product of 8x8 matrices. "bytes a cycle" is the device memory that
+the loop requests per cycle and core.
 """
 
 import argparse
@@ -23,19 +23,19 @@ HEADINGS = (
 
 
 def cells(one: Specialisation, result: Compiled | Failure) -> list[Any]:
-    about = [one.kernel, one.dtype, one.head_dim, one.feature]
+    row = [one.kernel, one.dtype, one.head_dim, one.feature]
     if not isinstance(result, Compiled):
-        return [*about, str(result).strip().split("\n")[-1][:60]]
-    about += [f"{result.demand:g}", result.spills, result.resident]
+        return [*row, str(result).strip().split("\n")[-1][:60]]
+    row += [f"{result.demand:g}", result.spills, result.resident]
     if result.main is None:
-        return about
+        return row
     cycles, share = model.cycles_a_product(result), model.share_of_limit(result)
     moved = f"{model.bytes_a_cycle(result):.1f}"
-    return [*about, f"{cycles:.1f}", f"{100 * share:.0f} %", moved, result.main.code]
+    return [*row, f"{cycles:.1f}", f"{100 * share:.0f} %", moved, result.main.code]
 
 
 def rows(only: str, workers: int) -> Iterator[list[Any]]:
-    """Each specialisation whose name has `only`, once."""
+    """A row for each distinct specialisation whose name contains `only`."""
     every: dict[tuple[Any, ...], Specialisation] = {}
     for one in specialisations():
         if only in one.name:
@@ -49,7 +49,7 @@ def rows(only: str, workers: int) -> Iterator[list[Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="kernels whose name has this text")
-    parser.add_argument("--workers", type=int, default=1, help="compilers at a time (default: 1)")
+    parser.add_argument("--only", default="", help="only specialisations whose name has this text")
+    parser.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
     options = parser.parse_args()
     print_table(HEADINGS, rows(options.only, options.workers))

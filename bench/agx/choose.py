@@ -1,4 +1,4 @@
-"""Chooses the tile of a class of problems by the code that Mesa's compiler makes."""
+"""Chooses the tile of a class of problems by the code that Mesa's compiler generates."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -12,26 +12,23 @@ from . import model
 from .candidates import DTYPES, Class, Tile, candidates, specialisation
 from .lens import Compiled, Failure
 
-# The lens may be off by 10 registers, so a tile that needs more is at risk.
-MOST_REGISTERS = 118  # of 128
-# A tile with this many SIMD groups of a core and this many cycles a product at most is taken before
-# a faster one that has fewer: the model of time knows little of what else they hide.
+MOST_REGISTERS = 118  # of 128: the compiler's registers may be off by 10
+# A tile is preferred to a faster one if it keeps at least RESIDENT SIMD groups per core and takes
+# at most CYCLES per product: more SIMD groups hide latencies that the model does not know.
 RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12}
 RESIDENT_NARROW = 24  # of a forward of up to 64 columns
 CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0}
 MORE_CYCLES = 1.5  # of bfloat16, which is converted
-# Bytes of device memory a cycle and core: the least that a decode of up to 8 queries should ask
-# for, and the most that M1 to M2 Ultra have.
+# Bytes of device memory per cycle and core: the minimum that a decode of up to 8 queries should
+# request, and the maximum that M1 to M2 Ultra deliver.
 BYTES, MEMORY_BYTES = 16, 10
-# Times within 1 % count as equal: then the tile that suits more problems or keeps more SIMD groups
-# is taken.
-ALIKE = 1.01
-# A tile that takes WORTH times the best without a feature is not compiled with others, except the
-# FEWEST tiles with the fewest registers.
+ALIKE = 1.01  # times within 1 % count as equal
+# A tile that takes WORTH times the best one without a feature is not compiled with features, except
+# the FEWEST tiles with the fewest registers.
 WORTH, FEWEST = 1.35, 4
-MUCH = 1.15  # for rows that are held, and for more SIMD groups
-LENGTH = 512  # of which a block may leave a part over
-# Tiles that fit with the heaviest feature, and are compiled with all of them at a time.
+MUCH = 1.15  # the time that may be lost for rows in registers and for more SIMD groups
+LENGTH = 512  # a block that does not divide it computes more
+# Up to ROUNDS times, the next AT_ONCE candidates are compiled with all features, until one fits.
 AT_ONCE, ROUNDS = 5, 3
 
 Compile = Callable[[Iterable[Source]], Iterator[Compiled | Failure]]
@@ -39,7 +36,7 @@ Probe = tuple[torch.dtype, str]
 
 
 class Candidate(NamedTuple):
-    """A tile, and what became of it with each dtype and feature so far."""
+    """A tile, and its compiled kernels with each dtype and feature so far."""
 
     one: Class
     tile: Tile
@@ -66,39 +63,36 @@ class Candidate(NamedTuple):
     @property
     def aimed(self) -> bool:
         """True if it keeps enough SIMD groups with each feature, and is fast enough without one."""
-        macro = self.one.macro
-        plain = [
-            (dtype, one) for (dtype, feature), one in self.results.items() if feature == "none"
-        ]
+        macro, narrow = self.one.macro, self.one.columns <= 64
+        plain = {dtype: one for (dtype, feature), one in self.results.items() if feature == "none"}
         if macro == "FLASH_DECODE":
             few = self.one.queries <= 8
-            return not few or all(model.bytes_a_cycle(one) >= BYTES for _, one in plain)
+            return not few or all(model.bytes_a_cycle(one) >= BYTES for one in plain.values())
         if macro == "FLASH_BWD_BIAS":
             return True
-        narrow = macro == "FLASH_FWD" and self.one.columns <= 64
-        return self.resident >= (RESIDENT_NARROW if narrow else RESIDENT[macro]) and all(
-            model.cycles_a_product(one)
-            <= CYCLES[macro] + (MORE_CYCLES if dtype == torch.bfloat16 else 0.0)
-            for dtype, one in plain
+        wanted = RESIDENT_NARROW if macro == "FLASH_FWD" and narrow else RESIDENT[macro]
+        return self.resident >= wanted and all(
+            model.cycles_a_product(one) <= CYCLES[macro] + MORE_CYCLES * (dtype == torch.bfloat16)
+            for dtype, one in plain.items()
         )
 
     @property
     def preference(self) -> tuple[float, ...]:
-        """A sort key for tiles that take equally long: the least is taken."""
+        """A sort key for tiles that take equally long: the smallest is best."""
         knob_values = self.one.named(self.tile)
         # The fewer SIMD groups share a decode's columns, the fewer wait for each other.
         group = (knob_values.get("VECTOR_ROWS", 0), knob_values.get("SPANS", 0), self.resident)
         return (*(-number for number in group), self.registers)
 
     @property
-    def again(self) -> bool:
+    def reloads_rows(self) -> bool:
         """True if its query or key rows are read again for every block: no cache holds all."""
         knob_values = self.one.named(self.tile)
-        held = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & knob_values.keys()
-        return bool(held) and not any(knob_values[name] for name in held)
+        places = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & knob_values.keys()
+        return bool(places) and not any(knob_values[name] for name in places)
 
     @property
-    def keys_again(self) -> bool:
+    def reloads_keys(self) -> bool:
         knob_values = self.one.named(self.tile)
         return self.one.macro == "FLASH_DECODE" and any(
             passes(self.one, knob_values, compiled) > 1 for compiled in self.results.values()
@@ -109,7 +103,7 @@ def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
     """Cycles of a SIMD unit for 8 queries and 8 keys; of a decode for 1 KB of keys and values."""
     knob_values = one.named(tile)
     if one.macro == "FLASH_DECODE":
-        # Memory is the limit: asking for more gains nothing. Each pass reads the keys again.
+        # Memory is the limit: requesting more gains nothing. Each pass reads the keys again.
         times = passes(one, knob_values, compiled)
         most = BYTES if times == 1 else MEMORY_BYTES
         # The listing has the loads of all SIMD groups that share the keys.
@@ -124,7 +118,7 @@ def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
 
 
 def row_simdgroups(one: Class, knob_values: Mapping[str, int], compiled: Compiled) -> int:
-    """SIMD groups of a decode's threadgroup that have the same columns of other rows."""
+    """SIMD groups of a decode's threadgroup with the same columns of different rows."""
     columns = -(-one.head_dim // (32 * knob_values["SPANS"]))
     return compiled.threads_per_group // (32 * columns) if columns > 1 else 1
 
@@ -136,7 +130,7 @@ def passes(one: Class, knob_values: Mapping[str, int], compiled: Compiled) -> in
 
 
 def best(every: Sequence[Candidate]) -> Candidate:
-    """The fastest that fits; where none does, that which needs the fewest registers."""
+    """The fastest tile that fits; if none does, the tile with the fewest registers."""
     fitting = [one for one in every if one.fits]
     if not fitting:
         return min(every, key=lambda one: one.registers)
@@ -146,7 +140,7 @@ def best(every: Sequence[Candidate]) -> Candidate:
 
 
 def choose(every: Sequence[Class], compile_: Compile) -> dict[Class, Candidate]:
-    """The best tile of each class; of a class that no candidate can run there is none."""
+    """The best tile of each class that a candidate can run."""
     plain, heaviest, others = {}, {}, {}
     for one in every:
         first, last = DTYPES[one.bits][0], DTYPES[one.bits][-1]
@@ -175,7 +169,7 @@ def choose(every: Sequence[Class], compile_: Compile) -> dict[Class, Candidate]:
 
 
 def measured(one: Class, tiles: Iterable[Tile], compile_: Compile) -> list[Candidate]:
-    """Tiles with all features of a class; without results where they do not compile."""
+    """Tiles compiled with all features of a class; those that do not compile have no results."""
     tried = [Candidate(one, tile, {}) for tile in tiles]
     probes = {one: [*product(DTYPES[one.bits], one.features)]}
     results = {candidate.tile: candidate for candidate in _compiled(tried, probes, compile_)}
@@ -202,11 +196,11 @@ def _worth(group: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candidate]]:
-    """The best kind first; slow tiles come last, unless a decode reads its keys again."""
+    """Tiles by kind; the smallest key is the best kind."""
     least = min(one.cost for one in fitting)
     results: dict[tuple[bool, ...], list[Candidate]] = {}
     for one in fitting:
-        kind = (one.keys_again, one.cost > MUCH * least, one.again, not one.aimed)
+        kind = (one.reloads_keys, one.cost > MUCH * least, one.reloads_rows, not one.aimed)
         results.setdefault(kind, []).append(one)
     return results
 
@@ -214,17 +208,17 @@ def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candida
 def _compiled(
     tried: Iterable[Candidate], probes: Mapping[Class, Sequence[Probe]], compile_: Compile
 ) -> Iterator[Candidate]:
+    """The candidates with the results of their probes; without those that do not compile."""
     jobs: dict[str, Source] = {}
     wanted: list[tuple[Candidate, dict[Probe, str]]] = []
     for candidate in tried:
         names: dict[Probe, str] = {}
         for probe in probes[candidate.one]:
-            job = None
-            if probe not in candidate.results:
-                job = specialisation(candidate.one, *probe, candidate.tile)
-            if job is not None:
+            if probe in candidate.results:
+                continue
+            if job := specialisation(candidate.one, *probe, candidate.tile):
                 names[probe] = job.name
-                jobs.setdefault(names[probe], job)
+                jobs.setdefault(job.name, job)
         wanted.append((candidate, names))
     print(len(jobs), "kernels", flush=True)
     results = dict(zip(jobs, compile_(jobs.values()), strict=True))

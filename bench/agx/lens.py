@@ -1,4 +1,4 @@
-"""Compiles a kernel of Metal text by Mesa's compiler for Apple's G13 (M1; M2's G14 is alike)."""
+"""Compiles a Metal kernel with Mesa's compiler for Apple's G13 (M1; M2's G14 is similar)."""
 
 import hashlib
 import multiprocessing
@@ -21,23 +21,23 @@ from . import listing, spirv
 from .listing import LANES, Loop
 from .spirv import LensError
 
-# setup.sh puts the driver there; AGX_LENS names another place.
+# setup.sh installs the driver here; AGX_LENS is another path.
 DRIVER = Path(os.environ.get("AGX_LENS") or default_dir() / "agx" / "agx_lens")
-# Bytes of a core. Others measured 52 to 60 KB (docs/design/tiles.md has the sources).
+# Bytes per core. Others measured 52 to 60 KB (docs/design/tiles.md has the sources).
 THREADGROUP_MEMORY = 60 * 1024
-MOST_RESIDENT = 32  # SIMD groups, as many as their registers allow
+MOST_RESIDENT = 32  # SIMD groups per core, whatever their registers
 # Limits of a run of the driver, which takes a few seconds and less than 100 MB.
 TIMEOUT_SECONDS, MEMORY = 600, 2**30
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled form of a kernel.
+    """A compiled kernel.
 
-    Attributes: demand: registers of 32 bits that a thread needs to spill nothing. threads: that a
-    core holds with the registers given. threads_per_group: of a threadgroup. spills: stores of
-    spilled values. threadgroup: bytes of threadgroup memory. main: the outermost loop with matrix
-    products, which is that over the keys or over the queries.
+    Attributes: demand: registers of 32 bits per thread without spilling. threads: threads per core,
+    limited by the registers. threads_per_group: threads of a threadgroup. spills: stores of spilled
+    values. threadgroup: bytes of threadgroup memory. main: the outermost loop with matrix products,
+    over the keys or over the queries.
     """
 
     demand: float
@@ -48,21 +48,12 @@ class Compiled:
     main: Loop | None
 
     @property
-    def resident_by_registers(self) -> int:
-        """SIMD groups that a core holds in whole threadgroups, by registers alone."""
-        return self.threads // self.threads_per_group * self.threads_per_group // LANES
-
-    @property
-    def resident_by_threadgroup_memory(self) -> int:
-        """Likewise, by threadgroup memory alone."""
-        if not self.threadgroup:
-            return MOST_RESIDENT
-        groups = THREADGROUP_MEMORY // self.threadgroup
-        return min(groups * self.threads_per_group // LANES, MOST_RESIDENT)
-
-    @property
     def resident(self) -> int:
-        return min(self.resident_by_registers, self.resident_by_threadgroup_memory)
+        """SIMD groups that a core holds, in whole threadgroups."""
+        groups = self.threads // self.threads_per_group  # limited by registers
+        if self.threadgroup:
+            groups = min(groups, THREADGROUP_MEMORY // self.threadgroup)
+        return min(groups * self.threads_per_group // LANES, MOST_RESIDENT)
 
 
 def compile_agx(source: Source) -> Compiled:
@@ -84,7 +75,7 @@ Failure = LensError | ShaderCompileError
 
 
 def attempt(source: Source) -> Compiled | Failure:
-    """A failure is returned, not raised: some candidates of a table do not compile."""
+    """Like `compile_agx`, but returns errors: some candidates of a table do not compile."""
     try:
         return compile_agx(source)
     except (LensError, ShaderCompileError) as error:
@@ -94,7 +85,7 @@ def attempt(source: Source) -> Compiled | Failure:
 def compile_all(
     sources: Iterable[Source], workers: int = 1, store: Path | None = None
 ) -> Iterator[Compiled | Failure]:
-    """Compile many, `workers` at a time, in their order; `store` keeps what was compiled."""
+    """Compile sources in order, in `workers` processes; the folder `store` keeps the results."""
     if store is None:
         one = attempt
     else:

@@ -1,4 +1,4 @@
-"""Loops of a listing of Apple's instructions, as Mesa prints one, and their cycles by unit."""
+"""Loops of a listing of Apple's instructions in Mesa's format, and their cycles by unit."""
 
 import re
 from collections import Counter
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 PRODUCT = "simd_matrix_fmadd"
-# Cycles that an instruction of a SIMD group keeps the unit for floats and simple integers, by
-# Mesa's agx_performance.c; one that is not named takes one. A product of 8x8 matrices is 16 cycles
-# of multiply-adds, and takes about 20 as measured on M1 (docs/design/tiles.md has the source).
+# Cycles of an instruction of a SIMD group on the unit for floats and simple integers, by Mesa's
+# agx_performance.c; others take one. A product of 8x8 matrices is 16 cycles of multiply-adds, and
+# takes about 20 as measured on M1 (docs/design/tiles.md has the source).
 PRODUCT_CYCLES = 20
 CYCLES = {
     PRODUCT: PRODUCT_CYCLES,
@@ -20,12 +20,12 @@ CYCLES = {
     "simd_prefix": 18,
     "simd_reduce": 24,
 }
-# Memory and control flow have units of their own.
+# Memory and control flow have separate units.
 FREE = re.compile(
     r"(local|device|stack)_(load|store)$|wait$|stop$|begin_cf$|(threadgroup|memory)_barrier$|"
     r"(jmp_exec_any|jmp_exec_none|pop_exec)$|if_|else_|while_|break"
 )
-# Cycles of the unit for other integers and functions, which works in parallel with the first.
+# Cycles on the unit for other integers and functions, which works in parallel with the first.
 COMPLEX_CYCLES = {
     **dict.fromkeys(("imad", "bfi", "bfeil", "extr", "asr", "floor", "log2", "exp2"), 4),
     **dict.fromkeys(("sin_pt_1", "sin_pt_2"), 4),
@@ -33,7 +33,7 @@ COMPLEX_CYCLES = {
     "rsqrt": 8,
     "srsqrt": 8,
 }
-# That a core moves a cycle, in threadgroup memory and in its cache of device memory.
+# Bytes per cycle and core, of threadgroup memory and of the cache of device memory.
 THREADGROUP_BYTES = DEVICE_BYTES = 64
 SIMD_UNITS = 4  # of a core
 LANES = 32
@@ -41,10 +41,10 @@ LANES = 32
 
 @dataclass
 class Block:
-    """Instructions with one way in and one way out.
+    """A basic block.
 
-    Attributes: start: where its code begins, in bytes. followers: the blocks that may be next.
-    opcodes: how often each instruction is in it. lane_bytes: that a lane moves, by local_load,
+    Attributes: start: the byte offset of its code. followers: the blocks that may come next.
+    opcodes: counts of its instructions. lane_bytes: bytes that a lane moves, by local_load,
     local_store, device_load and so on.
     """
 
@@ -56,7 +56,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop, with all that is inside it. code: bytes. blocks: their numbers."""
+    """A loop, including inner loops. code: bytes. blocks: their numbers."""
 
     blocks: range
     code: int
@@ -69,28 +69,24 @@ class Loop:
 
     @property
     def arithmetic(self) -> int:
-        """Cycles of the unit for floats and simple integers, which also computes products."""
+        """Cycles on the unit for floats and simple integers, which also computes products."""
         return sum(n * CYCLES.get(op, 1) for op, n in self.opcodes.items() if not FREE.match(op))
 
     @property
     def complex(self) -> int:
-        """Cycles of the unit for other integers and functions."""
+        """Cycles on the unit for other integers and functions."""
         return sum(n * COMPLEX_CYCLES.get(op, 0) for op, n in self.opcodes.items())
 
     @property
     def threadgroup(self) -> float:
-        """Cycles of threadgroup memory, when each SIMD unit of a core runs such a loop."""
+        """Cycles of threadgroup memory if each SIMD unit of a core runs this loop."""
         moved = self.lane_bytes["local_load"] + self.lane_bytes["local_store"]
         return SIMD_UNITS * LANES * moved / THREADGROUP_BYTES
 
     @property
     def device(self) -> float:
-        """Cycles of the cache of device memory, likewise; spilled values go there too."""
-        moved = sum(
-            self.lane_bytes[f"{memory}_{way}"]
-            for memory in ("device", "stack")
-            for way in ("load", "store")
-        )
+        """The same of the cache of device memory, which also holds spilled values."""
+        moved = sum(n for op, n in self.lane_bytes.items() if not op.startswith("local_"))
         return SIMD_UNITS * LANES * moved / DEVICE_BYTES
 
     @property
@@ -102,9 +98,9 @@ class Loop:
 class Listing:
     """The driver's report on a kernel.
 
-    Attributes: halves: registers of 16 bits that a thread needs to spill nothing. threads: that a
-    core holds with the registers given. scratch: bytes of private memory of a thread. threadgroup:
-    bytes of threadgroup memory. code: bytes.
+    Attributes: halves: registers of 16 bits per thread without spilling. threads: threads per core,
+    limited by the registers. scratch: bytes of private memory per thread. threadgroup: bytes of
+    threadgroup memory. code: bytes.
     """
 
     halves: int
@@ -118,7 +114,7 @@ class Listing:
         return sum((block.opcodes for block in self.blocks), Counter[str]())
 
     def loops(self) -> Iterator[Loop]:
-        """Each from the block where it is entered to the one that goes back there."""
+        """Each loop, from the block where it is entered to the block that jumps back."""
         starts = [*(block.start for block in self.blocks), self.blocks[0].start + self.code]
         for last, block in enumerate(self.blocks):
             for first in block.followers:

@@ -1,4 +1,4 @@
-"""Metal text to SPIR-V, in which instructions of Apple's are calls that the driver replaces."""
+"""Metal text to SPIR-V. Instructions of Apple's GPU are calls that the driver replaces."""
 
 import re
 import tempfile
@@ -7,12 +7,12 @@ from pathlib import Path
 from bench.front_end import Source, clang, front_end
 
 TARGET = ["--target=spirv64-unknown-unknown", "-D__int128=long"]
-# An index in a register of Metal's has 32 bits: none becomes one of 64.
+# Metal's registers have 32 bits, so no index is widened to 64.
 OPTIMISE = ["-O3", "-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-indvars-widen-indvars=false"]
 
 TO_BFLOAT = "call i16 @agx_to_bfloat(float {})"
 FROM_BFLOAT = "call float @agx_from_bfloat(i16 {})"
-# M1 and M2 have no bfloat: a conversion is integer operations, to the nearest even.
+# M1 and M2 have no bfloat: a conversion takes integer operations, and rounds to nearest even.
 CONVERSIONS = """
 define internal i16 @agx_to_bfloat(float %x) alwaysinline {
   %bits = bitcast float %x to i32
@@ -94,8 +94,8 @@ REWRITTEN = ((CONVERSION, _converted), (COMPARISON, _compared), (FROM_INTEGER, _
 
 
 def without_bfloat(ir: str) -> str:
-    """LLVM IR with words of 16 bits in the place of bfloats, and conversions as calls."""
-    # 0xR3F80, a bfloat's bits.
+    """LLVM IR with words of 16 bits instead of bfloats, and conversions as calls."""
+    # Constants such as 0xR3F80 are a bfloat's bits.
     ir = re.sub(r"0xR([0-9A-F]{4})", lambda groups: str(int(groups[1], 16)), ir)
     lines = []
     for serial, line in enumerate(ir.split("\n")):
@@ -110,12 +110,12 @@ def without_bfloat(ir: str) -> str:
     ir = "\n".join(lines)
     arithmetic = ARITHMETIC.search(ir)
     if arithmetic:
-        raise LensError(f"arithmetic on bfloats, which M1 has not: {arithmetic[0].strip()}")
+        raise LensError(f"M1 has no arithmetic on bfloats: {arithmetic[0].strip()}")
     return re.sub(r"(?<![\w@.])bfloat\b", "i16", ir) + CONVERSIONS
 
 
 def with_constant_parameters(ir: str) -> str:
-    """Buffers in constant memory as such from the start: SPIR-V converts no pointer to one."""
+    """LLVM IR with parameters in constant memory, because SPIR-V cannot convert pointers to it."""
     for cast in re.finditer(r"(%\d+) = ptrtoint ptr addrspace\(1\) (%\d+) to i64", ir):
         whole, integer, parameter = cast[0], re.escape(cast[1]), cast[2]
         back = rf"inttoptr i64 {integer} to ptr addrspace\(2\)"
@@ -145,6 +145,6 @@ def llvm_ir(source: Source) -> tuple[str, str]:
 def compile_spirv(ir: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "kernel.spv")
-        as_it_is = ["-O1", "-Xclang", "-disable-llvm-passes", "-mllvm", "-disable-lsr"]
-        clang([*TARGET, "-x", "ir", *as_it_is, "-c", "-", "-o", str(out)], ir)
+        unoptimised = ["-O1", "-Xclang", "-disable-llvm-passes", "-mllvm", "-disable-lsr"]
+        clang([*TARGET, "-x", "ir", *unoptimised, "-c", "-", "-o", str(out)], ir)
         return out.read_bytes()

@@ -1,6 +1,6 @@
 """Writes csrc/tiles/table.inc: the best tile of each class of problems (`choose.py`).
 
-Needs the driver of bench/agx/setup.sh. An interrupted run goes on where it was.
+Needs the driver of bench/agx/setup.sh. An interrupted run continues from its stored results.
 """
 
 import argparse
@@ -21,21 +21,20 @@ from .choose import Candidate, choose, measured
 
 TABLE = Path(__file__).parents[2] / "csrc" / "tiles" / "table.inc"
 HEAD = """\
-// The default tiles, read as csrc/tiles/table.h says. Written by `python -m bench.agx.table`:
-// change what it tries or how it ranks that, not the rows. Their checksum: {checksum}
+// The default tiles, which csrc/tiles/table.h reads. Written by `python -m bench.agx.table`: change
+// its candidates or its ranking, not the rows. Their checksum: {checksum}
 #pragma once
 
 // A row has its conditions, the REGISTERS that a thread of M1 needs at most for the widest of such
-// problems (0: not measured), and the tile. The conditions are the BITS of an element, the most
-// COLUMNS of a row of q, k or v, of a decode the most QUERIES that share a KV head, the heaviest
-// LOAD of features, and the first GPU FAMILY. A row of `Never` is one that `tune` tries and no
-// default tile.
+// problems (0: not measured), and the tile. The conditions are the BITS of an element, the largest
+// number of COLUMNS of q, k and v, for a decode the largest number of QUERIES that share a KV head,
+// the heaviest LOAD of features, and the first GPU FAMILY. `Never`: for `tune`, no default tile.
 """
-# K and V read straight from device memory, as metal-flash-attention reads them from M3 on, with 16
-# rows a threadgroup (AttentionDescriptor+Parameters.swift at 5b07c27). MLX stages them there too,
-# and reaches 88 to 97 % of an M3 Ultra's matrix peak. So it is `tune` that decides.
+# K and V are read directly from device memory, as by metal-flash-attention from M3 on, with 16 rows
+# per threadgroup (AttentionDescriptor+Parameters.swift at 5b07c27). MLX stages them on M3 too, and
+# reaches 88 to 97 % of an M3 Ultra's matrix peak. So only `tune` tries these tiles.
 UNSTAGED = ((256, 32, 4, 1, 1, 0), (256, 16, 4, 1, 1, 0))
-# For what no other tile divides or has threadgroup memory for.
+# For problems that other tiles do not divide, or for which they need too much threadgroup memory.
 SMALLEST: Mapping[str, tuple[Tile, ...]] = {
     "FLASH_FWD": ((256, 8, 4, 1, 0, 1),),
     "FLASH_BWD_DQ": ((576, 8, 1, 4, 1, 0, 0), (144, 8, 1, 4, 1, 0, 0)),
@@ -44,8 +43,8 @@ SMALLEST: Mapping[str, tuple[Tile, ...]] = {
     "FLASH_DECODE": (),
 }
 
-# Rows for M5's matrix units, for which there is no such compiler. They were chosen by an estimate
-# of at most 168 registers. Fields: bits, the most columns, then V_SLICE and Q_IN_REGISTERS of the
+# Rows for M5's matrix units, which Mesa does not compile for. They need at most 168 registers by an
+# estimate. Fields: bits, the largest number of columns, then V_SLICE and Q_IN_REGISTERS of the
 # forward, or SLICE, COLUMN_SIMDGROUPS and ROWS_IN_REGISTERS of a gradient.
 TENSOR_FORWARD = (
     *((16, 96, 256, 1), (16, 160, 256, 0), (16, 576, 160, 0)),
@@ -71,18 +70,17 @@ class Row(NamedTuple):
     tile: Tile
 
     def holds(self, bits: int, columns: int, queries: int, load: str) -> bool:
-        """True if it is for such a problem on M1."""
+        """True if the row applies to such a problem on M1. A row for `tune` alone has no load."""
         wide = self.columns >= columns and self.queries >= queries
-        # A row of `tune` alone is for none.
         loads = LOADS[LOADS.index(load) :] if load in LOADS else ()
         return self.bits == bits and wide and self.load in loads
 
 
 def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidate]) -> list[Row]:
-    """A kernel's rows, but for those that others make useless."""
+    """A kernel's rows, without redundant ones."""
     rows = []
     for bits in DTYPES:
-        # First, because `tune` tries a limited number.
+        # The unstaged rows come first, because `tune` tries a limited number.
         unstaged = UNSTAGED if macro == "FLASH_FWD" else ()
         rows += [Row(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in unstaged]
         for one in (*chosen, *smallest):
@@ -113,7 +111,7 @@ def tensor_rows() -> dict[str, list[Row]]:
 
 
 def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
-    """Without rows that no problem needs to find its tiles, in the order in which it tries them."""
+    """The rows without which a problem would try other tiles, or in another order."""
     widths = {row.columns for row in rows}
     problems = [*product({row.bits for row in rows}, widths, {row.queries for row in rows}, LOADS)]
 
@@ -190,7 +188,7 @@ def read_rows(text: str) -> dict[str, list[Row]]:
 
 
 def main() -> None:
-    """Write the table, and print the classes of which no tile fits."""
+    """Write the table, and print the classes for which no tile fits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--store", type=Path, default=default_dir() / "agx" / "tiles")

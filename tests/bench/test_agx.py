@@ -90,7 +90,7 @@ def test_threadgroup_memory_limits_what_a_core_holds():
     assert compiled(outer).resident == 32
     assert compiled(outer, threads=448).resident == 12
     assert compiled(outer, threadgroup=29 * 1024).resident == 8
-    assert compiled(outer, threadgroup=2048).resident_by_threadgroup_memory == 32
+    assert compiled(outer, threadgroup=2048).resident == 32
 
 
 def test_other_groups_fill_the_waits_of_one():

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Build the driver of bench/agx: setup.sh [FOLDER]. The binary is then FOLDER/agx_lens, by default where bench.agx looks.
+# Build the driver of bench/agx: setup.sh [FOLDER]. It writes FOLDER/agx_lens, by default to the path where bench.agx finds it.
 #
-# Debian or Ubuntu, as root. It takes 8 minutes on two cores and 1 GB of FOLDER/build, which can be removed afterwards. Mesa is Debian's
-# source package, changed by mesa.patch, with the files of driver/ added.
+# Run it as root on Debian or Ubuntu. It takes 8 minutes on two cores, and 1 GB in FOLDER/build, which can be removed afterwards. The source
+# is Debian's package of Mesa, with mesa.patch and the files of driver/.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_metal_attn/agx}
@@ -15,7 +15,7 @@ apt-get install -y -qq --no-install-recommends \
 mkdir -p "$folder/build/apt/lists/partial" "$folder/build/apt/cache/archives/partial"
 cd "$folder/build"
 
-# A mirror that apt already uses, else Debian's own.
+# A mirror that apt already uses, or Debian's.
 mirror=$(apt-get indextargets --format '$(REPO_URI) $(CREATED_BY)' | awk '$2 == "Packages" && $1 ~ /debian\/$/ {print $1; exit}')
 echo "deb-src [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] ${mirror:-$pool} trixie main" >apt/sources.list
 from_trixie() {

@@ -1,6 +1,6 @@
-// Operations of a SIMD group as instructions of a GPU, in place of the simulator's header of this
-// name, which calls its engine. `__msl_lane` is Apple's lane: it decides which elements of an 8x8
-// matrix a lane holds.
+// Operations of a SIMD group as instructions of a GPU; the simulator's header of this name calls
+// its engine. `__msl_lane` is Apple's lane, which determines the elements of an 8x8 matrix in a
+// lane.
 #pragma once
 #include <__msl_types.h>
 
@@ -66,8 +66,8 @@ METAL_FUNC void __msl_simdgroup_barrier(uint) { agx_simdgroup_barrier(); }
 
 #elif defined(__NVPTX__)
 
-// Physical lane l plays the lane of Apple's whose part of a matrix `mma.sync` wants of l.
-// MSL_LANES_AS_THEY_ARE: for threadgroups whose size is no multiple of 32, without matrices.
+// Physical lane l takes the role of Apple's lane with the same elements of a matrix in `mma.sync`.
+// MSL_LANES_AS_THEY_ARE: for threadgroups whose size is not a multiple of 32, without matrices.
 METAL_FUNC uint __gpu_lane() { return __nvvm_read_ptx_sreg_laneid(); }
 #ifdef MSL_LANES_AS_THEY_ARE
 METAL_FUNC uint __msl_apple_lane(uint lane) { return lane; }
@@ -109,8 +109,8 @@ METAL_FUNC uint __msl_pair_index() {
   return row * 4 + (quad & 2) + __msl_lane() % 2;
 }
 
-// Fills in the running thread for the shim's launch header. Threads of a threadgroup are numbered
-// by SIMD group, and inside each in the order of Apple's lanes.
+// Sets the position of the thread for the shim's launch header. Threads of a threadgroup are
+// numbered by SIMD group, and inside each in the order of Apple's lanes.
 METAL_FUNC void __gpu_place(__msl_launch& launch, __msl_thread& place) {
   const uint threads[3] = {__GPU_THREADS(x), __GPU_THREADS(y), __GPU_THREADS(z)};
   const uint groups[3] = {__GPU_THREADGROUPS(x), __GPU_THREADGROUPS(y), __GPU_THREADGROUPS(z)};

@@ -1,4 +1,4 @@
-// The product of 8x8 matrices on a GPU, in place of the simulator's header of this name.
+// The product of 8x8 matrices on a GPU; replaces the simulator's header of this name.
 #pragma once
 #include <__msl_simd.h>
 
@@ -6,8 +6,8 @@ namespace metal {
 
 #if defined(__SPIRV__)
 
-// One instruction of Apple's GPU, with a pair of elements of each operand in each lane. M1 and M2
-// multiply halves and floats; the driver converts bfloats to floats.
+// One instruction of Apple's GPU; a lane has a pair of elements of each operand. M1 and M2 multiply
+// halves and floats; the driver converts bfloats to floats.
 METAL_FUNC vec<float, 2> __agx_floats(float x, float y) {
   vec<float, 2> pair;
   pair.x = x;
@@ -48,7 +48,7 @@ METAL_FUNC uint __gpu_bytes(uint a, uint b, uint which) {
           : "=f"(d0), "=f"(d1), "=f"(unused0), "=f"(unused1)                                     \
           : __VA_ARGS__)
 
-// A product of floats is three products of tf32, which has only 11 bits.
+// A product of floats is three products of TF32, which has only 11 bits.
 METAL_FUNC void __gpu_float_product(float2& d, float2 a, float2 b) {
   const uint x = as_type<uint>((float)b.x), y = as_type<uint>((float)b.y), zero = 0;
   const uint high = __gpu_transpose(__gpu_bytes(x, y, 0x7632));

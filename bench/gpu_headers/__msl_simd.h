@@ -1,5 +1,5 @@
-// The parts of metal_simdgroup, metal_quadgroup and metal_compute that attention uses, on a GPU.
-// The simulator's header of this name has the same interface.
+// The functions of metal_simdgroup, metal_quadgroup and metal_compute that attention uses, on a
+// GPU. The simulator's header of this name has the same interface.
 #pragma once
 #include <__msl_engine.h>
 #include <__msl_operations.h>
@@ -30,7 +30,7 @@ __GPU_FROM_LANE(broadcast)
 #undef __GPU_FROM_LANE
 template <class T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) {
-  // The order of lanes is a permutation of their bits.
+  // The mapping of lanes permutes the bits of their index.
   const uint moved = __gpu_lane_of(mask & 31);
   return __each_word(x, [=](uint word) { return __gpu_shuffle_xor(word, moved); });
 }
@@ -41,7 +41,7 @@ METAL_FUNC T simd_shuffle_down(T x, ushort delta) {
   return lane < 32 ? other : x;
 }
 
-// Reduces over the lanes that differ from this one in bits below `width`.
+// Reduces over the lanes whose index differs in bits below `width` only.
 template <template <class> class Op, ushort width, class T>
 METAL_FUNC T __reduce(T x) {
   _Pragma("unroll") for (ushort mask = width / 2; mask; mask >>= 1) x =

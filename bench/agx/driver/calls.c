@@ -1,5 +1,4 @@
-/* Calls of agx_* functions that have no body, to what bench/gpu_headers/__msl_engine.h means by
- * them. */
+/* Replaces calls of agx_* functions, which bench/gpu_headers/__msl_engine.h declares, by NIR. */
 
 #include "compiler/nir/nir_builder.h"
 #include "lens.h"
@@ -18,39 +17,39 @@ static nir_def* shuffled_xor(nir_builder* b, nir_def* word, nir_src mask) {
                                 : nir_shuffle_xor(b, word, mask.ssa);
 }
 
-/* A pair of floats from one of bfloats, if the letter says so. */
+/* Converts a pair of bfloats (element 'b') to floats; other pairs do not change. */
 static nir_def* factor(nir_builder* b, nir_def* pair, char element) {
   if (element != 'b') return pair;
   nir_def* word = nir_pack_32_2x16(b, pair);
   return nir_vec2(b, nir_ishl_imm(b, word, 16), nir_iand_imm(b, word, 0xffff0000));
 }
 
-static nir_def* product(nir_builder* b, const char* elements, nir_src* given) {
-  nir_def* left = factor(b, given[0].ssa, elements[0]);
-  nir_def* right = factor(b, given[1].ssa, elements[1]);
-  return nir_simd_matrix_fmadd_agx(b, left, right, given[2].ssa);
+static nir_def* product(nir_builder* b, const char* elements, nir_src* arguments) {
+  nir_def* left = factor(b, arguments[0].ssa, elements[0]);
+  nir_def* right = factor(b, arguments[1].ssa, elements[1]);
+  return nir_simd_matrix_fmadd_agx(b, left, right, arguments[2].ssa);
 }
 
-static nir_def* value_of(nir_builder* b, const char* name, nir_src* given) {
+static nir_def* value_of(nir_builder* b, const char* name, nir_src* arguments) {
 #define IS(function) (!strcmp(name, "agx_" function))
   if (IS("lane")) return nir_load_subgroup_invocation(b);
   if (IS("simdgroup")) return nir_load_subgroup_id(b);
-  if (IS("thread")) return component(b, nir_load_local_invocation_id(b), given[0]);
-  if (IS("threadgroup")) return component(b, nir_load_workgroup_id(b), given[0]);
+  if (IS("thread")) return component(b, nir_load_local_invocation_id(b), arguments[0]);
+  if (IS("threadgroup")) return component(b, nir_load_workgroup_id(b), arguments[0]);
   if (IS("threads"))
-    return nir_imm_int(b, b->shader->info.workgroup_size[nir_src_as_uint(given[0])]);
+    return nir_imm_int(b, b->shader->info.workgroup_size[nir_src_as_uint(arguments[0])]);
   if (IS("threadgroups"))
-    return nir_load_preamble(b, 1, 32, .base = GRID + 2 * nir_src_as_uint(given[0]));
-  if (IS("shuffle")) return shuffled(b, given[0].ssa, given[1]);
-  if (IS("broadcast")) return nir_read_invocation(b, given[0].ssa, given[1].ssa);
-  if (IS("shuffle_xor")) return shuffled_xor(b, given[0].ssa, given[1]);
-  if (IS("ballot")) return nir_ballot(b, 1, 32, nir_ine_imm(b, given[0].ssa, 0));
-  if (!strncmp(name, "agx_product_", 12)) return product(b, name + 12, given);
-  if (IS("exp2")) return nir_fexp2(b, given[0].ssa);
-  if (IS("log2")) return nir_flog2(b, given[0].ssa);
-  if (IS("sin")) return nir_fsin(b, given[0].ssa);
-  if (IS("cos")) return nir_fcos(b, given[0].ssa);
-  if (IS("sqrt")) return nir_fsqrt(b, given[0].ssa);
+    return nir_load_preamble(b, 1, 32, .base = GRID + 2 * nir_src_as_uint(arguments[0]));
+  if (IS("shuffle")) return shuffled(b, arguments[0].ssa, arguments[1]);
+  if (IS("broadcast")) return nir_read_invocation(b, arguments[0].ssa, arguments[1].ssa);
+  if (IS("shuffle_xor")) return shuffled_xor(b, arguments[0].ssa, arguments[1]);
+  if (IS("ballot")) return nir_ballot(b, 1, 32, nir_ine_imm(b, arguments[0].ssa, 0));
+  if (!strncmp(name, "agx_product_", 12)) return product(b, name + 12, arguments);
+  if (IS("exp2")) return nir_fexp2(b, arguments[0].ssa);
+  if (IS("log2")) return nir_flog2(b, arguments[0].ssa);
+  if (IS("sin")) return nir_fsin(b, arguments[0].ssa);
+  if (IS("cos")) return nir_fcos(b, arguments[0].ssa);
+  if (IS("sqrt")) return nir_fsqrt(b, arguments[0].ssa);
   fprintf(stderr, "no instruction for %s\n", name);
   exit(1);
 #undef IS

@@ -5,13 +5,13 @@
 #include "compiler/nir/nir_builder.h"
 #include "lens.h"
 
-/* Fewer accesses than these have an index each: a sum of 64 bits takes more than one of 32. */
+/* Fewer accesses than this have an index each: a sum of 64 bits costs more than one of 32. */
 #define FEWEST_THAT_SHARE 3
 
-/* A sum without its constant. It is counted first and built afterwards: b is NULL when counting.
- * Sums of 16 and 32 bits are taken not to wrap. */
+/* A sum without its constant. Sums are counted first, with b == NULL, and built afterwards. We
+ * assume that sums of 16 and 32 bits do not wrap. */
 struct sum {
-  nir_def* rest; /* NULL: nothing, or nothing is built */
+  nir_def* rest; /* NULL: the sum is only a constant, or sums are being counted */
   uint64_t rest_hash;
   int64_t constant;
 };

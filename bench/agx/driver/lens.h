@@ -1,4 +1,4 @@
-/* What the driver adds to Mesa's compiler; mesa.patch calls it. */
+/* Passes and reports that the driver adds to Mesa's compiler; mesa.patch calls them. */
 #pragma once
 
 #include "asahi/compiler/agx_compiler.h"
@@ -7,16 +7,16 @@
 #define GRID 0
 #define BUFFERS 6
 
-/* NIR, before Mesa lowers it for the GPU. */
+/* Passes over NIR, before Mesa lowers it for the GPU. */
 void lens_lower_calls(nir_shader* nir);
 void lens_narrow_threadgroup_addresses(nir_shader* nir);
 void lens_fold_threadgroup_constants(nir_shader* nir);
 void lens_fold_device_constants(nir_shader* nir);
 
-/* NIR, just before instructions are selected. */
+/* A pass over NIR, just before instruction selection. */
 void lens_compute_at_uses(nir_shader* nir);
 
-/* Instructions, before registers are allocated. */
+/* A pass over instructions, before register allocation. */
 void lens_schedule(agx_context* ctx);
 
 /* The report. */

@@ -1,8 +1,8 @@
-/* SPIR-V of one kernel to instructions of Apple's G13, by Mesa's compiler:
+/* Compiles the SPIR-V of one kernel to instructions of Apple's G13, with Mesa's compiler:
  *
  *     agx_lens IN.spv FUNCTION THREADS
  *
- * It prints what bench/agx/listing.py reads. The order of passes is that of Mesa's asahi_clc.c. */
+ * bench/agx/listing.py reads the output. The order of passes is that of Mesa's asahi_clc.c. */
 
 #include <stdio.h>
 #include <sys/stat.h>
@@ -44,8 +44,8 @@ static nir_shader* read_kernel(const char* path, const char* function, unsigned 
   return nir;
 }
 
-/* A value that has none before a loop: Mesa makes structured loops of LLVM's branches, and then
- * carries what one iteration has computed into the next ones, which never read it. */
+/* Drops the phi of a value that is undefined before a loop. Mesa makes structured loops of LLVM's
+ * branches, and then carries a value of one iteration into the next ones, which never read it. */
 static bool drop_stale(nir_builder* b, nir_instr* instr, void* unused) {
   if (instr->type != nir_instr_type_phi) return false;
   nir_phi_instr* phi = nir_instr_as_phi(instr);
@@ -91,9 +91,8 @@ static void optimise(nir_shader* nir) {
   } while (progress);
 }
 
-/* One function without calls. */
 static void inline_functions(nir_shader* nir) {
-  /* Arguments of calls must be constants where an instruction wants one. */
+  /* Some instructions need constant operands, so arguments of calls must be folded. */
   nir_lower_variable_initializers(nir, nir_var_function_temp);
   nir_opt_constant_folding(nir);
   lens_lower_calls(nir);
@@ -128,7 +127,7 @@ static void lower_memory(nir_shader* nir) {
   optimise(nir);
 }
 
-/* Buffers' addresses are in uniform registers. */
+/* Addresses of buffers are in uniform registers. */
 static bool lower_input(nir_builder* b, nir_intrinsic_instr* input, void* unused) {
   if (input->intrinsic != nir_intrinsic_load_kernel_input) return false;
   b->cursor = nir_before_instr(&input->instr);
@@ -139,7 +138,7 @@ static bool lower_input(nir_builder* b, nir_intrinsic_instr* input, void* unused
   return true;
 }
 
-/* Metal's max and min flush no denormals. */
+/* Metal's max and min do not flush denormals. */
 static bool lower_extreme(nir_builder* b, nir_alu_instr* alu, void* unused) {
   if ((alu->op != nir_op_fmax && alu->op != nir_op_fmin) || alu->def.bit_size != 32) return false;
   alu->op = alu->op == nir_op_fmax ? nir_op_fmax_agx : nir_op_fmin_agx;
@@ -155,7 +154,7 @@ static void lower_arithmetic(nir_shader* nir) {
   nir_shader_intrinsics_pass(nir, lower_input, nir_metadata_control_flow, NULL);
   nir_lower_alu_to_scalar(nir, NULL, NULL);
   nir_shader_alu_pass(nir, lower_extreme, nir_metadata_control_flow, NULL);
-  /* What is needed only after a loop is computed there. */
+  /* Values that are used only after a loop are computed after it. */
   nir_divergence_analysis(nir);
   nir_opt_sink(nir, nir_move_alu | nir_move_copies | nir_move_comparisons);
 }

@@ -1,5 +1,5 @@
-/* What bench/agx/listing.py reads: registers, and each instruction by block. LENS_PEAK=1 adds what
- * is alive where most registers are needed, in Mesa's words. */
+/* The output for bench/agx/listing.py: registers, and the instructions of each block. LENS_PEAK=1
+ * adds the values that are live where most registers are needed, in Mesa's format. */
 
 #include "lens.h"
 
@@ -51,7 +51,7 @@ void lens_print_peak(agx_context* ctx) {
   }
 }
 
-/* Bytes of a lane that a load or store moves; 0 for other instructions. */
+/* Bytes that a load or store moves per lane; 0 for other instructions. */
 static unsigned moved(const agx_instr* instruction) {
   switch (instruction->op) {
     case AGX_OPCODE_LOCAL_LOAD:

@@ -1,14 +1,14 @@
-/* An order of each block that needs fewer registers: the order as it is, but what frees more
- * registers than it takes is done as soon as it can be. Mesa's own scheduler chooses greedily from
- * the end of a block, and finds little to gain in long blocks of matrix products. */
+/* Reorders each block so that it needs fewer registers: an instruction that frees more registers
+ * than it takes moves forward as far as possible. Mesa's scheduler chooses greedily from the end of
+ * a block, and gains little in long blocks of matrix products. */
 
 #include "lens.h"
 #include "util/u_dynarray.h"
 
 struct node {
   agx_instr* instruction;
-  struct util_dynarray users; /* that wait for this one, by their places in the block */
-  unsigned waits;
+  struct util_dynarray users; /* indices of the nodes that wait for this one */
+  unsigned waits;             /* nodes that this one waits for */
   bool done;
 };
 
@@ -17,7 +17,7 @@ struct schedule {
   agx_block* block;
   struct node* nodes;
   unsigned count;
-  unsigned* uses; /* of each value in what is not done yet */
+  unsigned* uses; /* of each value, by nodes that are not done */
 };
 
 static bool is_first_mention(const agx_instr* instruction, unsigned s) {
@@ -33,7 +33,7 @@ static void wait_for(struct schedule* s, int earlier, unsigned later) {
   s->nodes[later].waits++;
 }
 
-/* Results are waited for, and accesses of memory, barriers and preloads keep their order. */
+/* A use waits for its definition. Accesses of memory, barriers and preloads keep their order. */
 static void find_dependencies(struct schedule* s) {
   int* writer = malloc(s->ctx->alloc * sizeof(int));
   int memory = -1, preload = -1;
@@ -65,7 +65,7 @@ static void find_dependencies(struct schedule* s) {
   free(writer);
 }
 
-/* Registers that the instruction takes, less those that it frees. */
+/* Registers that the instruction takes, minus those that it frees. */
 static int registers_taken(struct schedule* s, const agx_instr* instruction) {
   const BITSET_WORD* live_out = s->block->live_out;
   int taken = 0;
@@ -83,7 +83,7 @@ static int registers_taken(struct schedule* s, const agx_instr* instruction) {
   return taken;
 }
 
-/* The first that can be done, or one that frees more. */
+/* The first node that is ready, or a ready one that frees more registers. */
 static unsigned next_of(struct schedule* s, unsigned first) {
   agx_instr* leading = s->nodes[first].instruction;
   if (leading->op == AGX_OPCODE_PHI || leading->op == AGX_OPCODE_PRELOAD) return first;
@@ -109,7 +109,7 @@ static void finish(struct schedule* s, struct node* node) {
   util_dynarray_foreach(&node->users, unsigned, user) { s->nodes[*user].waits--; }
 }
 
-/* The most registers that are taken at once in an order, but for a constant. */
+/* The maximum of live registers in an order, up to a constant. */
 static int pressure(struct schedule* s, agx_instr* const* order) {
   BITSET_WORD* live = malloc(BITSET_WORDS(s->ctx->alloc) * sizeof(BITSET_WORD));
   memcpy(live, s->block->live_out, BITSET_WORDS(s->ctx->alloc) * sizeof(BITSET_WORD));

@@ -8,8 +8,8 @@
 
 static nir_def* operand(nir_builder* b, nir_scalar x) { return nir_channel(b, x.def, x.comp); }
 
-/* The low 32 bits of x, computed in 32 bits. The cursor is just after x when this returns, where
- * what is built next may use it. */
+/* The low 32 bits of x, computed in 32 bits. Afterwards the cursor is just after x, so that code
+ * built next may use the result. */
 static nir_def* narrow(nir_builder* b, nir_scalar x, unsigned depth) {
   nir_instr* instr = x.def->parent_instr;
   if (nir_scalar_is_const(x)) {
@@ -71,7 +71,7 @@ void lens_narrow_threadgroup_addresses(nir_shader* nir) {
   nir_shader_alu_pass(nir, narrow_conversion, nir_metadata_control_flow, NULL);
 }
 
-/* x without its constant part, which is added to *constant. NULL: nothing else is in x. */
+/* x without its constant part, which is added to *constant. NULL: x is only a constant. */
 static nir_def* without_constant(nir_builder* b, nir_scalar x, uint32_t* constant, unsigned depth) {
   x = nir_scalar_chase_movs(x);
   nir_instr* instr = x.def->parent_instr;

@@ -1,14 +1,14 @@
-/* Values that are cheaper to compute again before each use than to keep in registers of all lanes:
- * a pair of uniform registers, a word that is extended to 64 bits, and sums of one value with many
- * constants, such as the columns of a lane. */
+/* Recomputes values before each use if that is cheaper than keeping them in registers: a pair of
+ * uniform registers, a word that is extended to 64 bits, and sums of one value with many constants,
+ * such as the columns of a lane. */
 
 #include "compiler/nir/nir_builder.h"
 #include "lens.h"
 
-/* As many values as are a constant away from another one are kept, if they are fewer. */
+/* Sums with constants are recomputed if one value has at least this many. */
 #define FEWEST_COMPUTED_AGAIN 4
 
-/* A pair of uniform registers, or a word that is extended to 64 bits. */
+/* The result, if it is a pair of uniform registers or a word that is extended to 64 bits. */
 static nir_def* made_by_one(nir_instr* instr) {
   if (instr->type == nir_instr_type_intrinsic) {
     nir_intrinsic_instr* intrinsic = nir_instr_as_intrinsic(instr);

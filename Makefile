@@ -1,19 +1,17 @@
-# make demo | test | mutants | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | readme-check | docs | hf-kernel | clean
-# The first run makes .venv and installs everything into it; later runs only rebuild what changed.
+# The first run makes .venv and installs everything into it; later runs rebuild only what changed. CONTRIBUTING.md explains the common targets.
 
 PYTHON ?= python3
 VENV ?= .venv
 
-# pip prefers a local version such as 2.13.0+cpu wherever one of its indexes or wheel folders has it; a plain
-# `torch` on Linux brings gigabytes of CUDA packages. A suitable torch in $(VENV) is left as it is.
+# pip prefers a local version such as 2.13.0+cpu if one of its indexes or wheel folders has it; a plain `torch` on Linux brings gigabytes of
+# CUDA packages. A suitable torch in $(VENV) is kept.
 CPU_TORCH := 2.13.0
 ifeq ($(shell uname -s),Darwin)
 TORCH ?= torch
 else
 TORCH ?= torch==$(CPU_TORCH)
 endif
-# One process per core, but no more than memory and a shared GPU can stand. Stealing leaves most files to one
-# process, so that it compiles and loads for them once.
+# At most 8 processes, because of memory and a shared GPU. Work stealing keeps most files in one process, which compiles and loads once.
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 
 BIN := $(VENV)/bin
@@ -27,14 +25,13 @@ HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
 
-# Each worker keeps torch to one thread: the workers already use every core. Bytecode is written whatever the
-# environment says, for the processes that tests start.
+# torch has one thread per worker, because the workers use every core. Bytecode is always written, for the processes that tests start.
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test: lint
 	$(TEST) -m "not mutant"
 
-# The faults planted in kernels: they test the tests, so a change of neither kernels nor tests needs them.
+# Faults planted in kernels test the tests.
 mutants: build
 	$(TEST) -m mutant
 
@@ -42,11 +39,11 @@ mutants: build
 test-simulator: build
 	$(if $(CLANG),TORCH_METAL_ATTN_CLANG=$(CLANG)) $(TEST) tests/simulator
 
-# For daily work: of each test function its first case.
+# For daily work: the first case of each test function.
 check: lint
 	$(TEST) -m "not mutant" --first-cases
 
-# Random calls until the time is over: `make fuzz MINUTES=60 WORKERS=4 SEED=7`. Seeds differ if none is given.
+# Random calls until the time is over: `make fuzz MINUTES=60 WORKERS=4 SEED=7`. The default is another seed each time.
 MINUTES ?= 5
 WORKERS ?= 1
 fuzz: build
@@ -80,36 +77,36 @@ bench: build
 	  echo "== $$script"; $(BIN)/python -m "bench.$$(basename $$script .py)" || exit 1; \
 	done
 
-# Every class of transformers' auto mappings against its own eager attention: about 30 minutes of one core. Interrupted,
-# it goes on where it was; remove build/census.jsonl to begin again.
+# Compare every class of transformers' auto mappings with its eager attention: about 30 minutes on one core. An interrupted run continues
+# from build/census.jsonl.
 census: build
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformers.census --keep build/census.jsonl \
 	  --results bench/results/census.md
 
-# Into dist/, checked: for this machine, and, on Linux, for Macs.
+# Wheels in dist/, checked: for this machine, and on Linux for Macs.
 wheel: build
 	$(BIN)/python .ci/build_wheel.py
 
 wheel-macos: build
 	$(BIN)/python .ci/build_wheel.py --macos
 
-# In a fresh environment for each torch: `make wheel wheel-check TORCHES="2.10.0 2.15.0"`. On Linux a torch
-# without a local version such as +cpu brings up to 7 GB of CUDA packages, one environment after the other.
+# A fresh environment for each torch: `make wheel wheel-check TORCHES="2.10.0 2.15.0"`. On Linux a torch without a local version such as
+# +cpu brings up to 7 GB of CUDA packages.
 TORCHES ?= $(CPU_TORCH)
 wheel-check: build
 	$(BIN)/python .ci/clean_venvs.py $(TORCHES)
 
-# The README's commands and examples, as they stand there: in a clone of what is committed, and a fresh environment.
+# Run the README's commands and examples in a clone of the commit and a fresh environment.
 readme-check: build
 	$(BIN)/python .ci/clean_venvs.py --readme
 
 # The pages as a site, with the API and a search. A dead link or heading is an error.
 docs: build
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo "built; to read it with its search: python -m http.server --directory build/site"
+	@echo "built; to read it: python -m http.server --directory build/site"
 
-# dist/hf-kernel/ as Hugging Face's `kernels` loads it: LOCAL_KERNELS=<user>/<name>=dist/hf-kernel
+# dist/hf-kernel/ for Hugging Face's `kernels`: LOCAL_KERNELS=<user>/<name>=dist/hf-kernel
 hf-kernel: wheel-macos
 	$(BIN)/python .ci/hf_kernel.py dist/torch_metal_attn-*-macosx_14_0_arm64.whl
 
@@ -122,13 +119,12 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $(PYTHON) must be Python 3.10 or later (make PYTHON=...)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
-	  { echo "error: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu:" \
-	         "apt install python3-venv" >&2; exit 1; }
+	  { echo "error: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@echo "== Making $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 
-# Tools of the build, which runs in $(VENV), without pip's isolation, against the torch found there.
-# torch looks for ninja in PATH; without it one file is compiled after the other.
+# The build runs in $(VENV) without pip's isolation, with its torch and tools. torch looks for ninja in PATH, and without it compiles one file
+# at a time.
 $(VENV)/.tools: | $(VENV)/bin/python
 	@echo "== Installing torch and the build's tools"
 	$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || $(BIN)/pip install '$(TORCH)'

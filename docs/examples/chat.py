@@ -26,10 +26,7 @@ class Full(ValueError):
 
 
 class Chat:
-    """A conversation: all its tokens, and a cache of the tokens that the model has read.
-
-    Without a tokenizer each byte is a token.
-    """
+    """A conversation: its tokens, and their cache. Without a tokenizer each byte is a token."""
 
     def __init__(self, model: Any, tokenizer: Any, length: int) -> None:
         self.model, self.tokenizer, self.length = model, tokenizer, length
@@ -99,8 +96,8 @@ def main(arguments: list[str] | None = None) -> Chat:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="a Hugging Face model; a tiny random one if not given")
     parser.add_argument("--say", action="append", metavar="TEXT", help="a turn; can be repeated")
-    parser.add_argument("--length", type=int, default=128, help="of the cache (default: 128)")
-    parser.add_argument("--most", type=int, default=16, help="new tokens a turn (default: 16)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of cache (default: 128)")
+    parser.add_argument("--most", type=int, default=16, help="new tokens per turn (default: 16)")
     options = parser.parse_args(arguments)
     if min(options.length, options.most) < 1:
         parser.error("--length and --most must be at least 1")

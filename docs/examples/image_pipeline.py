@@ -24,7 +24,7 @@ BACKENDS = ("native", "metal_attn")
 
 @dataclass(frozen=True)
 class Comparison:
-    """difference: of pixels in 0..1. scores, statistics: bytes of the largest attention's."""
+    """difference: of pixels in 0..1. scores, statistics: bytes, for the largest attention."""
 
     difference: float
     scores: int
@@ -33,7 +33,7 @@ class Comparison:
 
 
 def images(pipeline: Any, prompt: torch.Tensor, size: int, steps: int) -> dict[str, Any]:
-    """The same image by each backend."""
+    """The same image, made with each backend."""
     made = {}
     for backend in BACKENDS:
         print(f"{steps} steps with {backend}", flush=True)

@@ -7,9 +7,9 @@ Requests with a common prefix share its pages.
 
 The server has OpenAI's API, so OpenAI's clients work with base_url="http://127.0.0.1:8000/v1".
 /v1/completions takes tokens, or text with --model; /v1/chat/completions needs a model with a chat
-template. Decoding is greedy. "stream" sends tokens as server-sent events when they are ready. A
-request is cancelled when its client disconnects. Without --model a tiny random Llama serves, whose
-tokens are bytes.
+template. Decoding is greedy. "stream" sends tokens as server-sent events. A request is cancelled
+when its client disconnects. Without --model the model is a tiny random Llama, whose tokens are
+bytes.
 """
 
 import argparse
@@ -51,7 +51,7 @@ GREEDY |= {"presence_penalty": 0, "frequency_penalty": 0}
 
 
 class Stopped(RuntimeError):
-    """The scheduler has ended, so the server answers no more requests."""
+    """The scheduler has ended, so the server cannot answer requests."""
 
 
 def ends_of(model: Any) -> set[int]:
@@ -70,7 +70,7 @@ class Batches:
         threading.Thread(target=self._collect, daemon=True).start()
 
     def stream(self, tokens: list[int], max_tokens: int) -> Parts:
-        """The next tokens; other requests run at the same time. Closing it cancels the request."""
+        """The tokens as they are generated. Closing the generator cancels the request."""
         results: queue.Queue[Any] = queue.Queue()
         with self._lock:  # a result may come before the queue is stored
             name = self._manager.add_request(tokens, max_new_tokens=max_tokens, streaming=True)
@@ -104,7 +104,7 @@ class Batches:
             with self._lock:
                 act = self._waiting.pop if result.is_finished() else self._waiting.get
                 results = act(result.request_id, None)
-            if results is not None:  # None if the request was cancelled
+            if results is not None:  # the request was not cancelled
                 results.put(result)
         with self._lock:
             for results in self._waiting.values():
@@ -123,7 +123,7 @@ class Answer:
         self._sent = 0  # characters
 
     def add(self, generated: list[int], ended: bool) -> str:
-        """The text of new tokens, without a character whose tokens are incomplete."""
+        """The text of new tokens, without an incomplete last character."""
         self._made += generated
         if self._tokenizer is None:
             return ""
@@ -161,8 +161,6 @@ class Request:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers OpenAI's /v1/completions, /v1/chat/completions and /v1/models."""
-
     batches: Batches
     vocabulary: int
     longest: int  # the most tokens of a prompt and its answer together
@@ -207,7 +205,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_failure(status, message)
 
     def answer(self, request: Request, parts: Parts) -> Iterator[dict[str, Any]]:
-        """The parts of an answer, or all of it at once."""
+        """The answer, in parts if the request has "stream"."""
         answer = Answer(self.tokenizer, self.model, request.chat, len(request.tokens))
         generated: list[int] = []
         reason = None
@@ -255,8 +253,8 @@ class Handler(BaseHTTPRequestHandler):
         return Request(tokens, max_tokens, chat, stream, bool(options.get("include_usage")))
 
     def check(self, tokens: Any, max_tokens: Any) -> None:
-        """ValueError for a request that the model cannot run: it would end the scheduler."""
-        # A bool is an int, but no token.
+        """Raises ValueError for a request that the model cannot run, which ends the scheduler."""
+        # A bool is an int, but not a token.
         if not isinstance(tokens, list) or not tokens or {*map(type, tokens)} != {int}:
             raise ValueError('"prompt" must be a text, or a list of at least one integer')
         last = self.vocabulary - 1
@@ -328,7 +326,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that disconnects is no error of the server."""
+        """Ignores clients that disconnect."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -367,7 +365,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", help="a Hugging Face model; a tiny random one if not given")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000")
     parser.add_argument(
-        "--blocks", type=int, default=64, help="of 256 tokens each, in the cache (default: 64)"
+        "--blocks", type=int, default=64, help="blocks of 256 tokens in the cache (default: 64)"
     )
     options = parser.parse_args(arguments)
     if options.blocks < 1 or not 0 <= options.port < 2**16:

@@ -1,4 +1,4 @@
-"""The diffusion pipeline of the examples: the reader's, or a tiny random one."""
+"""The diffusion pipeline of the examples: the user's, or a tiny random one."""
 
 from typing import Any
 

@@ -2,8 +2,8 @@
 
     python docs/examples/train_gpt.py --text FILE --steps 200
 
-Empty lines separate documents, and bytes are the tokens. `flash_attn_varlen_func` takes the bounds
-of the documents, so no document sees another one, and no padding is computed.
+Empty lines separate documents, and bytes are the tokens. `flash_attn_varlen_func` takes the offsets
+of the documents, so documents do not see each other, and there is no padding.
 """
 
 import argparse
@@ -103,8 +103,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--text", type=Path, help="a text file; this script if not given")
     parser.add_argument("--steps", type=int, default=20, help="default: 20")
-    parser.add_argument("--batch", type=int, default=4, help="documents a step (default: 4)")
-    parser.add_argument("--length", type=int, default=128, help="of a document (default: 128)")
+    parser.add_argument("--batch", type=int, default=4, help="documents per step (default: 4)")
+    parser.add_argument("--length", type=int, default=128, help="bytes per document (default: 128)")
     options = parser.parse_args(arguments)
     if min(options.steps, options.batch, options.length) < 1:
         parser.error("--steps, --batch and --length must be at least 1")

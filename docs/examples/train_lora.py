@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--prompt", default="a colour gradient")
     parser.add_argument("--size", type=int, default=16, help="pixels of a side (default: 16)")
     parser.add_argument("--steps", type=int, default=4, help="default: 4")
-    parser.add_argument("--backend", default="metal_attn", help='or "native", which is torch\'s')
+    parser.add_argument("--backend", default="metal_attn", help='or "native", torch\'s attention')
     parser.add_argument("--out", type=Path, help="a folder for the LoRA")
     options = parser.parse_args(arguments)
     if options.images is None:

@@ -7,7 +7,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,6 @@ from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import build, toolchain
 from torch_metal_attn.simulator.build import PREDEFINED, SHIM, ShaderCompileError
 from torch_metal_attn.simulator.metal import versions
-from torch_metal_attn.simulator.metal.constants import ConstantValue
 from torch_metal_attn.simulator.metal.kernels import Kernel, arguments
 from torch_metal_attn.simulator.metal.rewrite import rewrite
 
@@ -48,14 +47,11 @@ class Source:
     kernel: str
     threads: int
     defines: Mapping[str, object] = field(default_factory=dict)
-    constants: Mapping[int | str, ConstantValue] = field(default_factory=dict)
-    include_dirs: Sequence[Path] = ()
     lines: bool = False
 
     @property
     def name(self) -> str:
-        known = (self.text, self.threads, self.defines, self.constants, self.include_dirs)
-        digest = hashlib.sha256(repr((known, self.lines)).encode())
+        digest = hashlib.sha256(repr((self.text, self.threads, self.defines, self.lines)).encode())
         return f"{self.kernel}-{digest.hexdigest()[:10]}"
 
 
@@ -92,10 +88,9 @@ def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, 
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     command = [*target, *LANGUAGE, *PREDEFINED, *versions.flags(versions.DEFAULT)]
     command += ["-isystem", str(HEADERS), "-isystem", str(SHIM), "-include", "metal_stdlib"]
-    command += [f"-I{directory}" for directory in source.include_dirs]
     options = [f"-D{name}={value}" for name, value in defines.items() if "MSL_" in name]
     text = f'{macros}#line 1 "program_source"\n{source.text}\n'
-    rewritten = rewrite(clang([*command, *options, "-E", "-"], text), source.constants)
+    rewritten = rewrite(clang([*command, *options, "-E", "-"], text), {})
     named = {one.name: one for one in rewritten.kernels}
     if kernel not in named:
         raise ValueError(f"the text has no kernel {kernel}; it has {', '.join(sorted(named))}")

@@ -27,7 +27,6 @@ __AGX_PURE uint agx_threadgroups(uint axis);
 __AGX_GROUP uint agx_shuffle(uint word, uint lane);
 __AGX_GROUP uint agx_broadcast(uint word, uint lane);
 __AGX_GROUP uint agx_shuffle_xor(uint word, uint mask);
-__AGX_GROUP uint agx_ballot(uint vote);
 __AGX_BARRIER void agx_barrier();
 __AGX_BARRIER void agx_simdgroup_barrier();
 __AGX_GROUP metal::vec<float, 2> agx_product_ff(metal::vec<float, 2>, metal::vec<float, 2>,
@@ -53,7 +52,6 @@ METAL_FUNC uint __gpu_lane_of(uint apple_lane) { return apple_lane; }
 METAL_FUNC uint __gpu_shuffle(uint word, uint lane) { return agx_shuffle(word, lane); }
 METAL_FUNC uint __gpu_broadcast(uint word, uint lane) { return agx_broadcast(word, lane); }
 METAL_FUNC uint __gpu_shuffle_xor(uint word, uint mask) { return agx_shuffle_xor(word, mask); }
-METAL_FUNC uint __gpu_ballot(bool vote) { return agx_ballot(vote); }
 METAL_FUNC void __msl_threadgroup_barrier(uint) { agx_barrier(); }
 METAL_FUNC void __msl_simdgroup_barrier(uint) { agx_simdgroup_barrier(); }
 #define __GPU_AXIS(axis) (#axis[0] - 'x')
@@ -87,7 +85,6 @@ METAL_FUNC uint __gpu_broadcast(uint word, uint lane) { return __gpu_shuffle(wor
 METAL_FUNC uint __gpu_shuffle_xor(uint word, uint mask) {
   return (uint)__nvvm_shfl_sync_bfly_i32(~0u, (int)word, (int)mask, 31);
 }
-METAL_FUNC uint __gpu_ballot(bool vote) { return (uint)__nvvm_vote_ballot_sync(~0u, vote); }
 METAL_FUNC void __msl_threadgroup_barrier(uint) { __nvvm_bar_sync(0); }
 METAL_FUNC void __msl_simdgroup_barrier(uint) { __nvvm_bar_warp_sync(~0u); }
 #define __GPU_BUILT_IN(what, i) (uint) __nvvm_read_ptx_sreg_##what##_##i()

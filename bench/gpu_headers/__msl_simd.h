@@ -34,36 +34,20 @@ METAL_FUNC T simd_shuffle_xor(T x, ushort mask) {
   const uint moved = __gpu_lane_of(mask & 31);
   return __each_word(x, [=](uint word) { return __gpu_shuffle_xor(word, moved); });
 }
-template <class T>
-METAL_FUNC T simd_shuffle_down(T x, ushort delta) {
-  const uint lane = __msl_lane() + delta;
-  const T other = metal::simd_shuffle(x, (ushort)lane);
-  return lane < 32 ? other : x;
-}
-
-// Reduces over the lanes whose index differs in bits below `width` only.
-template <template <class> class Op, ushort width, class T>
+template <template <class> class Op, class T>
 METAL_FUNC T __reduce(T x) {
-  _Pragma("unroll") for (ushort mask = width / 2; mask; mask >>= 1) x =
+  _Pragma("unroll") for (ushort mask = 16; mask; mask >>= 1) x =
       Op<T>::apply(x, metal::simd_shuffle_xor(x, mask));
   return x;
 }
 #define __GPU_REDUCTION(name, op) \
   template <class T>              \
   METAL_FUNC T simd_##name(T x) { \
-    return __reduce<op, 32>(x);   \
-  }                               \
-  template <class T>              \
-  METAL_FUNC T quad_##name(T x) { \
-    return __reduce<op, 4>(x);    \
+    return __reduce<op>(x);       \
   }
 __GPU_REDUCTION(sum, __add)
-__GPU_REDUCTION(product, __multiply)
 __GPU_REDUCTION(max, __largest)
 __GPU_REDUCTION(min, __smallest)
-__GPU_REDUCTION(and, __and)
-__GPU_REDUCTION(or, __or)
-__GPU_REDUCTION(xor, __xor)
 #undef __GPU_REDUCTION
 
 template <class T>
@@ -86,6 +70,11 @@ METAL_FUNC T simd_prefix_exclusive_sum(T x) {
 #define __GPU_UNUSED(name)          \
   template <class T, class... More> \
   T name(T x, More... more);
+__GPU_UNUSED(simd_product)
+__GPU_UNUSED(simd_and)
+__GPU_UNUSED(simd_or)
+__GPU_UNUSED(simd_xor)
+__GPU_UNUSED(simd_shuffle_down)
 __GPU_UNUSED(simd_shuffle_up)
 __GPU_UNUSED(simd_shuffle_and_fill_up)
 __GPU_UNUSED(simd_shuffle_and_fill_down)
@@ -94,12 +83,5 @@ __GPU_UNUSED(simd_shuffle_rotate_down)
 __GPU_UNUSED(simd_prefix_inclusive_product)
 __GPU_UNUSED(simd_prefix_exclusive_product)
 #undef __GPU_UNUSED
-
-METAL_FUNC simd_vote simd_ballot(bool x) {
-  // In the order of Apple's lanes.
-  return simd_vote((ulong)__gpu_ballot((bool)__gpu_shuffle((uint)x, __gpu_lane_of(__gpu_lane()))));
-}
-METAL_FUNC bool simd_all(bool x) { return __gpu_ballot(x) == ~0u; }
-METAL_FUNC bool simd_any(bool x) { return __gpu_ballot(x) != 0; }
 
 }  // namespace metal

@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> Chat:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="a Hugging Face model; a tiny random one if not given")
     parser.add_argument("--say", action="append", metavar="TEXT", help="a turn; can be repeated")
-    parser.add_argument("--length", type=int, default=128, help="tokens of cache (default: 128)")
+    parser.add_argument("--length", type=int, default=128, help="tokens in total (default: 128)")
     parser.add_argument("--most", type=int, default=16, help="new tokens per turn (default: 16)")
     options = parser.parse_args(arguments)
     if min(options.length, options.most) < 1:

@@ -43,7 +43,6 @@ static nir_def* value_of(nir_builder* b, const char* name, nir_src* arguments) {
   if (IS("shuffle")) return shuffled(b, arguments[0].ssa, arguments[1]);
   if (IS("broadcast")) return nir_read_invocation(b, arguments[0].ssa, arguments[1].ssa);
   if (IS("shuffle_xor")) return shuffled_xor(b, arguments[0].ssa, arguments[1]);
-  if (IS("ballot")) return nir_ballot(b, 1, 32, nir_ine_imm(b, arguments[0].ssa, 0));
   if (!strncmp(name, "agx_product_", 12)) return product(b, name + 12, arguments);
   if (IS("exp2")) return nir_fexp2(b, arguments[0].ssa);
   if (IS("log2")) return nir_flog2(b, arguments[0].ssa);

@@ -25,7 +25,7 @@ def test_form(path):
     assert len(fields) == len(inputs) > 0
     for field in form["body"]:
         assert NEEDED[field["type"]] <= field["attributes"].keys()
-    if path.stem in ("wrong-result", "crash"):
+    if path.stem == "bug":
         assert all(fields[x]["validations"]["required"] for x in ("reproducer", "report", "info"))
         assert (
             "`python -m torch_metal_attn verify --full`"

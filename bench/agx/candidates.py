@@ -100,7 +100,7 @@ def classes(macro: str) -> Iterator[Class]:
             for columns in COLUMNS:
                 yield Class(macro, bits, columns, 0, "Rotary", ragged=False)
         else:
-            # A ragged class comes after the other of its load, because its tile is slower.
+            # A ragged class comes after the regular one of its load, because its tile is slower.
             for columns, load, ragged in product(COLUMNS, LOADS, (False, True)):
                 if not ragged or (columns > 64 and load != "Light"):
                     yield Class(macro, bits, columns, 0, load, ragged)

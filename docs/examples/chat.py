@@ -94,7 +94,7 @@ def chat(model: Any, tokenizer: Any, turns: Iterable[str], length: int, most: in
 
 def main(arguments: list[str] | None = None) -> Chat:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="a Hugging Face model; a tiny random one if not given")
+    parser.add_argument("--model", help="a Hugging Face model (default: a tiny random one)")
     parser.add_argument("--say", action="append", metavar="TEXT", help="a turn; can be repeated")
     parser.add_argument("--length", type=int, default=128, help="tokens in total (default: 128)")
     parser.add_argument("--most", type=int, default=16, help="new tokens per turn (default: 16)")

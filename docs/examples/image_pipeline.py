@@ -81,7 +81,7 @@ def compare(pipeline: Any, text: str, size: int, steps: int, out: Path | None) -
 
 def main(arguments: list[str] | None = None) -> Comparison:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="a Stable Diffusion 1 or 2; a tiny random one if not given")
+    parser.add_argument("--model", help="a Stable Diffusion 1 or 2 (default: a tiny random one)")
     parser.add_argument("--prompt", default="a lighthouse at night")
     parser.add_argument("--size", type=int, default=32, help="pixels of a side (default: 32)")
     parser.add_argument("--steps", type=int, default=2, help="default: 2")

@@ -362,7 +362,7 @@ def server(model: Any, tokenizer: Any, port: int, blocks: int) -> Iterator[Threa
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="a Hugging Face model; a tiny random one if not given")
+    parser.add_argument("--model", help="a Hugging Face model (default: a tiny random one)")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000")
     parser.add_argument(
         "--blocks", type=int, default=64, help="blocks of 256 tokens in the cache (default: 64)"

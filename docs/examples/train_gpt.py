@@ -101,7 +101,7 @@ def train(text: str, steps: int, batch: int, length: int) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--text", type=Path, help="a text file; this script if not given")
+    parser.add_argument("--text", type=Path, help="a text file (default: this script)")
     parser.add_argument("--steps", type=int, default=20, help="default: 20")
     parser.add_argument("--batch", type=int, default=4, help="documents per step (default: 4)")
     parser.add_argument("--length", type=int, default=128, help="bytes per document (default: 128)")

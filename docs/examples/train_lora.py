@@ -80,8 +80,8 @@ def train(
 
 def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", help="a Stable Diffusion 1 or 2; a tiny random one if not given")
-    parser.add_argument("--images", type=Path, help="a folder; colour gradients if not given")
+    parser.add_argument("--model", help="a Stable Diffusion 1 or 2 (default: a tiny random one)")
+    parser.add_argument("--images", type=Path, help="a folder (default: colour gradients)")
     parser.add_argument("--prompt", default="a colour gradient")
     parser.add_argument("--size", type=int, default=16, help="pixels of a side (default: 16)")
     parser.add_argument("--steps", type=int, default=4, help="default: 4")

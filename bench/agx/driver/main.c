@@ -105,9 +105,9 @@ static void inline_functions(nir_shader* nir) {
 }
 
 static void lower_memory(nir_shader* nir) {
-  const nir_variable_mode own = nir_var_shader_temp | nir_var_function_temp;
+  const nir_variable_mode private_modes = nir_var_shader_temp | nir_var_function_temp;
   const nir_variable_mode device = nir_var_mem_constant | nir_var_mem_global;
-  const nir_variable_mode offsets = nir_var_uniform | nir_var_mem_shared | own;
+  const nir_variable_mode offsets = nir_var_uniform | nir_var_mem_shared | private_modes;
   nir_copy_prop(nir);
   nir_opt_deref(nir);
   nir_lower_variable_initializers(nir, ~0);

@@ -1,11 +1,6 @@
 // Every op's schema, and what runs it on each device.
 #include <torch/csrc/stable/library.h>
 
-#include <cstddef>
-#include <stdexcept>
-#include <string>
-#include <utility>
-
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flash_fwd.h"
@@ -14,8 +9,6 @@
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/decode_step.h"
 #include "csrc/ops/decode/fast_path.h"
 #include "csrc/ops/decode/flash_decode.h"

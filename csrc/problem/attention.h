@@ -1,13 +1,7 @@
 // The arguments of the ops of attention, and the problem that remains after the checks.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-
-#include "csrc/problem/cache.h"
-#include "csrc/problem/element.h"
 #include "csrc/problem/options.h"
-#include "csrc/problem/tensor.h"
 
 namespace metal_attn {
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 
 #include "csrc/problem/element.h"
 #include "csrc/problem/tensor.h"

@@ -1,12 +1,7 @@
 // The arguments of the ops of decoding.
 #pragma once
 
-#include <cstdint>
-
 #include "csrc/problem/attention.h"
-#include "csrc/problem/cache.h"
-#include "csrc/problem/options.h"
-#include "csrc/problem/tensor.h"
 
 // X(type, name, default, whether decode_step has it) of decoding's ops alone, after num_splits in
 // their schemas.

@@ -2,13 +2,10 @@
 // structs follow from the lists.
 #pragma once
 
-#include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "csrc/problem/cache.h"
-#include "csrc/problem/tensor.h"
 
 // The types of the lists as schemas write them.
 #define SCHEMA_Flag "bool"

@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "csrc/problem/element.h"
 #include "csrc/problem/tensor.h"

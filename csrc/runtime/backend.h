@@ -1,9 +1,6 @@
 // Runs a Launch: on PyTorch's MPS stream, or on the CPU in the simulator.
 #pragma once
 
-#include <stdexcept>
-#include <string>
-
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {

@@ -2,9 +2,6 @@
 // text, the function that runs them in the simulator, and the GPU.
 #pragma once
 
-#include <cstdint>
-#include <string>
-
 #include "csrc/problem/gpu.h"
 #include "csrc/simulator/engine.h"
 

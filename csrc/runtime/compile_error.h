@@ -1,7 +1,6 @@
 // Messages for a shader that Metal does not compile, or compiles slowly.
 #pragma once
 
-#include <string>
 #include <string_view>
 
 #include "csrc/runtime/launch.h"

@@ -3,15 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <concepts>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <type_traits>
 #include <unordered_map>
 
 #include "csrc/problem/tensor.h"

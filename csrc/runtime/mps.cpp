@@ -8,17 +8,12 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <sstream>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -5,14 +5,9 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdlib>
-#include <cstring>
 #include <mutex>
-#include <stdexcept>
-#include <string>
 
-#include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/probe.h"
 

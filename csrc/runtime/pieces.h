@@ -2,9 +2,6 @@
 // and torch before 2.15 does not tell (docs/design/launch.md).
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-
 #include "csrc/runtime/launch.h"
 
 extern "C" {

@@ -11,7 +11,6 @@
 #include <exception>
 #include <mutex>
 #include <sstream>
-#include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <utility>

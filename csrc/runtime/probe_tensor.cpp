@@ -3,9 +3,7 @@
 
 #include "csrc/runtime/probe.h"
 
-#include <array>
 #include <sstream>
-#include <vector>
 
 #include "shaders/params/probe.h"
 

@@ -4,8 +4,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <mutex>
-#include <stdexcept>
-#include <string>
 
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"

@@ -2,7 +2,6 @@
 
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
-#include "shaders/params/common.h"
 
 namespace metal_attn {
 namespace {

@@ -1,12 +1,6 @@
 // How the kernels of gradients are specialised: pure functions of plain data.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <span>
-
-#include "csrc/problem/attention.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/tiles/table.h"
 
 namespace metal_attn {

@@ -1,11 +1,8 @@
 #include "csrc/tiles/flash_decode.h"
 
-#include <algorithm>
-
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
 #include "shaders/params/decode.h"
-#include "shaders/params/kv_formats.h"
 
 namespace metal_attn {
 namespace {

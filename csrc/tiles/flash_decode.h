@@ -1,11 +1,6 @@
 // How the kernel of decoding is specialised for a problem and a GPU: pure functions of plain data.
 #pragma once
 
-#include <cstdint>
-#include <span>
-
-#include "csrc/problem/attention.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/tiles/table.h"
 
 namespace metal_attn {

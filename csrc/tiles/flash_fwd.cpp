@@ -1,10 +1,6 @@
 #include "csrc/tiles/flash_fwd.h"
 
-#include <algorithm>
-
-#include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
-#include "shaders/params/common.h"
 
 namespace metal_attn {
 namespace {

@@ -1,10 +1,6 @@
 // How flash_fwd is specialised for a problem and a GPU: pure functions of plain data.
 #pragma once
 
-#include <span>
-
-#include "csrc/problem/attention.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/tiles/shared.h"
 
 namespace metal_attn {

@@ -1,7 +1,6 @@
 #include "csrc/tiles/refused.h"
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <sstream>

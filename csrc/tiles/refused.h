@@ -1,13 +1,6 @@
 // Tiles that the GPU or its compiler has refused in this process: choosers leave them out.
 #pragma once
 
-#include <functional>
-#include <map>
-#include <string>
-#include <string_view>
-#include <vector>
-
-#include "csrc/problem/attention.h"
 #include "csrc/tiles/tuned.h"
 
 namespace metal_attn {

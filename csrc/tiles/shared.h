@@ -1,9 +1,6 @@
 // Counts that the tiles of all kernels of attention share, including decoding.
 #pragma once
 
-#include <cstdint>
-
-#include "csrc/problem/attention.h"
 #include "csrc/tiles/table.h"
 
 namespace metal_attn {

@@ -12,18 +12,12 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <limits>
-#include <optional>
 #include <span>
-#include <string>
-#include <vector>
 
-#include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/tiles/knobs.h"
 #include "csrc/tiles/refused.h"
-#include "csrc/tiles/tuned.h"
 #include "shaders/params/common.h"
 
 namespace metal_attn {

@@ -1,7 +1,6 @@
 #include "csrc/tiles/tuned.h"
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <cstdio>
 #include <memory>

@@ -5,10 +5,8 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <map>
-#include <string>
 #include <string_view>
 #include <utility>
 

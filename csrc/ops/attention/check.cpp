@@ -1,14 +1,11 @@
 #include "csrc/ops/attention/check.h"
 
-#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numbers>
 
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "shaders/params/attention.h"
 
 namespace metal_attn {
 namespace {

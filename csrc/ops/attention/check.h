@@ -1,9 +1,6 @@
 // The checks of attention's arguments, and the problem that remains.
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/attention.h"
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "csrc/problem/attention.h"
-#include "csrc/problem/element.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {

@@ -1,7 +1,5 @@
 #include "csrc/ops/attention/fill.h"
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <numbers>
 

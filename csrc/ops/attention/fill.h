@@ -2,8 +2,6 @@
 // the number of tiles.
 #pragma once
 
-#include <optional>
-
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params/attention.h"

@@ -1,24 +1,16 @@
 #include "csrc/ops/attention/flash_bwd.h"
 
-#include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
-#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/callbacks.h"
-#include "csrc/tiles/flash_bwd.h"
 #include "shaders/params/backward.h"
 
 namespace metal_attn {

@@ -3,9 +3,7 @@
 
 #include <tuple>
 
-#include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/tiles/flash_bwd.h"
 
 namespace metal_attn {

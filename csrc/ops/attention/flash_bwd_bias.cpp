@@ -2,21 +2,14 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
-#include <limits>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/backward.h"
 
 namespace metal_attn {

@@ -2,11 +2,7 @@
 // gradients of what attention adds to its scores, and of what score_mod captures.
 #pragma once
 
-#include <vector>
-
 #include "csrc/ops/common/recorder.h"
-#include "csrc/problem/attention.h"
-#include "csrc/runtime/backend.h"
 #include "csrc/tiles/flash_bwd.h"
 
 namespace metal_attn {

@@ -1,20 +1,12 @@
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
-#include <limits>
-#include <utility>
-
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/backward.h"
 
 namespace metal_attn {

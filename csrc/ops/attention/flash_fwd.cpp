@@ -3,18 +3,13 @@
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
-#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_fwd.h"
-#include "shaders/params/attention.h"
 
 namespace metal_attn {
 namespace {

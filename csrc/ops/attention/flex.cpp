@@ -1,14 +1,7 @@
 #include "csrc/ops/attention/flex.h"
 
-#include <algorithm>
-#include <array>
-#include <limits>
 #include <mutex>
-#include <string>
 #include <unordered_set>
-#include <vector>
-
-#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {

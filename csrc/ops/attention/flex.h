@@ -2,10 +2,6 @@
 // they index, and the lists of a BlockMask.
 #pragma once
 
-#include <cstddef>
-#include <string>
-#include <vector>
-
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/launch.h"

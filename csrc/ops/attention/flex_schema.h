@@ -3,9 +3,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "csrc/ops/common/arguments.h"
 #include "csrc/problem/attention.h"

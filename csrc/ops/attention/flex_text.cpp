@@ -1,13 +1,9 @@
 #include "csrc/ops/attention/flex.h"
 
-#include <algorithm>
-#include <array>
 #include <cctype>
 #include <numeric>
 #include <string_view>
 #include <utility>
-
-#include "shaders/params/attention.h"
 
 namespace metal_attn {
 namespace {

@@ -1,12 +1,8 @@
 #include "csrc/ops/attention/mask_blocks.h"
 
-#include <algorithm>
-
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/mask_blocks.h"
 
 namespace metal_attn {

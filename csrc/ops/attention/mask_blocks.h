@@ -2,14 +2,8 @@
 // attention skip the others.
 #pragma once
 
-#include <optional>
-#include <string>
-
 #include "csrc/ops/attention/flex.h"
-#include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
-#include "csrc/runtime/launch.h"
-#include "shaders/params/attention.h"
 
 namespace metal_attn {
 

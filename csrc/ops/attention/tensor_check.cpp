@@ -1,12 +1,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <sstream>
-#include <tuple>
-#include <vector>
 
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_fwd.h"

@@ -1,20 +1,14 @@
 #include "csrc/ops/attention/tensor_tiles.h"
 
-#include <array>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
-#include <optional>
 #include <set>
-#include <string_view>
 #include <system_error>
-#include <utility>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/probe.h"

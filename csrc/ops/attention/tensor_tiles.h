@@ -6,9 +6,7 @@
 // tile. If one of them fails, 8x8 tiles are used.
 #pragma once
 
-#include <cstdint>
 #include <cstdlib>
-#include <string>
 #include <string_view>
 
 #include "csrc/problem/attention.h"

@@ -2,8 +2,6 @@
 
 #include <atomic>
 #include <exception>
-#include <stdexcept>
-#include <string_view>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/runtime/callbacks.h"

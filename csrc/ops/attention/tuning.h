@@ -2,14 +2,10 @@
 // tile that does not compile.
 #pragma once
 
-#include <cstdint>
 #include <cstdio>
-#include <optional>
-#include <string>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
 #include "csrc/tiles/table.h"

@@ -1,8 +1,5 @@
 #include "csrc/ops/attention/work.h"
 
-#include <algorithm>
-#include <limits>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flex.h"

@@ -2,8 +2,6 @@
 // by it (csrc/runtime/pieces.h).
 #pragma once
 
-#include <cstdint>
-
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/launch.h"
 

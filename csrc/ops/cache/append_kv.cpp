@@ -1,22 +1,14 @@
 #include "csrc/ops/cache/append_kv.h"
 
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <limits>
-#include <optional>
 #include <tuple>
-#include <vector>
 
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/rope/rotation.h"
 #include "csrc/problem/rope.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {

@@ -1,7 +1,6 @@
 #include "csrc/ops/cache/check.h"
 
 #include <algorithm>
-#include <array>
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"

@@ -1,12 +1,9 @@
 // Checks of a cache's arguments, for the ops that read or write it.
 #pragma once
 
-#include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "csrc/problem/cache.h"
-#include "shaders/params/kv_formats.h"
 
 struct FlashParams;
 

@@ -1,15 +1,9 @@
 #include "csrc/ops/cache/copy_pages.h"
 
-#include <algorithm>
 #include <bit>
-#include <cstdint>
-#include <unordered_map>
-#include <vector>
 
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/pages.h"
 
 namespace metal_attn {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "csrc/ops/common/arguments.h"
-#include "csrc/problem/cache.h"
 
 // In the order of CacheOptions.
 #define FLASH_CACHE_OPTIONS                                  \

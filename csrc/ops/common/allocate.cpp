@@ -3,12 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
-#include <limits>
 #include <numeric>
-#include <optional>
-#include <stdexcept>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"

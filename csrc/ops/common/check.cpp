@@ -3,7 +3,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
-#include <optional>
 #include <stdexcept>
 
 #include "csrc/runtime/torch_call.h"

@@ -1,7 +1,6 @@
 #include "csrc/ops/common/overlap.h"
 
 #include <algorithm>
-#include <cstdint>
 
 namespace metal_attn {
 namespace {

@@ -1,8 +1,6 @@
 // Checks of ops that write in place: tensors must not share memory.
 #pragma once
 
-#include <initializer_list>
-#include <optional>
 #include <utility>
 #include <vector>
 

@@ -2,10 +2,6 @@
 // ops allocate have no data.
 #pragma once
 
-#include <array>
-#include <cstdint>
-#include <cstring>
-#include <string>
 #include <vector>
 
 #include "csrc/runtime/backend.h"

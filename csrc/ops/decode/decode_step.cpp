@@ -2,19 +2,12 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <map>
-#include <vector>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/flash_decode.h"
 
 namespace metal_attn {

@@ -5,16 +5,12 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <cstdint>
-#include <optional>
-
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/decode/decode_step.h"
 #include "csrc/ops/decode/flash_decode.h"
 #include "csrc/ops/decode/schema.h"
-#include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 

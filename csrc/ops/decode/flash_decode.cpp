@@ -1,8 +1,5 @@
 #include "csrc/ops/decode/flash_decode.h"
 
-#include <algorithm>
-#include <limits>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
@@ -12,17 +9,9 @@
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/visible.h"
 #include "csrc/ops/merge/merge.h"
-#include "csrc/problem/gpu.h"
-#include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/callbacks.h"
-#include "csrc/runtime/launch.h"
-#include "shaders/params/decode.h"
-#include "shaders/params/kv_formats.h"
 
 namespace metal_attn {
 namespace {

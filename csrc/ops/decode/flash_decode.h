@@ -1,14 +1,10 @@
 // metal_attn::flash_decode: attention of few queries over long caches, split over the keys.
 #pragma once
 
-#include <algorithm>
-#include <array>
-#include <cstdint>
 #include <tuple>
 
 #include "csrc/problem/decode.h"
 #include "csrc/runtime/backend.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/tiles/flash_decode.h"
 #include "shaders/params/append.h"
 

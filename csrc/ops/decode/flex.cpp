@@ -1,6 +1,3 @@
-#include <cstdint>
-#include <limits>
-#include <optional>
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/flash_fwd.h"

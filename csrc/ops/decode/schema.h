@@ -1,9 +1,6 @@
 // The schemas of decoding's ops, and how the dispatcher's arguments become structs.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-
 #include "csrc/ops/attention/schema.h"
 #include "csrc/problem/decode.h"
 

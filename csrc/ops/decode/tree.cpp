@@ -1,9 +1,5 @@
 #include "csrc/ops/decode/visible.h"
 
-#include <cstdint>
-#include <sstream>
-#include <vector>
-
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 

@@ -2,9 +2,6 @@
 // and trees of new tokens.
 #pragma once
 
-#include <cstdint>
-#include <string>
-
 #include "csrc/problem/decode.h"
 #include "shaders/params/decode.h"
 

@@ -1,14 +1,11 @@
 #include "csrc/ops/indexer/index_scores.h"
 
 #include <cmath>
-#include <limits>
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/problem/element.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/index_scores.h"
 
 namespace metal_attn {

@@ -1,9 +1,6 @@
 // metal_attn::index_scores: by which a sparse attention's indexer chooses each query's keys.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {

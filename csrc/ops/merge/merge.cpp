@@ -1,16 +1,9 @@
 #include "csrc/ops/merge/merge.h"
 
-#include <algorithm>
-#include <cstdint>
-#include <vector>
-
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
-#include "shaders/params/merge.h"
 
 namespace metal_attn {
 namespace {

@@ -1,7 +1,6 @@
 // metal_attn::merge_state and merge_splits: attention over a union of disjoint sets of keys.
 #pragma once
 
-#include <optional>
 #include <tuple>
 
 #include "csrc/problem/merge.h"

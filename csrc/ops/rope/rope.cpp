@@ -1,18 +1,11 @@
 #include "csrc/ops/rope/rope.h"
 
-#include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdint>
-#include <limits>
-#include <vector>
 
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/rope/rotation.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/rope.h"
 
 namespace metal_attn {

@@ -1,6 +1,5 @@
 #include "csrc/ops/rope/rotation.h"
 
-#include <algorithm>
 #include <bit>
 
 #include "csrc/ops/common/check.h"

@@ -1,8 +1,6 @@
 // The schemas of softmax's ops, and how the dispatcher gives their arguments.
 #pragma once
 
-#include <cstdint>
-
 #include "csrc/ops/common/arguments.h"
 
 #define SOFTMAX_ARGUMENTS "(Tensor x, int dim=-1"

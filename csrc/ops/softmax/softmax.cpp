@@ -3,15 +3,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
-#include <optional>
-
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/problem/element.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/runtime/torch_call.h"
 #include "shaders/params/softmax.h"
 

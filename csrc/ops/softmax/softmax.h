@@ -1,8 +1,6 @@
 // metal_attn::softmax, softmax_ and apply_causal_mask_: the unfused parts of attention.
 #pragma once
 
-#include <cstdint>
-
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {

@@ -14,7 +14,7 @@ struct Texts {
   metal_attn::TensorRecord tensor_record;
 };
 
-// Never destroyed: at exit threads may still launch.
+// Never destroyed: threads may still launch at exit.
 Texts& texts() {
   static Texts* const texts = new Texts;
   return *texts;
@@ -22,7 +22,7 @@ Texts& texts() {
 
 std::atomic<metal_attn_simulate> g_simulate{nullptr};
 
-// GPUs have 7 to 80. Too many splits of a decode cost little, and too few leave cores idle.
+// GPUs have 7 to 80 cores. Too many splits of a decode cost little, and too few leave cores idle.
 std::atomic<int> g_gpu_cores{40};
 std::atomic<int> g_gpu_family{metal_attn::gpu_family("")};
 

@@ -297,7 +297,7 @@ FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
 }
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
-  const bool of_rows = s.of != Gradient::kScores;
+  const bool of_rows = s.gradient != Gradient::kScores;
   Defines specific;
   define_if(of_rows, specific, s.dkv() ? "DK_SLICE" : "DQ_SLICE", s.qk_slice());
   specific.push_back({s.dkv() ? "BLOCK_Q" : "BLOCK_K", s.block});

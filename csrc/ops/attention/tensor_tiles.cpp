@@ -119,12 +119,12 @@ std::string compare_once(Backend& mps, TileComparison comparison,
   say_compared(comparison);
   ProbeSettings settings = probe_settings();  // tests change them between two trials
   settings.limit *= kCompareLimits;
-  settings.held = std::move(note);
+  settings.note = std::move(note);
   const std::string problem =
-      try_apart(settings, "the comparison of both kinds of tile",
-                [&mps, comparison, type = settings.device_type] {
-                  return compare_tiles(mps, type, comparison.pass, comparison.float32);
-                });
+      try_in_thread(settings, "the comparison of both kinds of tile",
+                    [&mps, comparison, type = settings.device_type] {
+                      return compare_tiles(mps, type, comparison.pass, comparison.float32);
+                    });
   if (problem.empty() && !record.empty()) {
     std::filesystem::create_directories(std::filesystem::path(record).parent_path(), error);
     std::ofstream(record).flush();
@@ -160,7 +160,7 @@ std::string try_tensor_tiles(Backend& mps, TileComparison comparison) {
     say_not_used(name(comparison), problem);
     return problem;
   }
-  settings.held = begun.note;
+  settings.note = begun.note;
   std::string problem =
       comparison.pass == Pass::kForward ? probe_tensor(mps, settings, comparison.float32) : "";
   if (problem.empty()) { problem = compare_once(mps, comparison, begun.note); }

@@ -88,7 +88,7 @@ void run_chosen(Backend& backend, const Launch& launch, const Specialisation& s,
   try {
     backend.run(launch);
   } catch (const CompileError& error) {
-    if (s.row != nullptr && s.row->tries()) { throw; }
+    if (s.row != nullptr && s.row->is_forced()) { throw; }
     drop_tile(s, key_of(s, queries, keys), error.why);
   }
 }

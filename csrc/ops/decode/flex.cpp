@@ -1,7 +1,7 @@
 
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/flash_fwd.h"
-#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/decode/flash_decode.h"
 

@@ -85,13 +85,12 @@ struct FlexFeatures {
   bool operator==(const FlexFeatures&) const = default;
 };
 
-// X(feature, define, IN_KEY or NO_KEY): the boolean features. IN_KEY: the feature changes a
-// kernel's work or registers, and its name is a word of a tuned tile's key. (tile_key adds "band".)
+// X(feature, define, IN_KEY or NO_KEY): the boolean features. A feature that changes a
+// kernel's work or registers is IN_KEY: its name is a word of a tuned tile's key.
 // - band: a window or the diagonal hides some key from some query.
 // - chunk: a query sees only keys of its chunk.
 // - varlen: queries and keys are packed. packed_q: only queries are packed.
-// - tree_parents, tree_mask: `parents` or `tree_mask` hides new tokens from queries of
-// flash_decode.
+// - tree_parents, tree_mask: `parents` or `tree_mask` of flash_decode hides new tokens.
 // - mask_blocks: tiles skip blocks that the mask hides.
 // - long_offsets: some tensor ends past 2^31 elements.
 #define FLASH_FLAGS(X)                  \

@@ -137,9 +137,7 @@ struct RotaryOptions {
 //   rotary_from_leftpad.
 // - Token i of q (B, Hq, Lq, D) is rotated in place by the same row, or, without rotate_q_by_token,
 //   by the row of token 0.
-// - v_cache may be the first columns of k_cache if none of them is rotated. Then v must be the
-// first
-//   columns of k.
+// - v_cache may be the unrotated first columns of k_cache. Then v must be the first columns of k.
 // - With `hadamard`, blocks of so many columns of v and of the rotated k are multiplied by a
 //   Hadamard matrix before they are quantised.
 struct AppendKvArguments : RotaryOptions {

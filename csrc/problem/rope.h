@@ -51,8 +51,7 @@ struct RopeProblem {
   bool launches() const { return batch > 0 && heads > 0 && length > 0 && (pairs > 0 || !in_place); }
 };
 
-// inv_freq: (N) float32. positions: (L), (B, L) or (S, B, L) of int32, int64 or float32. Any
-// strides.
+// inv_freq: (N) float32. positions: (L), (B, L) or (S, B, L), int32, int64 or float32. Any strides.
 struct RopeTablesArguments {
   Tensor inv_freq;
   Tensor positions;

@@ -1,10 +1,15 @@
-// Strides of rows for the params.
+// Strides for the params.
 #pragma once
 
 #include "csrc/problem/tensor.h"
 #include "shaders/params/common.h"
 
 namespace metal_attn {
+
+// 0 if the dimension is broadcast.
+inline int64_t broadcast_stride(const Tensor& tensor, int64_t dim) {
+  return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+}
 
 // For a dense (B, H, L, D) or packed (T, H, D) tensor.
 inline RowStrides row_strides(const Tensor& tensor) {

@@ -5,8 +5,7 @@
 
 namespace metal_attn {
 
-// A kernel's text does not compile, or the GPU cannot run the compiled kernel. what() is `why` with
-// a request to report it.
+// A kernel does not compile, or the GPU cannot run it. what() is `why` and a request to report it.
 struct CompileError : std::runtime_error {
   explicit CompileError(const std::string& why);
 
@@ -21,8 +20,7 @@ class Backend {
   // std::runtime_error if the device refuses it.
   virtual void run(const Launch& launch) = 0;
 
-  // Compiles the launch's kernel without running it. Returns true if it was not compiled before.
-  // Throws CompileError.
+  // Compiles the launch's kernel. Returns true if it was not compiled before. Throws CompileError.
   virtual bool compile(const Launch&) { return false; }
 
   virtual bool is_gpu() const { return false; }
@@ -31,8 +29,7 @@ class Backend {
   virtual bool records() const { return false; }
 };
 
-// The backend that compiles the kernel of each launch that a recorder of this thread records. Null:
-// none is compiled.
+// The backend that compiles the kernels of this thread's recorded launches. Null: no compilation.
 Backend*& compiler_of_recorded();
 
 Backend& simulator_backend();

@@ -14,7 +14,7 @@ enum MetalAttnSimulated : int32_t {
 };
 
 enum MetalAttnTf32 : int32_t {
-  METAL_ATTN_TF32_BY_SETTING = -1,  // as TORCH_METAL_ATTN_TF32 says
+  METAL_ATTN_TF32_BY_SETTING = -1,  // TORCH_METAL_ATTN_TF32 decides
   METAL_ATTN_TF32_REFUSED = 0,
   METAL_ATTN_TF32_ALLOWED = 1,
 };

@@ -60,7 +60,7 @@ struct CommitShims {
   // torch::mps::commit() of torch's C++ API. Before 2.15 it commits only the default stream.
   void (*commit)() = nullptr;
 
-  bool of_stream() const { return current_stream != nullptr && synchronize != nullptr; }
+  bool can_synchronize() const { return current_stream != nullptr && synchronize != nullptr; }
 };
 
 constexpr int kSyncTypeCommit = 1;  // at::mps::SyncType::COMMIT, which does not wait
@@ -212,7 +212,7 @@ class OpenCommandBuffers {
   void commit(Kernel kernel, const char* name) {
     of_current_stream() = 0;
     const CommitShims& shims = commit_shims();
-    if (shims.of_stream()) {
+    if (shims.can_synchronize()) {
       void* const stream = shims.current_stream();
       run_command_block(kernel, name, [&] { shims.synchronize(stream, kSyncTypeCommit); });
     } else if (shims.commit != nullptr) {

@@ -26,8 +26,7 @@ enum class Verdict { kUnknown, kUsable, kUnusable, kForked };
 
 std::atomic<Verdict> g_verdict{Verdict::kUnknown};
 
-// The parent's Metal objects do not work in the child. If mps was unusable in the parent, the
-// reason stays the same.
+// The parent's Metal objects do not work in the child. An unusable mps keeps its reason.
 void forked() {
   if (g_verdict != Verdict::kUnusable) { g_verdict = Verdict::kForked; }
 }

@@ -17,8 +17,7 @@ void metal_attn_limit_pieces(int64_t threadgroups) { g_limit = threadgroups; }
 namespace metal_attn {
 namespace {
 
-// Multiply-adds per core: a quarter of M1's peak, which is 128 per cycle at 1.27 GHz. Later cores
-// are faster.
+// Multiply-adds per core: a quarter of M1's peak, 128 per cycle at 1.27 GHz. Later ones are faster.
 constexpr double kProductsPerSecond = 40e9;
 
 double seconds_of(const Work& work, int64_t threadgroups) {

@@ -13,7 +13,7 @@ __attribute__((visibility("default"))) void metal_attn_limit_pieces(int64_t thre
 
 namespace metal_attn {
 
-// The longest estimated time of one command buffer. Reports say that macOS allows 2 to 10 seconds.
+// The longest estimated time of one command buffer. macOS reportedly allows 2 to 10 seconds.
 inline constexpr double kCommandBufferSeconds = 1.0;
 
 class Pieces {

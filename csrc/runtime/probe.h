@@ -1,5 +1,4 @@
-// Trials of mps and of its tensor operations. On virtual Macs mps cannot allocate or computes
-// zeros.
+// Trials of mps and of its tensor operations: on virtual Macs, mps cannot allocate or gives zeros.
 #pragma once
 
 #include <chrono>

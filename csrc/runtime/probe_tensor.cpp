@@ -1,4 +1,4 @@
-// Linked where csrc/runtime/mps.cpp is.
+// Linked together with csrc/runtime/mps.cpp.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
 #include "csrc/runtime/probe.h"

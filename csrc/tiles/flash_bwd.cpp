@@ -12,8 +12,7 @@ constexpr DefaultRow<FlashBwdTile> kScoreRows[] = {FLASH_BWD_BIAS_ROWS(TILE_ROW)
 constexpr DefaultRow<FlashBwdTile> kTensorDqRows[] = {FLASH_BWD_DQ_TENSOR_ROWS(TILE_ROW)};
 constexpr DefaultRow<FlashBwdTile> kTensorDkvRows[] = {FLASH_BWD_DKV_TENSOR_ROWS(TILE_ROW)};
 
-// The most columns of two separate float32 tiles of 8 rows that leave room for the kernels' other
-// arrays.
+// The most columns of two separate float32 tiles of 8 rows that leave room for other arrays.
 constexpr int kMaxSeparateColumns = 992;
 
 // 16-byte chunks that a lane stores for its part of the fragments of a row.
@@ -81,12 +80,12 @@ bool FlashBwdSpecialisation::tiles_shared() const {
 }
 
 void FlashBwdSpecialisation::cut() {
-  const int own_side = dkv() ? features.kv_block() : features.q_block();
-  const int other_side = dkv() ? features.q_block() : features.kv_block();
+  const int row_side = dkv() ? features.kv_block() : features.q_block();
+  const int loop_side = dkv() ? features.q_block() : features.kv_block();
   slice = slice_of(widest());
-  block = 8 * parts_within(other_side, 8, block / 8);
+  block = 8 * parts_within(loop_side, 8, block / 8);
   simdgroups =
-      column_simdgroups * parts_within(own_side, 8 * row_fragments, simdgroups / column_simdgroups);
+      column_simdgroups * parts_within(row_side, 8 * row_fragments, simdgroups / column_simdgroups);
 }
 
 bool FlashBwdSpecialisation::can_run() const {

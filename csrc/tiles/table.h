@@ -102,8 +102,7 @@ struct DefaultRow {
 // The fields of the specialisations of all kernels of attention. A specialisation also has:
 // - `table`: its rows of the table, and `cut`, which fits a row's tile to the problem.
 // - `tile_queries` and `tile_keys`, which must divide the blocks of a BlockMask.
-// - `threadgroup_bytes`: the exact size of the shader's arrays. `can_run`: other limits of the
-// kernel.
+// - `threadgroup_bytes`, the exact size of the shader's arrays, and `can_run`, for other limits.
 template <class Tile>
 struct Tiled : Tile {
   Element element;

@@ -15,8 +15,7 @@
 extern "C" {
 
 // Makes a table of tiles, which is never freed. rows: lines of key, tile and source, separated by
-// tabs. A key that is only a kernel's name applies to all launches of the kernel. Returns null for
-// a malformed line.
+// tabs. A key that is only a kernel's name applies to all its launches. Null: a line is malformed.
 __attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);
 // Sets the table for later launches. Null: no table.
 __attribute__((visibility("default"))) void metal_attn_use_tiles(const void* table);

@@ -71,7 +71,7 @@ std::string shader_text(const std::string& family) {
   if (entry == texts().by_family.end()) {
     throw std::runtime_error(
         "metal_attn: no shader text for the family '" + family +
-        "'; import torch_metal_attn, which gives the texts where there is mps");
+        "'; import torch_metal_attn, which sets the texts on a machine with mps");
   }
   return entry->second;
 }

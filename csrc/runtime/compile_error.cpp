@@ -61,7 +61,7 @@ std::string describe(const Program& program) {
 std::string compile_error(const Program& program, const std::string& text, const std::string& log) {
   const std::string path = write_text(program.family, text);
   return "compiling " + describe(program) + " failed: " + log +
-         (path.empty() ? "\nThe shader's text, which could be written to no file:\n" + text
+         (path.empty() ? "\nThe shader's text could not be written to a file:\n" + text
                        : "\nThe shader's text is in " + path);
 }
 
@@ -76,7 +76,7 @@ void warn_if_slow(const char* kernel, int64_t milliseconds) {
                  "torch_metal_attn: compiling %s took %.1f s, once in this process; "
                  "torch_metal_attn.warm_up compiles kernels before they are needed%s\n",
                  kernel, double(milliseconds) / 1000,
-                 line == kMostLines ? " (this is said no more)" : "");
+                 line == kMostLines ? " (later ones are not reported)" : "");
   }
 }
 

@@ -106,7 +106,7 @@ std::string comparison(const Values& actual) {
   if (actual == Values(kSize)) { return "a small kernel on it gave zeros"; }
   std::size_t i = 0;
   while (actual[i] == expected[i]) { ++i; }
-  return text_of("a small kernel on it gave ", actual[i], " where ", expected[i], " is right");
+  return text_of("a small kernel on it gave ", actual[i], " instead of ", expected[i]);
 }
 
 // Stores the results in `host`. Returns the error, or "".
@@ -125,7 +125,7 @@ std::string try_kernel(Backend& mps, int32_t device_type, const Program& program
   } catch (const std::exception& error) {
     return failed + without_prefix(error.what());
   } catch (...) {  // Objective-C's
-    return std::string(failed) + "an exception that is not of C++";
+    return std::string(failed) + "an exception of another language than C++";
   }
 }
 
@@ -155,7 +155,7 @@ std::string try_in_thread(const ProbeSettings& settings, const char* what,
       } catch (const std::exception& error) {
         result = without_prefix(error.what());
       } catch (...) {  // Objective-C's
-        result = "an exception that is not of C++";
+        result = "an exception of another language than C++";
       }
       settings.note.reset();  // the process may end as soon as the caller knows the result
       const std::lock_guard lock(shared->mutex);
@@ -164,14 +164,14 @@ std::string try_in_thread(const ProbeSettings& settings, const char* what,
       shared->changed.notify_all();
     }).detach();
   } catch (const std::system_error& error) {
-    return std::string("there is no thread to try it in: ") + error.what();
+    return std::string("no thread could be started for the trial: ") + error.what();
   }
   const auto late = [](const char* who, std::chrono::milliseconds limit) {
     return std::string(who) + " did not end within " + std::to_string(limit.count()) + " ms";
   };
   std::unique_lock lock(shared->mutex);
   if (!shared->changed.wait_for(lock, settings.queue_limit, [&] { return shared->begun; })) {
-    return late("what the GPU was given before", settings.queue_limit);
+    return late("the GPU's earlier work", settings.queue_limit);
   }
   if (!shared->changed.wait_for(lock, settings.limit, [&] { return shared->done; })) {
     return late(what, settings.limit);

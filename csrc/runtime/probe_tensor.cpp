@@ -84,8 +84,7 @@ std::string product_problem(const Values& got, bool float32) {
                       probe_tensor_right(k, column, product.wide_right);
         }
         if (at(got, index) != static_cast<float>(expected)) {
-          return text_of("a tensor operation gave ", at(got, index), " where ", expected,
-                         " is right");
+          return text_of("a tensor operation gave ", at(got, index), " instead of ", expected);
         }
       }
     }

@@ -22,7 +22,7 @@ void* find_beside(const void* function, const char* name);
 // The reason for the last failure of a C function of torch in this thread. torch before 2.13 only
 // prints it on stderr, and the result is kReasonOnStderr.
 inline constexpr char kReasonOnStderr[] =
-    "torch before 2.13 says why on stderr only: look there for the reason";
+    "torch before 2.13 prints the reason only on stderr: look there";
 std::string torch_error_text(const void* function);
 
 }  // namespace metal_attn

@@ -169,7 +169,7 @@ void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
   const bool over_keys = walk == FlexWalk::kOverKeys;
   ArgumentName name = over_keys ? "kv_order" : "q_order";
   check(lists_of(flex, walk)[0].counts.has_value(), name, " is given and ",
-        lists_of(flex, walk)[0].counts_name, " is not; an order is that of a BlockMask's lists");
+        lists_of(flex, walk)[0].counts_name, " is not; an order needs a BlockMask's lists");
   check_same_device(name, *order, "q", q);
   check_dtype(name, *order, {ScalarType::Int});
   const int64_t heads = over_keys ? call.heads : call.kv_heads;

@@ -103,7 +103,7 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   check(a.rotary_cos.has_value() == a.rotary_sin.has_value(),
         "only one of `rotary_cos` and `rotary_sin` is given; give both or neither");
   if (!a.rotary_cos) {
-    check(!a.q, "`q` is given and `rotary_cos` is not, which is all that `q` is for");
+    check(!a.q, "`q` is given and `rotary_cos` is not; leave out `q`, which would only be rotated");
     check(!a.rotary_interleaved, "`rotary_interleaved` is True and `rotary_cos` is not given");
     check(a.rotary_first_column == 0, "`rotary_first_column` is ", a.rotary_first_column,
           " and `rotary_cos` is not given");

@@ -184,8 +184,8 @@ const char* cache_layout(const CacheOptions& o) {
 int32_t check_cache_capacity(const CacheOptions& o, const Tensor& k, const Tensor& q,
                              int32_t batch) {
   check(!(o.block_table && o.cache_batch_idx),
-        "`cache_batch_idx` is given with `block_table`, which says already where each sequence is; "
-        "give one of them");
+        "`cache_batch_idx` is given with `block_table`, which already selects the rows of each "
+        "sequence; give one of them");
   check_length(o.names.k, k, 0, o.block_table ? "number of pages" : "batch");
   if (o.block_table) {
     check_block_table(o, k, q, batch);

@@ -212,8 +212,7 @@ void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allo
   } catch (const std::runtime_error&) {
     int32_t number = 0;
     TORCH_CALL(aoti_torch_get_dtype(tensor.get(), &number));
-    check(false, name, " has a dtype without a name here (number ", number, "); it must be ",
-          allowed);
+    check(false, name, " has an unknown dtype (number ", number, "); it must be ", allowed);
   }
 }
 

@@ -82,7 +82,7 @@ AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
         "`q` has shape ", shape_text(q), " and `k` ", shape_text(a.append.k),
         "; with `parents` or `tree_mask` each new row has a query, and `cu_seqlens_k_new` is None");
   check(problem.writes(), "`k` has shape ", shape_text(a.append.k),
-        ", no new rows; decode_step appends some: use flash_decode");
+        ", no new rows; decode_step needs at least one: use flash_decode");
   // A quantised cache accepts new rows of any dtype, but the kernel reads both with one dtype.
   check_same_dtype("q", q, "k", a.append.k);
   // One call for each cache, because v_cache may be columns of k_cache.

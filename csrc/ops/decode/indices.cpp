@@ -20,7 +20,7 @@ void check_options(const FlashFwdOptions& o) {
                                      {"attn_bias", &o.attn_bias},
                                      {"alibi_slopes", &o.alibi_slopes}}) {
     check(!*option, name,
-          " is given with `indices`; they have none: leave keys that are hidden out of the lists");
+          " is given with `indices`, which do not support it: leave hidden keys out of the lists");
   }
 }
 

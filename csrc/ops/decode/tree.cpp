@@ -96,8 +96,8 @@ void check_options(ArgumentName name, const FlashDecodeArguments& a) {
         "; leave it out: the queries are those of "
         "the last keys");
   check(!o.alibi_slopes, "`alibi_slopes` is given with ", name,
-        "; slopes count keys by their index, and a tree by depth");
-  check(!a.lists.indices, "`indices` is given with ", name, "; lists of keys take no tree");
+        "; slopes depend on the index of a key, which is not its position in a tree");
+  check(!a.lists.indices, "`indices` is given with ", name, "; give one of them");
 }
 
 }  // namespace
@@ -128,8 +128,8 @@ void check_tree(const FlashDecodeArguments& a, FlashFwdCall& call) {
 
 std::string describe_tree(const DecodeOptions& o) {
   return !o.has_tree() ? ""
-                       : std::string("; of its new tokens a query sees those that ") +
-                             (o.parents ? "parents" : "tree_mask") + " says";
+                       : std::string("; a query sees the new tokens that ") +
+                             (o.parents ? "parents" : "tree_mask") + " allows";
 }
 
 void fill_tree_params(const DecodeOptions& o, FlashDecodeParams& params) {

@@ -66,7 +66,7 @@ IndexScoresCall check_index_scores(const IndexScoresArguments& a) {
   check(std::isfinite(call.scale), "`softmax_scale` is ", scale, "; it must be finite in float32");
   check_offset("q_offset", a.q_offset.value_or(0));
   check(!a.q_offset || a.causal, "`q_offset` is ", a.q_offset.value_or(0),
-        " and `causal` is False, which hides nothing; leave it at None");
+        " and `causal` is False; it only matters with causal=True: leave it at None");
   const double bytes = 4.0 * call.batch * call.q_length * call.kv_length;
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`q` has shape ",
         shape_text(a.q), " and `k` ", shape_text(a.k), "; the scores would be over 2^63 bytes");

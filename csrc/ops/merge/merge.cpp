@@ -20,8 +20,8 @@ MergeShape merge_shape(ArgumentName name, const Tensor& tensor, int64_t batch, i
   const bool countable = !__builtin_mul_overflow(batch, heads, &rows) &&
                          !__builtin_mul_overflow(rows, length, &rows) && rows <= kMaxLength;
   check(countable || batch == 0 || heads == 0 || length == 0, name, " has shape ",
-        shape_text(tensor), ", in which more than ", kMaxLength,
-        " rows lie; there may be at most that many");
+        shape_text(tensor), ", with more than ", kMaxLength,
+        " rows; there may be at most that many");
   return {countable ? static_cast<uint32_t>(rows) : 0u, static_cast<uint32_t>(heads),
           static_cast<uint32_t>(length), columns};
 }

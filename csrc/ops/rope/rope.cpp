@@ -53,10 +53,9 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
     check(fits, "`positions` has shape ", shape_text(positions), "; it must be (", p.length,
           ",), (1, ", p.length, ") or (", p.batch, ", ", p.length, ")");
     check(a.seqlen_offset == 0, "`seqlen_offset` is ", a.seqlen_offset,
-          " and `positions` is given, which says everything: leave `seqlen_offset` 0");
-    check(
-        !a.seqlen_offsets.has_value(),
-        "`seqlen_offsets` is given and so is `positions`, which says everything: give one of them");
+          " and `positions` is given, which selects the rows: leave `seqlen_offset` at 0");
+    check(!a.seqlen_offsets.has_value(),
+          "`seqlen_offsets` and `positions` are both given; give one of them");
     return;
   }
   if (a.seqlen_offsets.has_value()) {
@@ -146,7 +145,7 @@ RopeTablesProblem check_rope_tables(const RopeTablesArguments& a) {
   RopeTablesProblem p{};
   check_device("inv_freq", a.inv_freq);
   check(check_element("inv_freq", a.inv_freq) == Element::kFloat, "`inv_freq` has dtype ",
-        dtype_text(a.inv_freq), "; it must be float32, which fewer digits than that would spoil");
+        dtype_text(a.inv_freq), "; it must be float32, because fewer digits give wrong angles");
   check_rank("inv_freq", a.inv_freq, 1, "(R / 2)");
   p.columns = check_length("inv_freq", a.inv_freq, 0, "length");
   check_storage("inv_freq", a.inv_freq);

@@ -64,8 +64,8 @@ SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& or
     countable = countable && !__builtin_mul_overflow(rows.count, tensor.size(dim), &rows.count);
   }
   check(empty || (countable && rows.count <= kMaxLength), name, " has shape ", shape_text(original),
-        ", in which more than ", kMaxLength, " rows of ", rows.length,
-        " values lie; there may be at most that many");
+        ", with more than ", kMaxLength, " rows of ", rows.length,
+        " values; there may be at most that many");
   rows.count = empty ? 0 : rows.count;
   rows.wide_loads = wide_rows(tensor);
   return rows;

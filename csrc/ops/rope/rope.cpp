@@ -55,7 +55,7 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
     check(a.seqlen_offset == 0, "`seqlen_offset` is ", a.seqlen_offset,
           " and `positions` is given, which selects the rows: leave `seqlen_offset` at 0");
     check(!a.seqlen_offsets.has_value(),
-          "`seqlen_offsets` and `positions` are both given; give one of them");
+          "`seqlen_offsets` is given and so is `positions`; give one of them");
     return;
   }
   if (a.seqlen_offsets.has_value()) {

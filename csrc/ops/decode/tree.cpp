@@ -97,7 +97,7 @@ void check_options(ArgumentName name, const FlashDecodeArguments& a) {
         "the last keys");
   check(!o.alibi_slopes, "`alibi_slopes` is given with ", name,
         "; slopes depend on the index of a key, which is not its position in a tree");
-  check(!a.lists.indices, "`indices` is given with ", name, "; give one of them");
+  check(!a.lists.indices, "`indices` is given with ", name, "; lists of keys exclude a tree");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Messages for a shader that Metal does not compile, or compiles slowly.
+// Texts of messages, and those for a shader that Metal does not compile or compiles slowly.
 #pragma once
 
 #include <sstream>

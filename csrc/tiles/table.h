@@ -109,7 +109,7 @@ struct Tiled : Tile {
   int head_dim_qk;
   int head_dim_v;
   bool wide_loads;   // k and v are loaded in 16-byte vectors
-  bool wide_rotary;  // also where they are rotated
+  bool wide_rotary;  // and are rotated in such vectors
   FlashFwdFeatures features;
   const TileConditions* defaults;  // of the row, if the tile is a default one
   const TileRow* row;              // of a tuned table, if the tile is from one

@@ -22,7 +22,7 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 using FlashGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
-// With the kind of tile that the caller chooses.
+// The caller chooses the kind of tile.
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend, bool tensor_tiles);
 
 }  // namespace metal_attn

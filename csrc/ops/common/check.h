@@ -198,7 +198,7 @@ bool rows_aligned_16(const Tensor& tensor);
 // The position of the last element relative to the first one. The tensor must not be empty.
 int64_t last_position(const Tensor& tensor);
 
-// True if the tensor, or a dense one of its shape, has an element at a position above kMaxLength.
+// True if the tensor, or a dense one of its shape, extends past kMaxLength elements.
 bool has_long_offsets(const Tensor& tensor);
 bool has_long_offsets(const OptionalTensor& tensor);
 

@@ -1,10 +1,5 @@
-// Every op's schema, and what runs it on each device.
+// Registers the schema of every op, and its kernel for each device.
 #include <torch/csrc/stable/library.h>
-
-#include <cstddef>
-#include <stdexcept>
-#include <string>
-#include <utility>
 
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
@@ -14,8 +9,6 @@
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/decode_step.h"
 #include "csrc/ops/decode/fast_path.h"
 #include "csrc/ops/decode/flash_decode.h"
@@ -29,8 +22,8 @@
 #include "csrc/ops/softmax/schema.h"
 #include "csrc/ops/softmax/softmax.h"
 
-// The ops, as OP(name, arguments and the parenthesis still open, result, how the dispatcher's
-// arguments become those of a function, that function).
+// OP(name, arguments without the closing parenthesis, result, the template that converts the
+// dispatcher's arguments, the function that runs the op).
 #define OPS(OP)                                                                                  \
   OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, flash_fwd)                 \
   OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashVarlenFwd, \
@@ -67,7 +60,7 @@
 namespace metal_attn {
 namespace {
 
-// The tensor whose device a message names.
+// The tensor whose device `no_kernel` names.
 const Tensor& first(const Tensor& tensor) { return tensor; }
 const Tensor& first(const FlashFwdArguments& a) { return a.q; }
 const Tensor& first(const FlashBwdArguments& a) { return a.forward.q; }
@@ -81,7 +74,7 @@ const Tensor& first(const MergeSplitsArguments& a) { return a.partial_out; }
 const Tensor& first(const AppendKvArguments& a) { return a.k; }
 const Tensor& first(const IndexScoresArguments& a) { return a.q; }
 
-// Each op's function, whatever its overload.
+// Each op's function as a type: a function with overloads cannot be a template argument.
 #define RUN_OF(NAME, ARGUMENTS, RESULT, FROM, RUN)                          \
   struct Run_##NAME {                                                       \
     auto operator()(auto&... arguments) const { return RUN(arguments...); } \
@@ -89,13 +82,13 @@ const Tensor& first(const IndexScoresArguments& a) { return a.q; }
 OPS(RUN_OF)
 #undef RUN_OF
 
-// The same on a backend. Its name is in the symbols that .ci/check_library.py looks for.
+// Runs the function on a backend. .ci/check_library.py looks for symbols that contain this name.
 template <Backend& (*backend)(), class Function>
 struct On {
   auto operator()(const auto&... arguments) const { return Function()(arguments..., backend()); }
 };
 
-// The same on none: its launches as JSON.
+// Runs nothing and returns the launches as JSON.
 template <class Function>
 struct Recorded {
   PackedText operator()(const auto&... arguments) const {
@@ -105,11 +98,10 @@ struct Recorded {
   }
 };
 
-// A schema whose arguments are only read.
+// The schema without the marks "(a!)" of arguments that the op writes.
 std::string without_writes(std::string schema) {
-  const std::string mark = "(a!)";
   for (std::size_t end; (end = schema.find("!)")) != std::string::npos;) {
-    schema.erase(end + 2 - mark.size(), mark.size());
+    schema.erase(end - 2, 4);
   }
   return schema;
 }
@@ -132,7 +124,7 @@ std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
 #define IMPLEMENT_MPS(NAME, ARGUMENTS, RESULT, FROM, RUN) IMPLEMENT_ON(mps_backend, NAME, FROM)
 #define IMPLEMENT_RECORDED(NAME, ARGUMENTS, RESULT, FROM, RUN) \
   m.impl(#NAME, TORCH_BOX((&FROM<Recorded<Run_##NAME>{}>::call)));
-// For every device without a kernel of its own: the checks, and then an error.
+// For every device that has no kernel: runs the checks, and then throws an error.
 #define IMPLEMENT_ELSEWHERE(NAME, ARGUMENTS, RESULT, FROM, RUN)                                    \
   m.impl(                                                                                          \
       #NAME,                                                                                       \
@@ -145,18 +137,17 @@ std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
 
 using namespace metal_attn;
 
-// The ops of users. Their CPU kernels, in torch_metal_attn/ops/, are the reference or the
-// simulator.
+// The public ops. Their CPU kernels, in torch_metal_attn/ops/, run the reference or the simulator.
 STABLE_TORCH_LIBRARY(metal_attn, m) {
   OPS(DEFINE);
   m.def(APPLY_CAUSAL_MASK_TO_COPY);
 }
 
-// The shaders on CPU tensors, for the CPU kernels and for tests: no autograd, no fake kernels.
+// Runs the shaders on CPU tensors, without autograd and fake kernels.
 STABLE_TORCH_LIBRARY(metal_attn_simulator, m) { OPS(DEFINE); }
 
-// The launches of the same calls, for `explain` and for the checks of fake kernels. Nothing is
-// computed, allocated or written.
+// Returns the launches of the same calls, for `explain` and for the checks of fake kernels.
+// Computes, allocates and writes nothing.
 STABLE_TORCH_LIBRARY(metal_attn_explain, m) { OPS(DEFINE_RECORDED); }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_explain, CompositeExplicitAutograd, m) {
@@ -167,8 +158,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) { OPS(IMPLEM
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) { OPS(IMPLEMENT_SIMULATOR); }
 
-// The ops of few arguments, which our functions call. Their CPU kernels are in
-// torch_metal_attn/ops/fast_path.py.
+// Ops of few arguments, whose CPU kernels are in torch_metal_attn/ops/fast_path.py.
 STABLE_TORCH_LIBRARY(metal_attn_fast, m) { define_fast_path(m); }
 
 #ifdef __APPLE__

@@ -1,18 +1,12 @@
 // The arguments of the ops of attention, and the problem that remains after the checks.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-
-#include "csrc/problem/cache.h"
-#include "csrc/problem/element.h"
 #include "csrc/problem/options.h"
-#include "csrc/problem/tensor.h"
 
 namespace metal_attn {
 
-// Sequences packed one after the other. Without cu_seqlens_k only their queries are: k and v are
-// dense, or a cache.
+// Concatenated sequences. Without cu_seqlens_k only the queries are concatenated, and k and v are
+// dense tensors or a cache.
 struct Packing {
   Tensor cu_seqlens_q;  // (B + 1) int32
   OptionalTensor cu_seqlens_k;
@@ -21,9 +15,9 @@ struct Packing {
 };
 
 // q: (B, Hq, Lq, D), k: (B, Hkv, Lk, D), v: (B, Hkv, Lk, Dv), or packed (Tq, Hq, D), (Tk, Hkv, D),
-// (Tk, Hkv, Dv); alike in device and in dtype: float32, float16 or bfloat16; or k and v in half
-// precision and q in float32. Hkv divides Hq, and the last strides are 1. Of a cache, k and v may
-// differ: see CacheOptions.
+// (Tk, Hkv, Dv), on one device. Hkv divides Hq, and the last strides are 1. All have one dtype,
+// float32, float16 or bfloat16, or q has float32 and k and v half precision. CacheOptions allows
+// more shapes and dtypes of k and v.
 struct FlashFwdArguments {
   Tensor q;
   Tensor k;
@@ -37,27 +31,27 @@ struct FlashFwdArguments {
 };
 
 struct FlashBwdArguments {
-  Tensor dout;          // of out's shape and dtype, last stride 1
-  OptionalTensor dlse;  // of softmax_lse's shape, float32, any strides
+  Tensor dout;          // shape and dtype of out, last stride 1
+  OptionalTensor dlse;  // shape of softmax_lse, float32, any strides
   Tensor out;           // the forward's results
   Tensor softmax_lse;
-  bool exact_delta;  // out and softmax_lse are of exactly these keys, so delta can be checked
+  bool exact_delta;  // out and softmax_lse were computed from exactly these keys
   FlashFwdArguments forward;
 };
 
 struct FlashBwdBiasArguments {
-  Tensor dout;                 // of out's shape and dtype, last stride 1
-  Tensor softmax_lse;          // the forward's
-  Tensor delta;                // flash_bwd's
-  OptionalTensor normalisers;  // the same
+  Tensor dout;                 // shape and dtype of out, last stride 1
+  Tensor softmax_lse;          // a result of the forward
+  Tensor delta;                // a result of flash_bwd
+  OptionalTensor normalisers;  // a result of flash_bwd
   FlashFwdArguments forward;
 };
 
 // Rotary tables that are applied while q or k is loaded.
 struct FusedRotary {
   Element element;  // of the tables
-  int first;        // column that is rotated
-  int dim;          // columns that are rotated
+  int first;        // the first rotated column
+  int dim;          // rotated columns
   bool interleaved;
   bool q;
   bool k;
@@ -66,39 +60,38 @@ struct FusedRotary {
   bool operator==(const FusedRotary&) const = default;
 };
 
-// A bool mask, or a bias.
+// A bool mask or a bias.
 struct MaskOperand {
   Element element;  // of a bias
-  bool pairs;       // two neighbouring keys can be read as one aligned vector
+  bool pairs;       // two neighbouring keys lie in one aligned vector
 
   bool operator==(const MaskOperand&) const = default;
 };
 
-// Texts of shaders/flex.h that live as long as the process, each once, and null where there are
-// none.
+// The functions of shaders/flex.h as texts. Equal texts have one address, which is valid until the
+// process ends. Null: there is no such function.
 struct FlexFeatures {
-  const char* captures;  // their declarations
+  const char* captures;  // declarations of the captured tensors
   const char* score;
   const char* slope;
   const char* mask;
   const char* share;
   const char* place;
-  int q_block;  // of a BlockMask, or 0
+  int q_block;  // block size of a BlockMask, or 0
   int kv_block;
-  bool full_blocks;  // some are listed apart, without mask_mod
-  bool ordered;      // threadgroups start in an order that is given
+  bool full_blocks;  // a second list has the blocks that need no mask_mod
+  bool ordered;      // threadgroups start in the order of a tensor
 
   bool operator==(const FlexFeatures&) const = default;
 };
 
-// X(feature, its define, IN_KEY or NO_KEY): those that are on or off. The key of a tuned tile has
-// those that change a kernel's work or registers, as a word of this name; it has band and chunk as
-// one word.
+// X(feature, define, IN_KEY or NO_KEY): the boolean features. A feature that changes a
+// kernel's work or registers is IN_KEY: its name is a word of a tuned tile's key.
 // - band: a window or the diagonal hides some key from some query.
-// - chunk: queries see their own chunk.
-// - varlen: queries and keys are packed; packed_q: queries alone.
-// - tree_parents, tree_mask: what says which new tokens a query of flash_decode sees.
-// - mask_blocks: tiles walk along the blocks that the mask shows; no problem differs by it.
+// - chunk: a query sees only keys of its chunk.
+// - varlen: queries and keys are packed. packed_q: only queries are packed.
+// - tree_parents, tree_mask: `parents` or `tree_mask` of flash_decode hides new tokens.
+// - mask_blocks: tiles skip blocks that the mask hides.
 // - long_offsets: some tensor ends past 2^31 elements.
 #define FLASH_FLAGS(X)                  \
   X(band, BAND, NO_KEY)                 \
@@ -115,7 +108,7 @@ struct FlexFeatures {
   X(alibi, ALIBI, NO_KEY)               \
   X(dropout, DROPOUT, IN_KEY)
 
-// The features that are compiled in only if a call needs them.
+// Features that are compiled in only if a call needs them.
 struct FlashFwdFeatures {
 #define FLAG_FIELD(NAME, DEFINE, KEY) bool NAME = false;
   FLASH_FLAGS(FLAG_FIELD)
@@ -127,15 +120,14 @@ struct FlashFwdFeatures {
   CacheFeatures cache;
   std::optional<FlexFeatures> flex;
 
-  // True if q has the rows of all sequences.
   bool packs_queries() const { return varlen || packed_q; }
 
-  // True if a lane's two keys of a mask or of a bias are loaded one by one.
+  // True if a lane loads its two keys of the mask or the bias separately.
   bool unpaired_keys() const { return (mask && !mask->pairs) || (bias && !bias->pairs); }
 
   bool has_tree() const { return tree_parents || tree_mask; }
 
-  // Rows of a BlockMask's blocks, which tiles must divide; any tile divides 0.
+  // The block sizes of a BlockMask, or 0. Tiles must divide them.
   int q_block() const { return flex ? flex->q_block : 0; }
   int kv_block() const { return flex ? flex->kv_block : 0; }
   bool ordered() const { return flex && flex->ordered; }
@@ -143,7 +135,7 @@ struct FlashFwdFeatures {
   bool operator==(const FlashFwdFeatures&) const = default;
 };
 
-// With fewer rows the time is a launch's, whatever the tile.
+// With fewer rows the overhead of a launch dominates, and the tile does not matter.
 inline constexpr int64_t kManyRows = 512;
 
 // The properties of a call on which the choice of a kernel depends.
@@ -151,33 +143,32 @@ struct FlashFwdProblem {
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  bool aligned;        // every row of k and v is aligned to its loads, see kv_load_bytes
+  bool aligned;        // rows of k and v are aligned to kv_load_bytes
   bool q_pairs;        // columns 2i and 2i + 1 of q lie in one aligned vector
-  bool q_aligned;      // every row of q is 16-byte aligned
-  int64_t keys;        // of all heads and sequences, if a sequence has kManyRows or more; or else 0
-  int64_t q_length;    // packed: at most, of any sequence
+  bool q_aligned;      // rows of q are 16-byte aligned
+  int64_t keys;        // of all heads and sequences; 0 if sequences have fewer than kManyRows
+  int64_t q_length;    // packed: the maximum
   int queries_per_kv;  // query heads that share a KV head
   FlashFwdFeatures features;
 
   bool operator==(const FlashFwdProblem&) const = default;
 };
 
-// One call of flash_fwd or flash_varlen_fwd, checked.
+// A checked call of flash_fwd or flash_varlen_fwd.
 struct FlashFwdCall {
   FlashFwdProblem problem;
   int32_t batch;  // sequences
   int32_t heads;
   int32_t kv_heads;
-  int32_t q_length;   // packed: at most, of any sequence
-  int32_t kv_length;  // packed: at most, of any sequence
+  int32_t q_length;   // packed: the maximum
+  int32_t kv_length;  // packed: the maximum
   int32_t q_total;    // packed: rows of q
-  int32_t kv_total;   // of a cache: keys that a sequence may have
+  int32_t kv_total;   // packed: rows of k; with a cache: the capacity for a sequence
   double scale;
-  // The two that options.attn_mask may be.
-  OptionalTensor mask;
-  OptionalTensor bias;
+  OptionalTensor mask;  // a bool attn_mask
+  OptionalTensor bias;  // attn_bias or a floating attn_mask
 
-  // The queries of all sequences.
+  // Of all sequences.
   int64_t queries() const {
     return problem.features.packs_queries() ? q_total : int64_t{batch} * q_length;
   }

@@ -1,22 +1,16 @@
 // The arguments of the ops of decoding.
 #pragma once
 
-#include <cstdint>
-
 #include "csrc/problem/attention.h"
-#include "csrc/problem/cache.h"
-#include "csrc/problem/options.h"
-#include "csrc/problem/tensor.h"
 
-// X(type, name, default, whether decode_step has it) of decoding's ops alone, after num_splits in
-// their schemas.
-// - cu_seqlens_q: (B + 1) int32. q, and new keys and values, are packed rows, (T, heads, columns).
-// - max_seqlen_q: the most queries of a sequence, with cu_seqlens_q.
-// - hadamard: the cache's rows are rotated, as append_kv's.
-// - parents: (Lq) or (B, Lq) int32, or packed as q is: the queries are those of the last keys and
-//   form a tree. Each has the number of an earlier query of its sequence, or -1.
-// - tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents: which
-//   of these keys a query sees, itself and earlier ones.
+// The options that only decoding ops have: X(type, name, default, STEP).
+// - cu_seqlens_q: (B + 1) int32. q and the new keys and values are packed rows (T, heads, columns).
+// - max_seqlen_q: the maximal number of queries of a sequence, with cu_seqlens_q.
+// - hadamard: the cache's rows were multiplied by a Hadamard matrix, as by append_kv.
+// - parents: (Lq) or (B, Lq) int32, or packed like q. The queries belong to the last keys and form
+//   a tree. Each entry is the number of an earlier query of the sequence, or -1.
+// - tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents. True
+//   if the query sees the key. A query sees itself, and no later one.
 #define DECODE_OPTIONS(X)                     \
   X(OptionalTensor, cu_seqlens_q, None, STEP) \
   X(Integer, max_seqlen_q, 0, STEP)           \
@@ -31,16 +25,15 @@ struct DecodeOptions {
 
   bool has_tree() const { return parents || tree_mask; }
 
-  // The packing as attention takes it.
   std::optional<Packing> packing() const {
     return cu_seqlens_q ? std::optional(Packing{*cu_seqlens_q, None, max_seqlen_q, 0})
                         : std::nullopt;
   }
 };
 
-// The keys, or blocks of neighbouring keys, that each block of queries sees alone.
+// Lists of the only keys, or blocks of neighbouring keys, that a block of queries sees.
 struct KeyLists {
-  // (B or 1, Hkv or 1, lists, entries) int32; -1: none. Each row of packed queries has its list.
+  // (B or 1, Hkv or 1, lists, entries) int32; -1: no entry. Each packed query has a list.
   OptionalTensor indices;
   int64_t kv_block_size = 1;
   int64_t q_block_size = 1;
@@ -48,18 +41,17 @@ struct KeyLists {
 
 struct FlashDecodeArguments {
   FlashFwdArguments forward;  // k and v are never packed
-  int64_t num_splits;         // 0: chosen from the sizes and the GPU's cores
+  int64_t num_splits;         // 0: chosen from the sizes and the number of GPU cores
   KeyLists lists = {};
   DecodeOptions options = {};
 };
 
-// `append` as for append_kv, with cache_seqlens; its q is the queries if they are rotated. `decode`
-// as for flash_decode over the caches of `append`, without lengths and tables of its own: those are
-// cache_seqlens and the new keys, and rotary_cos and rotary_sin.
+// append: as for append_kv, with cache_seqlens. Its q is the queries if they are rotated. decode:
+// as for flash_decode over the caches of `append`. Lengths and rotary tables are those of `append`.
 struct DecodeStepArguments {
   AppendKvArguments append;
   FlashDecodeArguments decode;
-  bool counts_new_keys = false;  // cu_seqlens_k_new is given
+  bool counts_new_keys = false;  // the caller passed cu_seqlens_k_new
 };
 
 }  // namespace metal_attn

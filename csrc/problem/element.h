@@ -1,4 +1,4 @@
-// The element types that kernels compute in and store.
+// The element types in which kernels compute and store.
 #pragma once
 
 namespace metal_attn {
@@ -7,7 +7,7 @@ enum class Element { kFloat, kHalf, kBfloat };
 
 constexpr int element_bytes(Element element) { return element == Element::kFloat ? 4 : 2; }
 
-// Metal's name.
+// The name in Metal.
 constexpr const char* element_name(Element element) {
   switch (element) {
     case Element::kFloat:

@@ -1,4 +1,4 @@
-// The properties of the GPU on which the choice of tiles depends.
+// The properties of the GPU that the choice of tiles depends on.
 #pragma once
 
 #include <cstdint>
@@ -6,21 +6,21 @@
 
 namespace metal_attn {
 
-// The first family with matrix units, which only tensor tiles reach.
+// The first family with matrix units, which only tensor tiles use.
 inline constexpr int kTensorFamily = 10;
 
-// That a core of M1 or M2 has room for, if a thread has 128 registers.
+// The SIMD groups that fit on a core of M1 or M2 if a thread has 128 registers.
 inline constexpr int64_t kSimdgroupsPerCore = 12;
 
 struct Gpu {
-  int family;  // Apple's: 7 is M1, 8 M2, 9 M3 and M4, 10 M5
+  int family;  // Apple's number: 7 is M1, 8 M2, 9 M3 and M4, 10 M5
   int cores;
 
   bool operator==(const Gpu&) const = default;
 };
 
-// By the name that torch.backends.mps.get_name gives: "Apple M3 Pro". The oldest if it is another
-// name, or none: what fits there fits everywhere.
+// The family of a GPU by its name from torch.backends.mps.get_name, such as "Apple M3 Pro". An
+// unknown name gives the oldest family, whose tiles run on every GPU.
 int gpu_family(const std::string& name);
 
 }  // namespace metal_attn

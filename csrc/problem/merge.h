@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 
 #include "csrc/problem/element.h"
 #include "csrc/problem/tensor.h"
@@ -10,35 +9,34 @@
 
 namespace metal_attn {
 
-// Splits of the keys, at most: a merge of more would be a walk of its own.
+// The maximal number of splits of the keys.
 inline constexpr int64_t kMaxSplits = 1024;
 
-// Dense (B, H, L, D) and (B, H, L), or packed (T, H, D) and (H, T). out_a and out_b: float32,
-// float16 or bfloat16 alike, any strides, the last 1. lse_a and lse_b: float32, any strides.
+// Dense (B, H, L, D) and (B, H, L), or packed (T, H, D) and (H, T). out_a and out_b have one dtype,
+// float32, float16 or bfloat16, and any strides, the last 1. lse_a and lse_b: float32, any strides.
 struct MergeStateArguments {
   Tensor out_a;
   Tensor lse_a;
   Tensor out_b;
   Tensor lse_b;
   bool infinity_is_empty;
-  OptionalTensor mask = std::nullopt;  // merge_state_'s alone
+  OptionalTensor mask = std::nullopt;  // only of merge_state_
 };
 
 struct MergeSplitsArguments {
   Tensor partial_out;                   // (B, H, L, S, Dv) float32, contiguous, S in 1..1024
   Tensor partial_lse;                   // (B, H, L, S) float32, contiguous
-  std::optional<ScalarType> out_dtype;  // float32 if not given
+  std::optional<ScalarType> out_dtype;  // default: float32
   OptionalTensor learnable_sink;        // (H,): one more logit, without a value
   bool infinity_is_empty;
 };
 
-// A problem of merge_state or of merge_splits.
 struct MergeProblem {
   Element element;  // of out
   std::optional<Element> sink;
   bool infinity_is_empty;
   bool in_place;
-  bool some_rows;  // of a mask
+  bool some_rows;  // a mask selects the rows
   MergeShape shape;
 };
 

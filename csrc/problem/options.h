@@ -1,16 +1,13 @@
-// The options of attention's ops, each once: the schemas, what the dispatcher hands over and the
-// structs follow from the lists.
+// Lists of the options of attention's ops. Macros make the schemas, the parameters of the
+// dispatcher's functions and the structs from these lists.
 #pragma once
 
-#include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "csrc/problem/cache.h"
-#include "csrc/problem/tensor.h"
 
-// The types of the lists as schemas write them.
+// The types of the lists in schemas.
 #define SCHEMA_Flag "bool"
 #define SCHEMA_Integer "SymInt"
 #define SCHEMA_Number "float"
@@ -18,8 +15,9 @@
 #define SCHEMA_OptionalNumber "float?"
 #define SCHEMA_OptionalTensor "Tensor?"
 
-// X(type, name, default, whether decode_step has it), in the order of the schemas. What each means
-// is in torch_metal_attn/reference.py, `attention`. The first are those that most calls have.
+// X(type, name, default, STEP if decode_step has the option or NO_STEP), in the order of the
+// schemas. `attention` in torch_metal_attn/reference.py explains the options. The first ones are
+// those of most calls.
 #define FLASH_FIRST_OPTIONS(X)                 \
   X(OptionalNumber, softmax_scale, None, STEP) \
   X(Flag, causal, False, STEP)                 \
@@ -44,19 +42,19 @@
   X(Number, dropout_p, 0.0, NO_STEP)             \
   X(OptionalTensor, rng_state, None, NO_STEP)
 
-// X(type, name, default in the schema) of flex attention, in the order of the schemas, where
-// `captures` and the softmax scale come first. A text is the body of a function in shaders/flex.h,
-// or empty.
-// - slope: the backward's.
-// - kv_num_blocks: (B or 1, H or 1, blocks of queries) int32; kv_indices: the same and up to as
-//   many blocks of keys. full_*: blocks that need no mask. q_*: the transposed lists, which the
-//   backward needs.
-// - kv_order, q_order: (2, B or 1, H or 1, rows of the lists) int32, all rows of lists in the order
-//   in which they start, and each one's place in it. Of q_order, H counts the heads of keys.
+// The options of flex attention: X(type, name, type in the schema, default in the schema), in the
+// order of the schemas, after `captures` and the softmax scale. A text is the body of a function in
+// shaders/flex.h, or empty.
+// - slope: the derivative of score, for the backward.
+// - kv_num_blocks: (B or 1, H or 1, blocks of queries) int32. kv_indices has one dimension more, up
+//   to the number of blocks of keys. full_*: blocks that need no mask. q_*: the transposed lists,
+//   which the backward needs.
+// - kv_order, q_order: (2, B or 1, H or 1, rows of the lists) int32: the order in which the rows of
+//   the lists start, and each row's place in that order. In q_order, H is the number of KV heads.
 // - q_block_size, kv_block_size: 0 without lists.
-// - shares, places, share_captures, share_owners: of each load of a captured tensor that has a
-//   gradient, the text of d score / d what is loaded, that of which element it is, the captured
-//   tensor's number, and FlexOwner's bits.
+// - shares, places, share_captures, share_owners have an entry for each load of a captured tensor
+//   that has a gradient: the text of d score / d loaded element, the text of the element's
+//   position, the number of the captured tensor, and bits of FlexOwner.
 #define FLEX_OPTIONS(X)                                    \
   X(Text, score, "str", "''")                              \
   X(Text, slope, "str", "''")                              \
@@ -80,7 +78,7 @@
 
 namespace metal_attn {
 
-// The types of the lists; more are in cache.h.
+// Types of the lists; cache.h has more.
 using Integers = std::vector<int64_t>;
 using Number = double;
 using OptionalInteger = std::optional<int64_t>;
@@ -92,15 +90,15 @@ struct FlashFwdOptions {
   FLASH_OPTIONS(OPTION_FIELD)
 };
 
-// The texts of score_mod and mask_mod, and the lists of a BlockMask.
 struct FlexOptions {
-  std::vector<Tensor> captures;  // what the texts index
+  std::vector<Tensor> captures;  // tensors that the texts index
 #define FLEX_FIELD(TYPE, NAME, SCHEMA, DEFAULT) TYPE NAME = {};
   FLEX_OPTIONS(FLEX_FIELD)
 #undef FLEX_FIELD
 };
 
-// Positions that index the captured tensor themselves, so that where they differ its elements do.
+// Indices of a score that directly index the captured tensor: scores that differ in one of them
+// load different elements.
 enum FlexOwner : int64_t { kOwnBatch = 1, kOwnHead = 2, kOwnQuery = 4, kOwnKey = 8 };
 
 }  // namespace metal_attn

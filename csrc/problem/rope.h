@@ -3,24 +3,23 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "csrc/problem/element.h"
 #include "csrc/problem/tensor.h"
 
 namespace metal_attn {
 
-// True if every 16-byte chunk of the columns that are rotated meets its partners in one chunk.
+// True if the partners of the columns of each rotated 16-byte chunk lie in one chunk.
 constexpr bool rotates_by_chunks(Element element, int first, int rotary_dim, bool interleaved) {
   const int chunk = 16 / element_bytes(element);
   return first % chunk == 0 && rotary_dim % (interleaved ? chunk : 2 * chunk) == 0;
 }
 
-// q: (B, Hq, L, D) and k, if there is one: (B, Hkv, L, D), alike in device and dtype: float32,
+// q: (B, Hq, L, D) and the optional k: (B, Hkv, L, D) have one device and one dtype: float32,
 // float16 or bfloat16. cos and sin: (P, R / 2), (1, P, R / 2) or (B, P, R / 2) of one of those
-// dtypes, R <= D. Token i of batch b is rotated by row positions[b, i] of the tables, positions
-// being int32 or int64, (L), (1, L) or (B, L); without positions by row i + seqlen_offset +
-// seqlen_offsets[b], the latter (B) int32. Columns from R on stay. Any strides.
+// dtypes, R <= D. positions: int32 or int64, (L), (1, L) or (B, L). seqlen_offsets: (B) int32. All
+// have any strides. Token i of batch b is rotated by row positions[b, i] of the tables, or without
+// positions by row i + seqlen_offset + seqlen_offsets[b]. Columns from R on are not rotated.
 struct RopeArguments {
   Tensor q;
   OptionalTensor k;
@@ -30,13 +29,13 @@ struct RopeArguments {
   int64_t seqlen_offset;
   OptionalTensor seqlen_offsets;
   bool interleaved;
-  bool conjugate;  // rotate back
+  bool conjugate;  // rotate in the opposite direction
 };
 
 struct RopeProblem {
   Element element;
   Element table_element;
-  const char* row_element;  // null: rows follow from the offset alone
+  const char* row_element;  // null: there are neither positions nor seqlen_offsets
   bool rows_are_positions;
   int32_t batch;
   int32_t q_heads;
@@ -48,12 +47,11 @@ struct RopeProblem {
   bool interleaved;
   bool in_place;
 
-  // In place, columns without a partner stay as they are.
+  // In place, a launch without rotated columns has nothing to do.
   bool launches() const { return batch > 0 && heads > 0 && length > 0 && (pairs > 0 || !in_place); }
 };
 
-// inv_freq: (N) float32. positions: (L), (B, L) or (S, B, L) of int32, int64 or float32. Any
-// strides.
+// inv_freq: (N) float32. positions: (L), (B, L) or (S, B, L), int32, int64 or float32. Any strides.
 struct RopeTablesArguments {
   Tensor inv_freq;
   Tensor positions;

@@ -1,4 +1,4 @@
-// The strides of rows as the params hold them.
+// Strides for the params.
 #pragma once
 
 #include "csrc/problem/tensor.h"
@@ -6,13 +6,18 @@
 
 namespace metal_attn {
 
-// The tensor is dense (B, H, L, D) or packed (T, H, D).
+// 0 if the dimension is broadcast.
+inline int64_t broadcast_stride(const Tensor& tensor, int64_t dim) {
+  return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+}
+
+// For a dense (B, H, L, D) or packed (T, H, D) tensor.
 inline RowStrides row_strides(const Tensor& tensor) {
   if (tensor.dim() == 3) { return {0, tensor.stride(1), tensor.stride(0)}; }
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-// One number for each row: dense (B, H, L) or packed (H, T).
+// For one number per row: dense (B, H, L) or packed (H, T).
 inline RowStrides statistics_strides(const Tensor& tensor) {
   if (tensor.dim() == 2) { return {0, tensor.stride(0), tensor.stride(1)}; }
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};

@@ -1,4 +1,4 @@
-// Short names for the parts of torch's stable ABI that the extension uses.
+// Short names for parts of torch's stable ABI.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,15 +1,11 @@
-// Runs a Launch: on PyTorch's MPS stream, or on the CPU in the simulator.
+// Backends run a Launch on PyTorch's MPS stream, or on the CPU in the simulator.
 #pragma once
-
-#include <stdexcept>
-#include <string>
 
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 
-// The text of a kernel does not compile, or the GPU cannot run what it compiles to. what() adds to
-// `why` where to report it.
+// A kernel does not compile, or the GPU cannot run it. what() is `why` and a request to report it.
 struct CompileError : std::runtime_error {
   explicit CompileError(const std::string& why);
 
@@ -24,24 +20,22 @@ class Backend {
   // std::runtime_error if the device refuses it.
   virtual void run(const Launch& launch) = 0;
 
-  // Compiles a launch's kernel, and runs nothing. Returns whether nobody had. Throws CompileError.
+  // Compiles the launch's kernel. Returns true if it was not compiled before. Throws CompileError.
   virtual bool compile(const Launch&) { return false; }
 
-  // True for a GPU, whose abilities a probe must find out.
   virtual bool is_gpu() const { return false; }
 
-  // True if launches are kept instead of run: csrc/ops/common/recorder.h.
+  // True if the backend records launches and runs nothing: csrc/ops/common/recorder.h.
   virtual bool records() const { return false; }
 };
 
-// The backend that compiles the kernel of each launch that recorders of this thread keep. They note
-// if the kernel was new. Null: nothing is compiled.
+// The backend that compiles the kernels of this thread's recorded launches. Null: no compilation.
 Backend*& compiler_of_recorded();
 
 Backend& simulator_backend();
 
-// Linked on macOS only. The first call tries whether mps computes; throws std::runtime_error if it
-// does not, and in the child of a fork.
+// Linked on macOS only. The first call tests mps. Throws std::runtime_error if mps computes wrong
+// results, and in the child of a fork.
 Backend& mps_backend();
 Backend& unprobed_mps_backend();
 

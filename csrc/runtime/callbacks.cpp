@@ -14,7 +14,7 @@ struct Texts {
   metal_attn::TensorRecord tensor_record;
 };
 
-// Never destroyed: at exit threads may still launch.
+// Never destroyed: threads may still launch at exit.
 Texts& texts() {
   static Texts* const texts = new Texts;
   return *texts;
@@ -22,7 +22,7 @@ Texts& texts() {
 
 std::atomic<metal_attn_simulate> g_simulate{nullptr};
 
-// GPUs have 7 to 80. Too many splits of a decode cost little, and too few leave cores idle.
+// GPUs have 7 to 80 cores. Too many splits of a decode cost little, and too few leave cores idle.
 std::atomic<int> g_gpu_cores{40};
 std::atomic<int> g_gpu_family{metal_attn::gpu_family("")};
 
@@ -71,7 +71,7 @@ std::string shader_text(const std::string& family) {
   if (entry == texts().by_family.end()) {
     throw std::runtime_error(
         "metal_attn: no shader text for the family '" + family +
-        "'; import torch_metal_attn, which gives the texts where there is mps");
+        "'; import torch_metal_attn, which sets the texts on a machine with mps");
   }
   return entry->second;
 }

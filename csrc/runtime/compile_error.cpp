@@ -3,17 +3,15 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <sstream>
 
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 namespace {
 
-// FNV-1a: the name of a text, the same in every process.
+// FNV-1a, which is the same in every process.
 uint64_t hash_of(const std::string& text) {
   uint64_t hash = 14695981039346656037u;
   for (const char letter : text) {
@@ -22,7 +20,7 @@ uint64_t hash_of(const std::string& text) {
   return hash;
 }
 
-// The file that the text was written to, or "". A text has one file, however often it fails.
+// Writes the text to a file whose name depends on the text. Returns its path, or "".
 std::string write_text(const char* family, const std::string& text) {
   const char* folder = std::getenv("TMPDIR");
   std::string begin = folder != nullptr && *folder != '\0' ? folder : "/tmp";
@@ -63,11 +61,11 @@ std::string describe(const Program& program) {
 std::string compile_error(const Program& program, const std::string& text, const std::string& log) {
   const std::string path = write_text(program.family, text);
   return "compiling " + describe(program) + " failed: " + log +
-         (path.empty() ? "\nThe shader's text, which could be written to no file:\n" + text
+         (path.empty() ? "\nThe shader's text could not be written to a file:\n" + text
                        : "\nThe shader's text is in " + path);
 }
 
-void say_if_slow(const char* kernel, int64_t milliseconds) {
+void warn_if_slow(const char* kernel, int64_t milliseconds) {
   constexpr int64_t kSlow = 2000;
   constexpr int kMostLines = 5;
   static std::atomic<int> lines{0};
@@ -78,7 +76,7 @@ void say_if_slow(const char* kernel, int64_t milliseconds) {
                  "torch_metal_attn: compiling %s took %.1f s, once in this process; "
                  "torch_metal_attn.warm_up compiles kernels before they are needed%s\n",
                  kernel, double(milliseconds) / 1000,
-                 line == kMostLines ? " (this is said no more)" : "");
+                 line == kMostLines ? " (later ones are not reported)" : "");
   }
 }
 

@@ -1,25 +1,31 @@
-// Messages for a shader that Metal does not compile, or compiles slowly.
+// Texts of messages, and those for a shader that Metal does not compile or compiles slowly.
 #pragma once
 
-#include <string>
+#include <sstream>
 #include <string_view>
 
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 
-// Without the prefix of our errors, for texts that become part of one.
+template <typename... Parts>
+std::string text_of(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+// Remove the prefix of our errors, for texts that become part of another error.
 std::string without_prefix(std::string_view text);
-std::string first_line(std::string_view text);  // of what is left
+std::string first_line(std::string_view text);
 
 // "flash_fwd ELEMENT=half HEAD_DIM_QK=64 ..."
 std::string describe(const Program& program);
 
-// Names the specialisation, quotes `log`, in which Metal quotes the lines of its errors, and says
-// in which file the whole text has been written.
+// A message with the specialisation, Metal's log, and the file to which it writes the text.
 std::string compile_error(const Program& program, const std::string& text, const std::string& log);
 
-// Says on stderr, a few times in a process, that the user waited for a kernel to be compiled.
-void say_if_slow(const char* kernel, int64_t milliseconds);
+// Prints on stderr that the user waited for a compilation, a few times per process.
+void warn_if_slow(const char* kernel, int64_t milliseconds);
 
 }  // namespace metal_attn

@@ -1,5 +1,4 @@
-// A vector with room for N plain items in itself: a launch is made of these, so that it costs no
-// allocation.
+// A vector with inline storage for N plain items, so that a launch costs no allocation.
 #pragma once
 
 #include <array>
@@ -22,7 +21,7 @@ class FixedVector {
   FixedVector(Iterator first, Iterator last) {
     append(first, last);
   }
-  // The items only, not the room behind them.
+  // Copies no uninitialised items.
   FixedVector(const FixedVector& other) { append(other.begin(), other.end()); }
   FixedVector& operator=(const FixedVector& other) {
     if (this != &other) {
@@ -32,7 +31,7 @@ class FixedVector {
     return *this;
   }
 
-  // Throws std::length_error if there is no room.
+  // Throws std::length_error if the vector is full.
   void push_back(const T& item) {
     if (size_ == N) {
       throw std::length_error("metal_attn: more than " + std::to_string(N) + " items of a launch");
@@ -59,7 +58,7 @@ class FixedVector {
 
  private:
   std::size_t size_ = 0;
-  std::array<T, N> items_;  // those from size_ on are not initialised
+  std::array<T, N> items_;  // from size_ on uninitialised
 };
 
 }  // namespace metal_attn

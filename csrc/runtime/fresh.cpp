@@ -23,7 +23,7 @@ struct Fresh {
 };
 
 thread_local std::vector<Fresh> t_fresh;
-thread_local std::vector<std::size_t> t_ops;  // for each op that runs, how many there were before
+thread_local std::vector<std::size_t> t_ops;  // for each running op, t_fresh's size at its begin
 
 }  // namespace
 
@@ -46,7 +46,7 @@ void remember_fresh(const Tensor& tensor) {
     const void* storage = tensor.const_data_ptr();
     for (Fresh& freed : t_fresh) {
       if (freed.storage == storage) {
-        freed.storage = nullptr;  // its memory is this tensor's now; t_ops counts it still
+        freed.storage = nullptr;  // this tensor reuses the memory; t_ops still counts the entry
       }
     }
     t_fresh.push_back({storage, static_cast<std::size_t>(bytes), nullptr});

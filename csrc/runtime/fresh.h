@@ -1,5 +1,5 @@
-// The CPU tensors that the running op has allocated, and the bytes of them that kernels have
-// written. The simulator's checks fault a read of other bytes.
+// The CPU tensors that the running op has allocated, and which of their bytes kernels have written.
+// The simulator's checks report a read of other bytes.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace metal_attn {
 
-// Until the thread's op ends.
+// Remembers the tensor until the thread's op ends.
 void remember_fresh(const Tensor& tensor);
 
-// A byte for each byte of the storage, 0 where nothing has been written; null if it is not fresh.
+// A byte for each byte of the storage, 0 if it is uninitialised. Null for other storages.
 uint8_t* initialised_bytes(const void* storage);
 
 }  // namespace metal_attn

@@ -1,17 +1,11 @@
-// One dispatch of a kernel as plain data: ops build it and backends run it. It allocates nothing.
-// The op owns the memory that it points to until the backend has run it.
+// One dispatch of a kernel as plain data. Ops build it and backends run it. It allocates nothing,
+// and points to memory that the op owns.
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <concepts>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <type_traits>
 #include <unordered_map>
 
 #include "csrc/problem/tensor.h"
@@ -22,13 +16,13 @@ namespace metal_attn {
 // torch_mps_set_arg_bytes and Metal's setBytes both stop at 4 KiB.
 inline constexpr std::size_t kMaxParamsBytes = 4096;
 
-// Metal's own limit.
+// The limit of Metal.
 inline constexpr std::size_t kMaxBuffers = 31;
 
-// The most that any family has is 38: those of flash_bwd_bias with every feature.
+// flash_bwd_bias with every feature has the most, 38.
 inline constexpr std::size_t kMaxDefines = 48;
 
-// `#define name value`. Names and words live as long as the process: string literals.
+// `#define name value`. Names and words are never freed, as string literals.
 struct Define {
   const char* name;
   const char* word;  // null: the value is the number
@@ -45,12 +39,12 @@ struct Define {
 
 using Defines = FixedVector<Define, kMaxDefines>;
 
-// A feature that is off is not defined, which the preprocessor takes for 0.
+// The preprocessor treats an undefined feature as 0.
 inline void define_if(bool on, Defines& defines, const char* name, int64_t value = 1) {
   if (on) { defines.push_back({name, value}); }
 }
 
-// A family's text under the defines of a specialisation, in the order in which they are written.
+// A family's text with the defines of a specialisation.
 struct Program {
   const char* family;  // shaders/<family>.metal
   Defines defines;
@@ -78,7 +72,7 @@ struct ProgramHash {
       hash = hash * 31 + static_cast<std::size_t>(*letter);
     }
     for (const Define& define : program.defines) {
-      // The first letter of each text only: hashing whole texts takes longer.
+      // Hashing whole texts would take longer.
       const auto letter = static_cast<std::size_t>(define.word != nullptr ? define.word[0] : 0);
       hash = hash * 1099511628211u + static_cast<std::size_t>(define.number) * 256u + letter +
              static_cast<std::size_t>(define.name[0]) * 65536u;
@@ -87,8 +81,7 @@ struct ProgramHash {
   }
 };
 
-// A backend's record of each program that it has compiled. Entries are never erased, so references
-// to them remain valid.
+// The compiled programs of a backend. Entries are never erased, so references stay valid.
 template <typename Compiled>
 using ProgramMap = std::unordered_map<Program, Compiled, ProgramHash, SameProgram>;
 
@@ -118,7 +111,7 @@ class Params {
     static_assert(std::is_trivially_copyable_v<Structure> && sizeof(Structure) <= kMaxParamsBytes);
     set(&params, sizeof(Structure));
   }
-  // Appends a structure. The end of a structure is no padding if it is a multiple of 4.
+  // Appends a structure without padding: the sizes of structures must be multiples of 4.
   template <typename Structure>
   void append(const Structure& more) {
     static_assert(std::is_trivially_copyable_v<Structure> && alignof(Structure) <= 4);
@@ -146,7 +139,7 @@ class Params {
 
  private:
   std::size_t size_ = 0;
-  std::array<std::byte, kMaxParamsBytes> bytes_;  // those from size_ on are not initialised
+  std::array<std::byte, kMaxParamsBytes> bytes_;  // from size_ on uninitialised
 };
 
 inline constexpr int kSimdgroupThreads = 32;
@@ -164,18 +157,18 @@ struct Grid {
   Extent threads{};  // per threadgroup
 };
 
-// The most multiply-adds that a launch may have. It is 0 for kernels that read their operands once:
-// they never run for long, and they cannot be divided.
+// An upper bound of a launch's multiply-adds. 0 for kernels that read their operands once: they are
+// short and are never divided into pieces.
 struct Work {
-  double threadgroup = 0;  // of a threadgroup
-  double busy = 0;         // threadgroups that have any of it; 0: all
+  double threadgroup = 0;  // multiply-adds of a threadgroup
+  double busy = 0;         // threadgroups that have work; 0: all
 };
 
 struct Launch {
   Launch() = default;
   Launch(const char* family, const char* kernel, const Defines& defines)
       : program{family, defines}, kernel(kernel) {}
-  // The family has the kernel's name.
+  // For a kernel with the name of its family.
   Launch(const char* kernel, const Defines& defines) : Launch(kernel, kernel, defines) {}
 
   template <typename Structure>

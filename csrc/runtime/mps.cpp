@@ -1,24 +1,16 @@
-// Encodes launches on PyTorch's current MPS stream: the only file that knows torch's MPS shims.
-//
-// The shims are torch's C functions aoti_torch_mps_*, so that one binary serves every torch from
-// 2.10. tests/runtime/fake_mps stands in for them on Linux.
+// Encodes launches on PyTorch's current MPS stream through torch's C functions aoti_torch_mps_*,
+// the shims. tests/runtime/fake_mps replaces them on Linux.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <map>
 #include <mutex>
-#include <optional>
-#include <sstream>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -35,12 +27,12 @@ using Kernel = AOTIMetalKernelFunctionHandle;
 
 void* const kShims = reinterpret_cast<void*>(&aoti_torch_mps_start_encoding);
 
-// Functions that torch versions after 2.10 declare, and one that 2.10 to 2.13 have undeclared.
+// Functions that pass params by value.
 struct BytesShims {
-  // torch_mps_set_arg_bytes, from 2.14.
+  // torch_mps_set_arg_bytes, from torch 2.14 on.
   AOTITorchError (*set_bytes)(Kernel, unsigned, const void*, uint64_t) = nullptr;
-  // at::native::mps::MetalKernelFunction::setArg(unsigned, const void*, uint64_t), which those
-  // shims call themselves, with the handle as `this`.
+  // at::native::mps::MetalKernelFunction::setArg(unsigned, const void*, uint64_t), which torch 2.10
+  // to 2.13 export without a declaration. `this` is the handle.
   void (*set_bytes_member)(void*, unsigned, const void*, uint64_t) = nullptr;
 };
 
@@ -49,31 +41,29 @@ void find(Function& function, const char* name) {
   function = reinterpret_cast<Function>(find_beside(kShims, name));
 }
 
-BytesShims find_bytes_shims() {
-  BytesShims shims;
-  find(shims.set_bytes, "torch_mps_set_arg_bytes");
-  find(shims.set_bytes_member, "_ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy");
-  return shims;
-}
-
 const BytesShims& bytes_shims() {
-  static const BytesShims shims = find_bytes_shims();
+  static const BytesShims shims = [] {
+    BytesShims shims;
+    find(shims.set_bytes, "torch_mps_set_arg_bytes");
+    find(shims.set_bytes_member, "_ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy");
+    return shims;
+  }();
   return shims;
 }
 
-// How torch's stream is made to commit its command buffer. The C shims have no call for it.
+// Functions that commit the command buffer of torch's stream. The C shims have none.
 struct CommitShims {
   // at::mps::getCurrentMPSStream() and at::mps::MPSStream::synchronize(at::mps::SyncType), which
-  // torch 2.10 to 2.15 export. The stream's own queue must be running.
+  // torch 2.10 to 2.15 export. The latter must be called on the stream's queue.
   void* (*current_stream)() = nullptr;
   void (*synchronize)(void*, int) = nullptr;
-  // torch::mps::commit(), of torch's C++ API. Before 2.15 it commits the default stream only.
+  // torch::mps::commit() of torch's C++ API. Before 2.15 it commits only the default stream.
   void (*commit)() = nullptr;
 
-  bool of_stream() const { return current_stream != nullptr && synchronize != nullptr; }
+  bool can_synchronize() const { return current_stream != nullptr && synchronize != nullptr; }
 };
 
-constexpr int kSyncTypeCommit = 1;  // at::mps::SyncType::COMMIT: does not wait
+constexpr int kSyncTypeCommit = 1;  // at::mps::SyncType::COMMIT, which does not wait
 
 const CommitShims& commit_shims() {
   static const CommitShims shims = [] {
@@ -86,13 +76,12 @@ const CommitShims& commit_shims() {
   return shims;
 }
 
-// doing: the action for the message, joined only on an error.
-template <typename... Doing>
-void ok(AOTITorchError error, const Doing&... doing) {
+// action: the parts of its description, joined only on an error.
+template <typename... Action>
+void ok(AOTITorchError error, const Action&... action) {
   if (error != AOTI_TORCH_SUCCESS) {
-    std::ostringstream text;
-    ((text << "metal_attn: ") << ... << doing) << " failed: " << torch_error_text(kShims);
-    throw std::runtime_error(text.str());
+    throw std::runtime_error(
+        text_of("metal_attn: ", action..., " failed: ", torch_error_text(kShims)));
   }
 }
 
@@ -105,7 +94,7 @@ std::string library_text(const Program& program) {
   // After the includes of Metal's headers (with_defines in torch_metal_attn/runtime/shaders.py).
   const std::size_t head = text.find("#line");
   text.insert(head == std::string::npos ? 0 : head, defines);
-  // torch hands the text to Metal as ASCII and would get no string at all.
+  // torch passes the text to Metal as ASCII, which fails for other characters.
   const auto bad = std::find_if(text.begin(), text.end(),
                                 [](char c) { return static_cast<unsigned char>(c) > 127; });
   if (bad != text.end()) {
@@ -115,7 +104,7 @@ std::string library_text(const Program& program) {
   return text;
 }
 
-// How the params reach the kernel.
+// The params of a launch, as bytes or, without a shim for bytes, as a tensor.
 class EncodedParams {
  public:
   explicit EncodedParams(const Launch& launch) : bytes_(launch.params) {
@@ -138,7 +127,7 @@ class EncodedParams {
   }
 
  private:
-  // Copied before the command block opens: the copy uses the stream itself.
+  // The copy uses the stream, so it must run outside of the command block.
   Tensor on_device(const Tensor& like) {
     const int64_t size = static_cast<int64_t>(bytes_.size());
     const int64_t stride = 1;
@@ -158,8 +147,8 @@ class EncodedParams {
 [[noreturn]] void refuse_dispatch(const Launch& launch) {
   const std::string text = torch_error_text(kShims);
   const std::string why = std::string("dispatching '") + launch.kernel + "' failed: " + text;
-  // As torch 2.10 to 2.15 put it where a pipeline's registers leave no room for so many threads:
-  // the only reason for which these versions refuse this shim's arguments.
+  // The message of torch 2.10 to 2.15 if a pipeline's registers leave no room for so many threads.
+  // These versions have no other reason to refuse this shim's arguments.
   if (text == kReasonOnStderr || text.find("Threadgroup size exceeds") != std::string::npos) {
     throw CompileError(why + " (" + describe(launch.program) + ")");
   }
@@ -187,7 +176,7 @@ void encode(Kernel kernel, const Launch& launch, const EncodedParams& params) {
 }
 
 // Runs `body` on the stream's queue. An exception must not pass through torch's Objective-C frames,
-// so it is carried over them. name: the kernel's, for messages.
+// so it is stored and thrown again. name: of the kernel, for messages.
 template <typename Body>
 void run_command_block(Kernel kernel, const char* name, const Body& body) {
   struct Block {
@@ -207,13 +196,12 @@ void run_command_block(Kernel kernel, const char* name, const Body& body) {
   if (block.error != nullptr) { std::rethrow_exception(block.error); }
 }
 
-// Estimated seconds of our launches since the last commit, in each stream's open command buffer.
-// torch commits rarely by itself, and not between kernels: many launches of less than a
-// second would be one command buffer of many.
+// The estimated seconds of our launches in each stream's open command buffer. torch rarely commits
+// and never between kernels, so many short launches would become one long command buffer.
 class OpenCommandBuffers {
  public:
-  // Ends the current stream's command buffer if `seconds` more would be too long, or if the launch
-  // is one of several pieces, which stand alone.
+  // Commits the current stream's command buffer if `seconds` more would be too long, or if the
+  // launch needs a command buffer of its own (alone).
   void make_room(double seconds, bool alone, Kernel kernel, const char* name) {
     double& open = of_current_stream();
     if (alone || (open > 0 && open + seconds > kCommandBufferSeconds)) { commit(kernel, name); }
@@ -224,7 +212,7 @@ class OpenCommandBuffers {
   void commit(Kernel kernel, const char* name) {
     of_current_stream() = 0;
     const CommitShims& shims = commit_shims();
-    if (shims.of_stream()) {
+    if (shims.can_synchronize()) {
       void* const stream = shims.current_stream();
       run_command_block(kernel, name, [&] { shims.synchronize(stream, kSyncTypeCommit); });
     } else if (shims.commit != nullptr) {
@@ -251,7 +239,7 @@ class OpenCommandBuffers {
     return streams_.emplace_back(stream, 0.0).second;
   }
 
-  std::vector<std::pair<void*, double>> streams_;  // torch has 33 at most
+  std::vector<std::pair<void*, double>> streams_;  // torch has at most 33
 };
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
@@ -264,13 +252,13 @@ int64_t milliseconds() {
 }
 #endif
 
-// The compiled specialisation, or the errors of its compilation.
+// A compiled specialisation, or the errors of its compilation.
 struct Library {
-  std::mutex compiling;  // held while Metal compiles it: for minutes, or for ever
+  std::mutex compiling;  // locked while Metal compiles: for minutes, or forever
   AOTIMetalShaderLibraryHandle handle = nullptr;
-  std::map<std::string, std::string> errors;  // by kernel; by "" that of the whole text
+  std::map<std::string, std::string> errors;  // by kernel; the error of the whole text has key ""
 
-  // Under the backend's lock. Few: a family has one or two.
+  // Protected by the backend's lock. A family has one or two kernels.
   std::vector<std::pair<const char*, Kernel>> kernels;
 };
 
@@ -280,7 +268,7 @@ class MpsBackend final : public Backend {
 
   void run(const Launch& launch) override {
     const Pieces pieces(launch);
-    // One threadgroup cannot be divided, but it can have a command buffer of its own.
+    // A single threadgroup cannot be divided, but it can have a separate command buffer.
     const bool many = pieces.count() > 1 || pieces.seconds() > kCommandBufferSeconds;
     Kernel kernel = nullptr;
     pieces.each([&](const Launch& piece) { kernel = run_piece(piece, pieces.seconds(), many); });
@@ -302,10 +290,9 @@ class MpsBackend final : public Backend {
   }
 
  private:
-  // No stream and no encoder outlives the command block.
   Kernel run_piece(const Launch& launch, double seconds, bool alone) {
     const EncodedParams params(launch);
-    // A kernel object holds its encoder, so two blocks must not run at once.
+    // A kernel object has one encoder, so command blocks must not run concurrently.
     std::unique_lock lock(mutex_);
     Library& library = libraries_[launch.program];
     Kernel kernel = find_kernel(library, launch.kernel);
@@ -314,7 +301,7 @@ class MpsBackend final : public Backend {
       const int64_t begun = milliseconds();
       bool is_new = false;
       kernel = compiled(library, launch, is_new);
-      if (is_new) { say_if_slow(launch.kernel, milliseconds() - begun); }
+      if (is_new) { warn_if_slow(launch.kernel, milliseconds() - begun); }
       lock.lock();
     }
     open_.make_room(seconds, alone, kernel, launch.kernel);
@@ -322,7 +309,7 @@ class MpsBackend final : public Backend {
     return kernel;
   }
 
-  // Allocates nothing. Null if it has not been compiled.
+  // Null if the kernel is not compiled. Allocates nothing.
   static Kernel find_kernel(const Library& library, const char* name) {
     for (const auto& [compiled_name, kernel] : library.kernels) {
       if (same_text(compiled_name, name)) { return kernel; }
@@ -330,16 +317,15 @@ class MpsBackend final : public Backend {
     return nullptr;
   }
 
-  // Without the backend's lock: other kernels run while Metal compiles this one. All that torch
-  // touches here is the library's own, which has no lock before torch 2.15. What did not compile
-  // once is not compiled again.
+  // Called without the backend's lock, so that other kernels run while Metal compiles this one. The
+  // library's lock is enough: torch changes only the library, which has no lock before torch 2.15.
+  // A failed compilation is not repeated.
   Kernel compiled(Library& library, const Launch& launch, bool& is_new) {
     const std::lock_guard alone(library.compiling);
     {
       const std::lock_guard lock(mutex_);
-      if (const Kernel kernel = find_kernel(library, launch.kernel)) {
-        return kernel;  // another thread was faster
-      }
+      // Another thread may have been faster.
+      if (const Kernel kernel = find_kernel(library, launch.kernel)) { return kernel; }
     }
     for (const char* failed : {"", launch.kernel}) {
       if (const auto error = library.errors.find(failed); error != library.errors.end()) {
@@ -380,7 +366,7 @@ class MpsBackend final : public Backend {
 }  // namespace
 
 Backend& unprobed_mps_backend() {
-  // Never destroyed: at exit Metal may be gone before us, and threads may still launch.
+  // Never destroyed: at exit, Metal may be destroyed first, and threads may still launch.
   static MpsBackend* const backend = new MpsBackend;
   return *backend;
 }

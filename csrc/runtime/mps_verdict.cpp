@@ -1,24 +1,19 @@
-// The decision to use mps: made once a process, and asked for by each launch.
+// Decides once per process if mps can be used.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
 #include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdlib>
-#include <cstring>
 #include <mutex>
-#include <stdexcept>
-#include <string>
 
-#include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/probe.h"
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
-// Functions of tests/runtime/fake_mps: where the probe allocates, and how many milliseconds it and
-// what was queued before it may take.
+// Functions of tests/runtime/fake_mps: the device on which the probe allocates, and the limits in
+// milliseconds of the probe and of the work queued before it.
 extern "C" int32_t fake_mps_device_type();
 extern "C" int64_t fake_mps_probe_limit();
 extern "C" int64_t fake_mps_queue_limit();
@@ -31,13 +26,12 @@ enum class Verdict { kUnknown, kUsable, kUnusable, kForked };
 
 std::atomic<Verdict> g_verdict{Verdict::kUnknown};
 
-// The child of a fork has the parent's Metal objects, which are dead in it. An unusable mps stays
-// unusable for the parent's reason.
+// The parent's Metal objects do not work in the child. An unusable mps keeps its reason.
 void forked() {
   if (g_verdict != Verdict::kUnusable) { g_verdict = Verdict::kForked; }
 }
 
-// Registers the handler of forks at the first use of Metal.
+// Registers the fork handler at the first use of Metal.
 Backend& backend() {
   static Backend& mps = []() -> Backend& {
     pthread_atfork(nullptr, nullptr, forked);
@@ -51,19 +45,19 @@ bool backend_forced_by_env() {
   return chosen != nullptr && std::strcmp(chosen, "mps") == 0;
 }
 
-// Written once, before the verdict is.
+// Written once, before the verdict.
 std::string& probe_result() {
   static std::string* const result = new std::string;
   return *result;
 }
 
-// The first thread decides; the others wait for it.
+// The first thread decides, and the others wait for it.
 void decide() {
   if (backend_forced_by_env()) {
     g_verdict = Verdict::kUsable;
     return;
   }
-  Backend& mps = backend();  // before the lock, which a child could not open
+  Backend& mps = backend();  // before the lock, which a forked child could not release
   static std::mutex* const mutex = new std::mutex;
   const std::lock_guard lock(*mutex);
   if (g_verdict == Verdict::kUnknown) {
@@ -72,7 +66,7 @@ void decide() {
   }
 }
 
-// "" if there is none.
+// The reason not to use mps, or "".
 const char* problem() {
   if (g_verdict == Verdict::kUnknown) { decide(); }
   switch (g_verdict.load()) {
@@ -103,7 +97,7 @@ ProbeSettings probe_settings() {
           std::chrono::milliseconds(fake_mps_queue_limit()), nullptr};
 }
 #else
-// Time for a busy Mac to compile the kernel.
+// The limits are long enough for a busy Mac to compile the kernel.
 ProbeSettings probe_settings() {
   return {aoti_torch_device_type_mps(), std::chrono::seconds(30), std::chrono::minutes(10),
           nullptr};

@@ -9,7 +9,7 @@ void* find_beside(const void* function, const char* name) {
   if (dladdr(function, &info) == 0) { return nullptr; }
   void* library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   void* symbol = library == nullptr ? nullptr : dlsym(library, name);
-  // dlsym also looks in what the library depends on.
+  // dlsym also searches the library's dependencies.
   Dl_info symbol_info{};
   const bool beside = symbol != nullptr && dladdr(symbol, &symbol_info) != 0;
   return beside && symbol_info.dli_fbase == info.dli_fbase ? symbol : nullptr;

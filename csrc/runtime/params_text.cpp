@@ -1,8 +1,8 @@
-// The texts of shaders/params/*.h that this extension is built with, one after the other.
-// torch_metal_attn/runtime/extension.py compares them with the files that kernels are compiled
-// with: structs that differ look like races.
+// The concatenated texts of shaders/params/*.h with which this extension is built.
+// torch_metal_attn/runtime/extension.py compares them with the files with which kernels are
+// compiled: structs that differ would cause races or wrong results.
 
-// For build tools, which see no dependency in .incbin.
+// Build tools do not see .incbin as a dependency.
 #include "shaders/params/append.h"
 #include "shaders/params/attention.h"
 #include "shaders/params/backward.h"

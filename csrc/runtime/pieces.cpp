@@ -17,8 +17,7 @@ void metal_attn_limit_pieces(int64_t threadgroups) { g_limit = threadgroups; }
 namespace metal_attn {
 namespace {
 
-// For one core: a quarter of M1's peak, of 128 multiply-adds a cycle at 1.27 GHz. Later cores do
-// more.
+// Multiply-adds per core: a quarter of M1's peak, 128 per cycle at 1.27 GHz. Later ones are faster.
 constexpr double kProductsPerSecond = 40e9;
 
 double seconds_of(const Work& work, int64_t threadgroups) {
@@ -27,19 +26,19 @@ double seconds_of(const Work& work, int64_t threadgroups) {
   return std::ceil(busy / gpu().cores) * work.threadgroup / kProductsPerSecond;
 }
 
-// Threadgroups that one command buffer may run.
+// The most threadgroups of a command buffer.
 int64_t most_threadgroups(const Launch& launch, int64_t all) {
   if (launch.work.threadgroup == 0) { return all; }
   if (const int64_t limit = g_limit; limit > 0) { return limit; }
   if (seconds_of(launch.work, all) <= kCommandBufferSeconds) { return all; }
-  // Each core runs one after the other. One threadgroup cannot be divided.
+  // Each core runs one threadgroup at a time. A threadgroup cannot be divided.
   const double each = launch.work.threadgroup / kProductsPerSecond;
   return std::max<int64_t>(static_cast<int64_t>(kCommandBufferSeconds / each), 1) * gpu().cores;
 }
 
 }  // namespace
 
-// Whole batches if they fit, else whole heads of one, else tiles of a head.
+// A piece is whole batches if they fit, otherwise whole heads, otherwise tiles of a head.
 Pieces::Pieces(const Launch& launch) : launch_(launch), size_{1, 1, 1}, counts_{1, 1, 1} {
   std::array<int64_t, 3> grid;
   std::transform(launch.threadgroups.begin(), launch.threadgroups.end(), grid.begin(),

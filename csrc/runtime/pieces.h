@@ -1,23 +1,19 @@
-// The pieces of a launch that would run for long: macOS ends a command buffer that takes seconds,
-// and torch before 2.15 does not tell (docs/design/launch.md).
+// Divides long launches into pieces: macOS ends a command buffer that takes seconds, and torch
+// before 2.15 does not report it (docs/design/launch.md).
 #pragma once
-
-#include <algorithm>
-#include <cstdint>
 
 #include "csrc/runtime/launch.h"
 
 extern "C" {
 
-// Launches that may be divided are from now on in pieces of at most so many threadgroups; 0: by
-// their work. For tests.
+// For tests: sets the most threadgroups of a piece. 0: pieces follow from the work.
 __attribute__((visibility("default"))) void metal_attn_limit_pieces(int64_t threadgroups);
 
 }  // extern "C"
 
 namespace metal_attn {
 
-// The longest estimated time of one command buffer. Reports say that macOS allows 2 to 10 seconds.
+// The longest estimated time of one command buffer. macOS reportedly allows 2 to 10 seconds.
 inline constexpr double kCommandBufferSeconds = 1.0;
 
 class Pieces {
@@ -25,13 +21,13 @@ class Pieces {
   explicit Pieces(const Launch& launch);
 
   int64_t count() const { return counts_[0] * counts_[1] * counts_[2]; }
-  // A cautious estimate of the time of a piece.
+  // An estimated upper bound of the time of a piece.
   double seconds() const { return seconds_; }
 
-  // Only if there are several.
+  // Only for a launch of several pieces.
   Launch piece(const std::array<int64_t, 3>& number) const;
 
-  // Calls `run` with the launch, or with a launch of each piece in turn.
+  // Calls `run` with the launch of each piece, or with the undivided launch.
   template <typename Run>
   void each(const Run& run) const {
     if (count() == 1) {

@@ -1,4 +1,4 @@
-// Linked where csrc/runtime/mps.cpp is.
+// Linked together with csrc/runtime/mps.cpp.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
 #include "csrc/runtime/probe.h"
@@ -10,8 +10,6 @@
 #include <cstdio>
 #include <exception>
 #include <mutex>
-#include <sstream>
-#include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -28,10 +26,10 @@ using Values = std::vector<float>;
 
 constexpr std::size_t kSize = PROBE_PRODUCTS + PROBE_LANES;
 
-// The buffer's values before the trial, so that the kernel's reads count too.
+// The buffer's values before the trial. The kernel adds to them, which tests its reads.
 constexpr float kBefore = 1.0f;
 
-Values right_values() {
+Values expected_values() {
   Values values(kSize, kBefore);
   for (int row = 0; row < 8; ++row) {
     for (int column = 0; column < 8; ++column) {
@@ -50,8 +48,8 @@ Values right_values() {
   return values;
 }
 
-// SIMD-group sums and matrices begin with the chips M1 and A14 (Metal's family Apple7). If torch
-// gives no name, the kernel decides.
+// M1 and A14 (Metal's family Apple7) are the first chips with SIMD-group sums and matrices. Without
+// a name, the kernel decides.
 std::string name_problem() {
   const std::string name = gpu_name();
   char letter = 0;
@@ -83,8 +81,8 @@ Tensor on_host(Values& values) {
   return Tensor(handle);
 }
 
-// Keeps a busy GPU from looking broken. An error here recurs in the trial, which reports it.
-void wait_for_what_is_queued(int32_t device_type) {
+// So a busy GPU does not look broken. An error here occurs in the trial again, which reports it.
+void wait_for_queued_work(int32_t device_type) {
   try {
     Values one(1);
     Tensor host = on_host(one);
@@ -102,20 +100,16 @@ void launch(Backend& mps, const Program& program, const Tensor& values) {
   mps.run(launch);
 }
 
-std::string comparison(const Values& got) {
-  const Values right = right_values();
-  if (got == right) { return ""; }
-  bool zeros = true;
-  for (const float value : got) { zeros = zeros && value == 0.0f; }
-  if (zeros) { return "a small kernel on it gave zeros"; }
+std::string comparison(const Values& actual) {
+  const Values expected = expected_values();
+  if (actual == expected) { return ""; }
+  if (actual == Values(kSize)) { return "a small kernel on it gave zeros"; }
   std::size_t i = 0;
-  while (got[i] == right[i]) { ++i; }
-  std::ostringstream text;
-  text << "a small kernel on it gave " << got[i] << " where " << right[i] << " is right";
-  return text.str();
+  while (actual[i] == expected[i]) { ++i; }
+  return text_of("a small kernel on it gave ", actual[i], " instead of ", expected[i]);
 }
 
-// Leaves the results in `host`. Returns the error, or "".
+// Stores the results in `host`. Returns the error, or "".
 std::string try_kernel(Backend& mps, int32_t device_type, const Program& program, Values& host) {
   const char* failed = "the first allocation on it failed: ";
   try {
@@ -131,14 +125,14 @@ std::string try_kernel(Backend& mps, int32_t device_type, const Program& program
   } catch (const std::exception& error) {
     return failed + without_prefix(error.what());
   } catch (...) {  // Objective-C's
-    return std::string(failed) + "an exception that is not of C++";
+    return std::string(failed) + "an exception of another language than C++";
   }
 }
 
 }  // namespace
 
-std::string try_apart(const ProbeSettings& settings, const char* what,
-                      std::function<std::string()> trial) {
+std::string try_in_thread(const ProbeSettings& settings, const char* what,
+                          std::function<std::string()> trial) {
   struct Shared {
     std::mutex mutex;
     std::condition_variable changed;
@@ -149,7 +143,7 @@ std::string try_apart(const ProbeSettings& settings, const char* what,
   const auto shared = std::make_shared<Shared>();
   try {
     std::thread([shared, settings = ProbeSettings(settings), trial = std::move(trial)]() mutable {
-      wait_for_what_is_queued(settings.device_type);
+      wait_for_queued_work(settings.device_type);
       {
         const std::lock_guard lock(shared->mutex);
         shared->begun = true;
@@ -161,23 +155,23 @@ std::string try_apart(const ProbeSettings& settings, const char* what,
       } catch (const std::exception& error) {
         result = without_prefix(error.what());
       } catch (...) {  // Objective-C's
-        result = "an exception that is not of C++";
+        result = "an exception of another language than C++";
       }
-      settings.held.reset();  // now: once the caller knows the result, the process may end
+      settings.note.reset();  // the process may end as soon as the caller knows the result
       const std::lock_guard lock(shared->mutex);
       shared->result = std::move(result);
       shared->done = true;
       shared->changed.notify_all();
     }).detach();
   } catch (const std::system_error& error) {
-    return std::string("there is no thread to try it in: ") + error.what();
+    return std::string("no thread could be started for the trial: ") + error.what();
   }
   const auto late = [](const char* who, std::chrono::milliseconds limit) {
     return std::string(who) + " did not end within " + std::to_string(limit.count()) + " ms";
   };
   std::unique_lock lock(shared->mutex);
-  if (!shared->changed.wait_for(lock, settings.limit_of_others, [&] { return shared->begun; })) {
-    return late("what the GPU was given before", settings.limit_of_others);
+  if (!shared->changed.wait_for(lock, settings.queue_limit, [&] { return shared->begun; })) {
+    return late("the GPU's earlier work", settings.queue_limit);
   }
   if (!shared->changed.wait_for(lock, settings.limit, [&] { return shared->done; })) {
     return late(what, settings.limit);
@@ -188,12 +182,12 @@ std::string try_apart(const ProbeSettings& settings, const char* what,
 std::string probe_values(Backend& mps, const ProbeSettings& settings, const Program& program,
                          std::vector<float> values,
                          std::function<std::string(const std::vector<float>&)> compare) {
-  return try_apart(settings, "a small kernel on it",
-                   [&mps, device_type = settings.device_type, program, values = std::move(values),
-                    compare]() mutable {
-                     const std::string problem = try_kernel(mps, device_type, program, values);
-                     return problem.empty() ? compare(values) : problem;
-                   });
+  return try_in_thread(settings, "a small kernel on it",
+                       [&mps, device_type = settings.device_type, program,
+                        values = std::move(values), compare]() mutable {
+                         const std::string problem = try_kernel(mps, device_type, program, values);
+                         return problem.empty() ? compare(values) : problem;
+                       });
 }
 
 std::string probe(Backend& mps, const ProbeSettings& settings) {

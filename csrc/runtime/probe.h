@@ -1,12 +1,9 @@
-// Trials of mps and of its tensor operations: virtual Macs have an mps that allocates nothing
-// or computes zeros.
+// Trials of mps and of its tensor operations: on virtual Macs, mps cannot allocate or gives zeros.
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "csrc/runtime/backend.h"
@@ -14,40 +11,39 @@
 namespace metal_attn {
 
 struct ProbeSettings {
-  int32_t device_type;                        // torch's
-  std::chrono::milliseconds limit;            // of a trial
-  std::chrono::milliseconds limit_of_others;  // of the work that was queued before it
-  std::shared_ptr<const void> held;           // until the trial has ended, even after the limit
+  int32_t device_type;                    // torch's number
+  std::chrono::milliseconds limit;        // of a trial
+  std::chrono::milliseconds queue_limit;  // of the work that was queued before the trial
+  std::shared_ptr<const void> note;       // kept until the trial has ended, even after the limit
 };
 
 ProbeSettings probe_settings();
 
-// Returns the result of `trial`, its error, or that `what` did not end in time. The time begins
-// once the device has done torch's earlier work. The trial has its own thread: it may hang, and
-// modes of the caller's thread, such as torch's fake tensors, must not reach its allocations. It
-// owns all that it uses but `mps`, which must live until the process ends.
-std::string try_apart(const ProbeSettings& settings, const char* what,
-                      std::function<std::string()> trial);
+// Runs `trial` in a new thread. Returns its result, its error, or that `name` did not end in time.
+// The time begins when the device has done its queued work. The thread is needed because the trial
+// may hang, and because modes of the caller's thread, such as torch's fake tensors, must not affect
+// its allocations. The trial must own everything that it uses but `mps`, which is never destroyed.
+std::string try_in_thread(const ProbeSettings& settings, const char* name,
+                          std::function<std::string()> trial);
 
-// Runs the kernel of `program`, of one SIMD group and named as its family, on `values` in the
-// device's memory, and passes the results to `compare`. Returns its answer, or the full reason why
-// the kernel did not run.
+// Copies `values` to the device, runs the kernel of `program`, which has one SIMD group and its
+// family's name, and passes the results to `compare`. Returns the result of `compare`, or the full
+// reason why the kernel did not run.
 std::string probe_values(Backend& mps, const ProbeSettings& settings, const Program& program,
                          std::vector<float> values,
                          std::function<std::string(const std::vector<float>&)> compare);
 
-// The reason not to use `mps`, in one line; "" if it computes. Checks the GPU's name, allocates on
-// the device and compares the results of shaders/probe.metal. A trial that exceeds the limit is
-// left running, so `mps` must live until the process ends.
+// The reason in one line not to use `mps`, or "". Checks the GPU's name, allocates on the device
+// and compares the results of shaders/probe.metal.
 std::string probe(Backend& mps, const ProbeSettings& settings);
 
-// The result of `probe_tensor` for a language without tensor operations, which needs no warning.
+// The result of `probe_tensor` for a language without tensor operations. It needs no warning.
 inline constexpr char kNoTensorLanguage[] =
     "torch compiles a version of Metal before 4.0, which has no tensor operations";
 
-// The reason not to use tensor tiles, in one line; "" if they work. Compares the results of
-// shaders/probe_tensor.metal with the tables in shaders/tensor_tile.h, slot by slot, and its
-// products. float32: tries float32 operands, and otherwise those in half precision.
+// The reason in one line not to use tensor tiles, or "". Compares the layout of operands in
+// shaders/probe_tensor.metal with the tables in shaders/tensor_tile.h, and compares products.
+// float32: tries float32 operands instead of half precision.
 std::string probe_tensor(Backend& mps, const ProbeSettings& settings, bool float32);
 
 }  // namespace metal_attn

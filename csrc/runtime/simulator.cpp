@@ -1,11 +1,9 @@
-// Runs launches on CPU tensors in the simulator: Python compiles the kernel for the host, the
+// Runs launches on CPU tensors in the simulator: Python compiles the kernel for the host, and the
 // engine in csrc/simulator executes it.
 #include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <mutex>
-#include <stdexcept>
-#include <string>
 
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
@@ -16,7 +14,7 @@
 namespace metal_attn {
 namespace {
 
-// The whole storage is described, not only the view: that is what bounds a kernel's accesses.
+// Describes the whole storage, not only the view: a kernel may access all of it.
 SimulatorBuffer describe(const BufferArgument& argument) {
   const Tensor& tensor = *argument.tensor;
   int64_t bytes = 0;
@@ -36,7 +34,7 @@ SimulatorBuffer describe(const BufferArgument& argument) {
           &tensor};
 }
 
-// Never destroyed: at exit threads may still launch.
+// Never destroyed: threads may still launch at exit.
 std::mutex& programs_mutex() {
   static auto* const mutex = new std::mutex;
   return *mutex;
@@ -51,10 +49,10 @@ class SimulatorBackend final : public Backend {
  private:
   struct Texts {
     std::string defines;
-    SimulatedProgram program;  // of these defines
+    SimulatedProgram program;  // points to `defines`
   };
 
-  // Python keeps by this address what it compiles.
+  // Python uses the address as a key of compiled programs.
   const SimulatedProgram& simulated(const Program& program) {
     const std::lock_guard lock(programs_mutex());
     Texts& texts = programs_[program];
@@ -96,7 +94,7 @@ class SimulatorBackend final : public Backend {
 }  // namespace
 
 Backend& simulator_backend() {
-  // A fork waits until no thread is in the map, so that the child's mutex is free.
+  // A fork waits until no thread uses the map, so that the child's mutex is unlocked.
   static SimulatorBackend* const backend = [] {
     const auto unlock = [] { programs_mutex().unlock(); };
     pthread_atfork([] { programs_mutex().lock(); }, unlock, unlock);

@@ -5,7 +5,8 @@
 
 #include "csrc/problem/tensor.h"
 
-// Not by torch's name, which older headers lack: a source without this header then fails with each.
+// Older headers of torch have another name for this macro. Our name is new, so a source file that
+// forgets to include this header fails with every version.
 #ifdef STABLE_TORCH_ERROR_CODE_CHECK
 #define TORCH_CALL(call) STABLE_TORCH_ERROR_CODE_CHECK(call)
 #else
@@ -14,15 +15,14 @@
 
 namespace metal_attn {
 
-// Functions that only some versions of torch have are looked up at run time, so that one binary
-// serves all of them. The symbol of this name in the library that `function` comes from, whatever
-// else the process has loaded; null if there is none.
+// Looks up a function that only some versions of torch have, so that one binary serves all of them.
+// Searches only the library that `function` is from. Returns null if it has no such symbol.
 void* find_beside(const void* function, const char* name);
 
-// The reason for the last failure of a C function of torch in this thread. Before 2.13 torch prints
-// it on stderr only, and the result is kReasonOnStderr.
+// The reason for the last failure of a C function of torch in this thread. torch before 2.13 only
+// prints it on stderr, and the result is kReasonOnStderr.
 inline constexpr char kReasonOnStderr[] =
-    "torch before 2.13 says why on stderr only: look there for the reason";
+    "torch before 2.13 prints the reason only on stderr: look there";
 std::string torch_error_text(const void* function);
 
 }  // namespace metal_attn

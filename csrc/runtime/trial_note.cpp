@@ -15,17 +15,17 @@
 namespace metal_attn {
 namespace {
 
-// Time between two looks at another process.
+// Time between two checks of another process's trial.
 constexpr std::chrono::milliseconds kPause(20);
 
-// Only a living process holds the lock: a crash of the system drops it too.
+// The lock is released when its process or the system crashes.
 class Note {
  public:
   Note(std::string path, int file) : path_(std::move(path)), file_(file) {}
   Note(const Note&) = delete;
   ~Note() {
     unlink(path_.c_str());
-    flock(file_, LOCK_UN);  // children of a fork have the file too
+    flock(file_, LOCK_UN);  // forked children still have the file open
     close(file_);
   }
 
@@ -53,7 +53,7 @@ BegunTrial begin_trial(const std::string& path, std::chrono::milliseconds limit,
     struct stat status{};
     fstat(file, &status);
     if (problem == 0) {
-      if (!is_at(status, path)) {  // its process has just removed it
+      if (!is_at(status, path)) {  // another process has just removed it
         close(file);
         continue;
       }
@@ -66,9 +66,7 @@ BegunTrial begin_trial(const std::string& path, std::chrono::milliseconds limit,
       return {std::make_shared<const Note>(path, file), ""};
     }
     close(file);
-    if (problem != EWOULDBLOCK) {  // a file system without locks
-      return {};
-    }
+    if (problem != EWOULDBLOCK) { return {}; }  // a file system without locks
     const std::chrono::seconds age(std::time(nullptr) - status.st_mtime);
     if (age > limit || waited > limit) {
       return {nullptr, "another process has tried them for " + std::to_string(age.count()) + " s"};

@@ -1,4 +1,4 @@
-// A note on disk that a trial has begun, for the process after one that the trial ended.
+// A note on disk that a trial has begun, for later processes if the trial crashes this one.
 #pragma once
 
 #include <chrono>
@@ -8,15 +8,15 @@
 namespace metal_attn {
 
 struct BegunTrial {
-  // Removes the note when its last copy is gone; null without a note.
+  // Removes the note when the last copy is destroyed. Null without a note.
   std::shared_ptr<const void> note;
-  std::string problem;  // the reason not to begin; "" if the trial may begin
+  std::string problem;  // the reason not to begin, or ""
 };
 
-// Leaves a note at `path`, which is unique for GPU, system and package. There is a problem if an
-// earlier process began the trial and never ended it, unless it is tried `again`. Waits for a
-// living process's trial until `limit` after its beginning. If no note can be written, the trial
-// begins without one.
+// Writes a note to `path`, which is unique for GPU, system and package. If an earlier process began
+// the trial and never ended it, there is a problem, unless `again` is true. If a running process
+// has begun it, waits for it until `limit` after its beginning. If the note cannot be written, the
+// trial begins without one.
 BegunTrial begin_trial(const std::string& path, std::chrono::milliseconds limit, bool again);
 
 }  // namespace metal_attn

@@ -1,12 +1,6 @@
-// How the kernels of gradients are specialised: pure functions of plain data.
+// The choice of the tiles of the gradient kernels: pure functions of plain data.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <span>
-
-#include "csrc/problem/attention.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/tiles/table.h"
 
 namespace metal_attn {
@@ -16,36 +10,37 @@ DEFINE_TILE(FlashBwdTile, FLASH_BWD_KNOBS)
 enum class Gradient {
   kQ,
   kKv,
-  kScores,  // and of what is added to them, or captured in functions of them
+  kScores,  // also of a bias, of slopes, and of tensors that score_mod captures
 };
 
-// A gradient kernel: a threadgroup owns rows of one side (keys for dk and dv, or else queries) and
-// walks over blocks of the other; that of scores walks over tiles that share an element.
+// A threadgroup owns rows of one side (keys for dk and dv, queries otherwise) and loops over blocks
+// of the other side. For kScores it loops over the tiles of scores that share an element.
 struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
-  Gradient of;
+  Gradient gradient;
   bool tensor_tiles;
-  bool row_pairs;       // two neighbouring elements of the own rows at a time
+  bool row_pairs;       // two neighbouring elements of the owned rows are loaded at a time
   bool exact_delta;     // see flash_bwd_dq.metal
-  int head_splits = 1;  // threadgroups that share the query heads of a KV head; no part of the tile
+  int head_splits = 1;  // threadgroups that share the query heads of a KV head; not in the tile
 
-  bool dkv() const { return of == Gradient::kKv; }
+  bool dkv() const { return gradient == Gradient::kKv; }
   int block_rows() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int widest() const { return dkv() ? std::max(head_dim_qk, head_dim_v) : head_dim_qk; }
-  // None of them is without columns: one of dq would be taken for the next head.
+  // Every slice has columns: an empty slice of dq would address the next head.
   int slices() const { return (widest() + slice - 1) / slice; }
   int slice_of(int columns) const;
-  int qk_slice() const { return slice_of(head_dim_qk); }  // of dq, or dk, that a threadgroup owns
-  int v_slice() const { return slice_of(head_dim_v); }    // columns of dv
-  // True if the two tiles of the other side lie in one place, one after the other: in float32 they
-  // are too wide for places of their own.
+  int qk_slice() const { return slice_of(head_dim_qk); }  // columns of dq or dk in a threadgroup
+  int v_slice() const { return slice_of(head_dim_v); }    // columns of dv in a threadgroup
+  // True if the two tiles of the other side use the same memory one after the other, because in
+  // float32 they are too wide for separate arrays.
   bool tiles_shared() const;
-  // True if SIMD groups that share rows exchange finished weights; else they add up scores.
+  // True if SIMD groups that share rows exchange finished weights. Otherwise they add up scores.
   bool exchanges_weights() const { return dkv() && column_simdgroups > 1 && !tensor_tiles; }
-  // How many parts of the rows of scores such SIMD groups compute, as queries are too few.
+  // The number of parts into which such SIMD groups divide the rows of scores if the queries of a
+  // block are too few for them.
   int row_parts() const;
-  // True if the rounding of the log-sum-exp would show in the weights: in float32, and in what the
-  // other gradients that are float32's are computed from.
+  // True if the rounding of the log-sum-exp would be visible in float32 gradients: those of float32
+  // inputs, and those of a bias, slopes or a sink.
   bool normalised() const;
   const char* kernel() const { return named_rows().name; }
 
@@ -64,7 +59,7 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
   Kernel named_rows() const;
 };
 
-FlashBwdSpecialisation choose_flash_bwd(const FlashFwdProblem& problem, Gradient of,
+FlashBwdSpecialisation choose_flash_bwd(const FlashFwdProblem& problem, Gradient gradient,
                                         bool exact_delta, bool tensor_tiles, const Gpu& gpu);
 
 }  // namespace metal_attn

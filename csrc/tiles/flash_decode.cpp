@@ -1,18 +1,14 @@
 #include "csrc/tiles/flash_decode.h"
 
-#include <algorithm>
-
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
 #include "shaders/params/decode.h"
-#include "shaders/params/kv_formats.h"
 
 namespace metal_attn {
 namespace {
 
 constexpr DefaultRow<FlashDecodeTile> kRows[] = {FLASH_DECODE_ROWS(DECODE_TILE_ROW)};
 
-// Columns of a row that one lane's load and three others' make (shaders/spans.h).
 constexpr int kSpanFragments = kSpanColumns / 8;
 
 int spans_of(int columns) { return (columns + kSpanColumns - 1) / kSpanColumns; }
@@ -24,10 +20,10 @@ int most_spans(const FlashDecodeSpecialisation& s) {
 // The most threads of a threadgroup on M1 if each has 128 registers.
 constexpr int kMostThreads = 384;
 
-// With different keys, if none of them shares keys.
+// SIMD groups of a threadgroup that have different keys.
 constexpr int kKeySimdgroups = 4;
 
-// The matrix unit would mostly multiply zeros for so few rows. Instead, each key has 4 lanes or
+// With VECTOR_ROWS, where the matrix unit would mostly multiply zeros, each key has 4 lanes or
 // more, and a lane sums up units of 8 columns of the values.
 constexpr int kUnitColumns = 8;
 constexpr int kFewestKeyLanes = 4;
@@ -43,14 +39,13 @@ int power_of_2(int64_t least) {
 std::span<const DefaultRow<FlashDecodeTile>> FlashDecodeSpecialisation::table() { return kRows; }
 
 TileConditions FlashDecodeSpecialisation::conditions(int family) const {
-  // The keys are read again for more rows than a tile can have.
+  // More rows than a tile can have are several passes over the keys.
   TileConditions conditions = Tiled::conditions(family);
   conditions.queries = static_cast<int>(std::min<int64_t>(all_rows, 8 * knobs()[0].most));
   return conditions;
 }
 
-// As many lanes as leave each no more sums than the matrix unit would, but no more than have
-// columns.
+// Enough lanes that each has no more sums than with the matrix unit, but no lanes without columns.
 int FlashDecodeSpecialisation::key_lanes() const {
   const int units = (head_dim_v + kUnitColumns - 1) / kUnitColumns;
   return std::max(kFewestKeyLanes, std::min(kFewestKeyLanes * vector_rows, power_of_2(units)));
@@ -64,7 +59,7 @@ int FlashDecodeSpecialisation::key_simdgroups() const {
   return column_simdgroups() > 1 ? 1 : kKeySimdgroups;
 }
 
-// As few as read the keys as rarely as the most would.
+// The fewest SIMD groups that read the keys no more often than the maximal number would.
 int FlashDecodeSpecialisation::row_simdgroups() const {
   const int columns = column_simdgroups();
   if (columns == 1 || v_in_k) { return 1; }
@@ -87,38 +82,39 @@ bool FlashDecodeSpecialisation::can_run() const {
                               column_simdgroups() == 1 && !v_in_k);
 }
 
-// The arrays of flash_decode.metal. Those that are not needed have one element, of a pair.
-int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
+// The arrays of flash_decode.metal. Arrays that a specialisation does not need have one pair.
+int FlashDecodeSpecialisation::threadgroup_bytes(int row_groups) const {
   constexpr int kPair = 2;
   constexpr int kFragmentElements = 64;
-  const int own_keys = key_simdgroups();
-  const int own_columns = column_simdgroups();
-  const bool apart = own_keys > 1;  // SIMD groups share keys, or have their own
+  const int key_groups = key_simdgroups();
+  const int column_groups = column_simdgroups();
+  const bool keys_differ = key_groups > 1;
   const auto rows_of = [this](int columns) {
     return spans_of(columns) * row_fragments * kSpanFragments * kFragmentElements;
   };
-  const int tiles = own_keys * own_columns * own_rows + (own_columns > 1 ? own_rows : 0);
+  const int tiles = key_groups * column_groups * row_groups + (column_groups > 1 ? row_groups : 0);
   const int scores = tiles * 8 * row_fragments * padded(tile_keys());
-  const int states = apart ? kPair * own_keys * tile_rows() : kPair;
-  const int q_elements = apart ? rows_of(head_dim_qk) : kPair;
+  const int states = keys_differ ? kPair * key_groups * tile_rows() : kPair;
+  const int q_elements = keys_differ ? rows_of(head_dim_qk) : kPair;
   int weights = 1;
-  int out = apart ? rows_of(head_dim_v)
-            : own_columns > 1 && features.cache.hadamard > 0
-                ? own_rows * spans_of(head_dim_v) * kFragmentElements
+  int out = keys_differ ? rows_of(head_dim_v)
+            : column_groups > 1 && features.cache.hadamard > 0
+                ? row_groups * spans_of(head_dim_v) * kFragmentElements
                 : kPair;
   if (vector_rows > 0) {
-    const int together = kUnitColumns * key_lanes();
-    weights = own_keys * vector_rows * (tile_keys() + 1);
-    out = own_keys * vector_rows * ((head_dim_v + together - 1) / together * together);
+    const int lane_columns = kUnitColumns * key_lanes();
+    weights = key_groups * vector_rows * (tile_keys() + 1);
+    out =
+        key_groups * vector_rows * ((head_dim_v + lane_columns - 1) / lane_columns * lane_columns);
   }
-  const auto own_spans = [own_columns](int columns) {
-    return (spans_of(columns) + own_columns - 1) / own_columns;
+  const auto group_spans = [column_groups](int columns) {
+    return (spans_of(columns) + column_groups - 1) / column_groups;
   };
   const KvFormats& formats = features.cache.formats;
   const bool scaled = kv_span_scaled(int(formats.k)) || kv_span_scaled(int(formats.v));
-  const int shared_fragments = own_columns * key_fragments * (kSpanFragments + scaled) *
-                               (own_spans(head_dim_qk) + own_spans(head_dim_v));
-  const int kv_elements = own_rows > 1 ? shared_fragments * kFragmentElements : kPair;
+  const int shared_fragments = column_groups * key_fragments * (kSpanFragments + scaled) *
+                               (group_spans(head_dim_qk) + group_spans(head_dim_v));
+  const int kv_elements = row_groups > 1 ? shared_fragments * kFragmentElements : kPair;
   int bytes = features.has_tree() ? ARRAY_BYTES(TREE_BYTES) : 0;
   for (const int floats : {scores, weights, out, states}) {
     bytes += ARRAY_BYTES(floats * int(sizeof(float)));

@@ -1,34 +1,30 @@
-// How the kernel of decoding is specialised for a problem and a GPU: pure functions of plain data.
+// The choice of flash_decode's tiles: pure functions of plain data.
 #pragma once
 
-#include <cstdint>
-#include <span>
-
-#include "csrc/problem/attention.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/tiles/table.h"
 
 namespace metal_attn {
 
 DEFINE_TILE(FlashDecodeTile, FLASH_DECODE_KNOBS)
 
-// Decoding: a threadgroup owns query heads of one KV head and a part of the keys.
+// A threadgroup owns query heads of one KV head and a part of the keys.
 struct FlashDecodeSpecialisation : Tiled<FlashDecodeTile> {
   int64_t all_rows;  // queries of all heads that share a KV head
   bool v_in_k;       // v is the first columns of k
 
-  // Rows that a SIMD group, and that a threadgroup, works on at a time.
+  // The rows that a SIMD group and a threadgroup process at a time.
   int tile_rows() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
   int rows_at_once() const { return tile_rows() * row_simdgroups(); }
-  // Tiles that so many rows fill; the keys are read for each.
+  // How often the keys are read for so many rows.
   int64_t passes(int64_t rows) const { return (rows + rows_at_once() - 1) / rows_at_once(); }
   static const char* kernel() { return "flash_decode"; }
-  int column_simdgroups() const;  // per threadgroup, with the same keys and different columns
-  int key_simdgroups() const;     // per threadgroup, with different keys
-  int row_simdgroups() const;     // per threadgroup, with the same keys and different rows
+  // SIMD groups of a threadgroup that have different columns, keys or rows.
+  int column_simdgroups() const;
+  int key_simdgroups() const;
+  int row_simdgroups() const;
   int step_keys() const { return 8 * key_fragments * key_simdgroups(); }
   int threads() const { return 32 * key_simdgroups() * column_simdgroups() * row_simdgroups(); }
-  int key_lanes() const;  // that share a value's row, where values are summed up without the unit
+  int key_lanes() const;  // lanes that share a row of v with VECTOR_ROWS
   int threadgroup_bytes(int row_simdgroups) const;
 
   static int tile_queries() { return 1; }  // the rows of a tile may lie in several blocks

@@ -1,21 +1,17 @@
 #include "csrc/tiles/flash_fwd.h"
 
-#include <algorithm>
-
-#include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
-#include "shaders/params/common.h"
 
 namespace metal_attn {
 namespace {
 
 constexpr DefaultRow<FlashFwdTile> kRows[] = {FLASH_FWD_ROWS(TILE_ROW)};
-constexpr DefaultRow<FlashFwdTile> kRowsOfTensorTiles[] = {FLASH_FWD_TENSOR_ROWS(TILE_ROW)};
+constexpr DefaultRow<FlashFwdTile> kTensorRows[] = {FLASH_FWD_TENSOR_ROWS(TILE_ROW)};
 
 }  // namespace
 
 std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() const {
-  return tensor_tiles ? std::span<const DefaultRow<FlashFwdTile>>(kRowsOfTensorTiles) : kRows;
+  return tensor_tiles ? std::span<const DefaultRow<FlashFwdTile>>(kTensorRows) : kRows;
 }
 
 TileConditions FlashFwdSpecialisation::conditions(int family) const {
@@ -41,7 +37,7 @@ bool FlashFwdSpecialisation::can_run() const {
   if (kv_staged) {
     return fragments(head_dim_qk) % column_simdgroups == 0 && v_slice / 8 % column_simdgroups == 0;
   }
-  // In chunks of 16 bytes (shaders/unstaged.h).
+  // shaders/unstaged.h loads chunks of 16 bytes.
   const int chunk = 16 / element_bytes(kv_element());
   return column_simdgroups == 1 && q_in_registers && head_dim_qk % (8 * chunk) == 0 &&
          v_slice % kSpanColumns == 0;

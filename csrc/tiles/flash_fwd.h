@@ -1,10 +1,6 @@
-// How flash_fwd is specialised for a problem and a GPU: pure functions of plain data.
+// The choice of flash_fwd's tiles: pure functions of plain data.
 #pragma once
 
-#include <span>
-
-#include "csrc/problem/attention.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/tiles/shared.h"
 
 namespace metal_attn {
@@ -12,9 +8,9 @@ namespace metal_attn {
 DEFINE_TILE(FlashFwdTile, FLASH_FWD_KNOBS)
 
 struct FlashFwdSpecialisation : Tiled<FlashFwdTile> {
-  bool tensor_tiles;      // flash_fwd_tensor.metal's
-  int row_fragments = 1;  // 8-row fragments of queries that a SIMD group owns: two of tensor tiles
-  bool row_pairs;         // two neighbouring elements of q at a time
+  bool tensor_tiles;      // use flash_fwd_tensor.metal
+  int row_fragments = 1;  // 8-row fragments of queries per SIMD group: 2 with tensor tiles
+  bool row_pairs;         // two neighbouring elements of q are loaded at a time
 
   int block_q() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }

@@ -1,7 +1,6 @@
 #include "csrc/tiles/refused.h"
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <sstream>
@@ -9,7 +8,7 @@
 namespace metal_attn {
 namespace {
 
-// Replaced as a whole, and the older ones stay: a launch of another thread may be reading them.
+// Updates replace the whole map and never free the old one: another thread may be reading it.
 std::atomic<const RefusedTiles*> g_refused{nullptr};
 
 std::string first_line_of(const std::string& text) { return text.substr(0, text.find('\n')); }
@@ -32,9 +31,9 @@ std::string refusals_key(const TileKey& key, const FlashFwdFeatures& features) {
 
 bool is_refused(const std::string& key, const std::string& name) {
   const RefusedTiles* all = refused_tiles();
-  const auto entry = all == nullptr ? RefusedTiles::const_iterator() : all->find(key);
-  return all != nullptr && entry != all->end() &&
-         std::any_of(entry->second.begin(), entry->second.end(),
+  if (all == nullptr || !all->contains(key)) { return false; }
+  const std::vector<RefusedTile>& tiles = all->at(key);
+  return std::any_of(tiles.begin(), tiles.end(),
                      [&](const RefusedTile& tile) { return tile.name == name; });
 }
 
@@ -42,11 +41,10 @@ bool refuse_tile(const std::string& key, const std::string& name, const std::str
   static auto* const mutex = new std::mutex;
   const std::lock_guard lock(*mutex);
   if (is_refused(key, name)) { return false; }
-  const RefusedTiles* all = refused_tiles();
-  auto more =
-      all == nullptr ? std::make_unique<RefusedTiles>() : std::make_unique<RefusedTiles>(*all);
-  (*more)[key].push_back({name, why});
-  g_refused.store(more.release(), std::memory_order_release);
+  const RefusedTiles* old = refused_tiles();
+  auto updated = std::make_unique<RefusedTiles>(old == nullptr ? RefusedTiles() : *old);
+  (*updated)[key].push_back({name, why});
+  g_refused.store(updated.release(), std::memory_order_release);
   return true;
 }
 

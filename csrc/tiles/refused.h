@@ -1,13 +1,6 @@
-// Tiles that the GPU or its compiler has refused in this process: choosers leave them out.
+// Tiles that the GPU or its compiler has refused in this process. They are not chosen again.
 #pragma once
 
-#include <functional>
-#include <map>
-#include <string>
-#include <string_view>
-#include <vector>
-
-#include "csrc/problem/attention.h"
 #include "csrc/tiles/tuned.h"
 
 namespace metal_attn {
@@ -17,21 +10,21 @@ struct RefusedTile {
   std::string why;
 };
 
-// By key, in the order in which they were refused.
+// By key, in the order of the refusals.
 using RefusedTiles = std::map<std::string, std::vector<RefusedTile>, std::less<>>;
 
-// Those until now, or null: there are none. Whoever asks waits for nobody.
+// Null: no tile was refused. Takes no lock.
 const RefusedTiles* refused_tiles();
 
-// The same for every length, and one for each program of flex attention.
+// The key does not depend on lengths. Each program of flex attention has a key.
 std::string refusals_key(const TileKey& key, const FlashFwdFeatures& features);
 
 bool is_refused(const std::string& key, const std::string& name);
 
-// From now on it is left out in all threads. Returns whether it was not yet.
+// Refuses the tile in all threads. Returns false if it was refused before.
 bool refuse_tile(const std::string& key, const std::string& name, const std::string& why);
 
-// Why none of the tiles with this key is left, with the reason of each.
+// The message for a key whose tiles are all refused, with the reason for each.
 std::string no_tile_left(const std::string& key, std::string_view problem);
 
 }  // namespace metal_attn

@@ -1,48 +1,41 @@
-// How a tile is chosen: by the rows of csrc/tiles/table.inc, and by tables that `tune` measured.
+// The choice of a tile from the rows of csrc/tiles/table.inc and from tables that `tune` measured.
 //
-// A row has conditions, a tile, and the registers that it was measured with. A problem takes the
-// first row of its kernel whose conditions hold and whose tile the kernel can run for it, and the
-// GPU has not refused (csrc/tiles/refused.h). The last rows are small tiles that every problem can
-// run that has enough threadgroup memory.
+// A row has conditions, a tile, and its measured number of registers. A problem takes the first row
+// of its kernel whose conditions hold, whose tile can run, and which the GPU has not refused
+// (csrc/tiles/refused.h). The last rows are small tiles that run for every problem whose rows fit
+// in threadgroup memory.
 //
-// A row's tile is then fitted to the problem: slices of wide rows, no more row fragments than a
-// decode has queries for, and tiles within the blocks of a BlockMask. The number of splits, of a
-// decode's keys or of the query heads of dk and dv, depends on the GPU's cores and is no part of a
-// tile.
+// The tile is then fitted to the problem: slices of wide rows, row fragments for the queries of a
+// decode, and tiles within the blocks of a BlockMask. The numbers of splits of a decode's keys and
+// of the query heads of dk and dv depend on the GPU's cores and are not part of a tile.
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <limits>
-#include <optional>
 #include <span>
-#include <string>
-#include <vector>
 
-#include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/tiles/knobs.h"
 #include "csrc/tiles/refused.h"
-#include "csrc/tiles/tuned.h"
 #include "shaders/params/common.h"
 
 namespace metal_attn {
 
-// The registers, and the work of each score, that features add to a kernel.
+// How many registers, and how much work per score, features add to a kernel.
 enum class RegisterPressure {
   kLight,   // at most a band, a mask, slopes, a cap or a sink
-  kHeavy,   // anything but rotary embeddings
-  kRotary,  // anything
-  kNever,   // of a row that only `tune` tries
+  kHeavy,   // any feature but rotary embeddings
+  kRotary,  // any feature
+  kNever,   // for rows that only `tune` tries
 };
 
 RegisterPressure register_pressure_of(const FlashFwdFeatures& features);
 
-// The first of Apple's families that a row is for.
+// Apple's GPU families, for the conditions of rows.
 inline constexpr int kM1 = 7;
 inline constexpr int kM3 = 9;
 
-// One number of a tile, by its name in tables, and its limits.
+// One number of a tile: its name in tables and its limits.
 template <class Tile>
 struct Knob {
   const char* name;
@@ -57,7 +50,7 @@ struct Knob {
   }
 };
 
-// A tile of the knobs that csrc/tiles/knobs.h lists.
+// Defines the struct of a tile from a list of csrc/tiles/knobs.h.
 #define KNOB_MEMBER(NAME, MEMBER, LEAST, MOST, STEP) int MEMBER = LEAST;
 #define KNOB_ENTRY(NAME, MEMBER, LEAST, MOST, STEP) {#NAME, &Tile::MEMBER, LEAST, MOST, STEP},
 #define DEFINE_TILE(TILE, KNOBS)                                 \
@@ -73,20 +66,21 @@ struct Knob {
 
 inline constexpr int kAny = std::numeric_limits<int>::max();
 
-// For which problems a row is, or what a problem has.
+// The values of a problem, or the limits of a row of the table.
 struct TileConditions {
   int bits;                   // of an element
-  int columns;                // of a row of q, k or v; of a row of the table: at most
-  int queries;                // of a decode that share a KV head, likewise
-  RegisterPressure pressure;  // likewise
-  int family;                 // at least
-  double registers = 0;       // of a row: that a thread of M1 needs, of 32 bits (bench/agx), or 0
+  int columns;                // of a row of q, k or v; the row's maximum
+  int queries;                // of a decode that share a KV head; the row's maximum
+  RegisterPressure pressure;  // the row's maximum
+  int family;                 // the row's minimum
+  double registers = 0;       // of the row: 32-bit registers of a thread of M1 (bench/agx), or 0
 
   int whole_registers() const { return static_cast<int>(registers + 0.5); }
-  // True if a row's tile is for such operands on this GPU, and for this problem.
+  // True if the row's tile suits the operands and the GPU.
   bool suits(const TileConditions& problem) const {
     return bits == problem.bits && columns >= problem.columns && family <= problem.family;
   }
+  // True if the row is a default for the problem.
   bool holds(const TileConditions& problem) const {
     return suits(problem) && queries >= problem.queries && pressure >= problem.pressure &&
            pressure != RegisterPressure::kNever;
@@ -99,33 +93,33 @@ struct DefaultRow {
   Tile tile;
 };
 
-// A row of csrc/tiles/table.inc. Of a kernel without a condition on queries:
+// A row of csrc/tiles/table.inc, without a condition on queries and with one.
 #define TILE_ROW(BITS, COLUMNS, LOAD, FAMILY, REGISTERS, ...) \
   {{BITS, COLUMNS, kAny, RegisterPressure::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
 #define DECODE_TILE_ROW(BITS, COLUMNS, QUERIES, LOAD, FAMILY, REGISTERS, ...) \
   {{BITS, COLUMNS, QUERIES, RegisterPressure::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
 
-// The fields of the specialisations of all kernels of attention. Each also has its rows, `table`;
-// `cut`, which fits a row's tile to the problem; and what the kernel can run: `tile_queries` and
-// `tile_keys`, which no block of a BlockMask may divide, `threadgroup_bytes`, exactly those that
-// the shader's arrays take, and `can_run` for the rest.
-template <class OwnTile>
-struct Tiled : OwnTile {
+// The fields of the specialisations of all kernels of attention. A specialisation also has:
+// - `table`: its rows of the table, and `cut`, which fits a row's tile to the problem.
+// - `tile_queries` and `tile_keys`, which must divide the blocks of a BlockMask.
+// - `threadgroup_bytes`, the exact size of the shader's arrays, and `can_run`, for other limits.
+template <class Tile>
+struct Tiled : Tile {
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  bool wide_loads;   // as many columns of k and v at a time as make 16 bytes
-  bool wide_rotary;  // and while they are rotated
+  bool wide_loads;   // k and v are loaded in 16-byte vectors
+  bool wide_rotary;  // and are rotated in such vectors
   FlashFwdFeatures features;
-  const TileConditions* defaults;  // of the default tile that this is, or null
-  const TileRow* row;              // of a tuned table that has the tile, or null
-  bool refused;                    // the GPU has refused this tile, and all that could replace it
+  const TileConditions* defaults;  // of the row, if the tile is a default one
+  const TileRow* row;              // of a tuned table, if the tile is from one
+  bool refused;                    // the GPU has refused this tile and every tile of other rows
 
-  OwnTile& tile() { return *this; }
-  const OwnTile& tile() const { return *this; }
+  Tile& tile() { return *this; }
+  const Tile& tile() const { return *this; }
   // The element of tiles and fragments of k and v.
   Element kv_element() const { return features.cache.element.value_or(element); }
-  // Registers of a thread, for `explain`: 0 if nobody has measured the tile.
+  // Registers of a thread, for `explain`. 0: not measured.
   int registers() const { return defaults == nullptr ? 0 : defaults->whole_registers(); }
   TileConditions conditions(int family) const {
     return {8 * element_bytes(element), std::max(head_dim_qk, head_dim_v), 0,
@@ -143,7 +137,7 @@ bool runs(const Specialisation& s) {
          s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
 }
 
-// The problem with a row's tile, if the kernel can run it.
+// The problem with the tile, if the kernel can run it.
 template <class Specialisation, class Tile>
 std::optional<Specialisation> with_tile(Specialisation s, const Tile& tile) {
   s.tile() = tile;
@@ -165,7 +159,7 @@ TileKey key_of(const Specialisation& s, int64_t queries, int64_t keys) {
   return tile_key(s.kernel(), s.element, s.head_dim_qk, s.head_dim_v, s.features, queries, keys);
 }
 
-// By what the tiles are found that a GPU has refused, and this one among them.
+// The key and the name of the tile in RefusedTiles.
 template <class Specialisation>
 std::string refusals_key(const Specialisation& s) {
   return refusals_key(key_of(s, 0, 0), s.features);
@@ -180,7 +174,7 @@ bool is_refused(const Specialisation& s) {
   return refused_tiles() != nullptr && is_refused(refusals_key(s), refused_name(s));
 }
 
-// The first row's tile again, marked as refused, if all of them are.
+// If the GPU has refused the tiles of all rows, returns the first one marked as refused.
 template <class Specialisation>
 std::optional<Specialisation> default_tile(const Specialisation& problem, const Gpu& gpu) {
   const TileConditions conditions = problem.conditions(gpu.family);
@@ -198,8 +192,7 @@ std::optional<Specialisation> default_tile(const Specialisation& problem, const 
   return first;
 }
 
-// The tile that the tuned table in use has for this kernel, or for this problem, or else the
-// default one.
+// The tile of the tuned table in use for this kernel or problem. Without one, `chosen`.
 template <class Specialisation>
 Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys) {
   const TileTable* table = tile_table();
@@ -210,18 +203,17 @@ Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys
   if (entry == table->end()) { return chosen; }
   Specialisation s = chosen;
   s.row = &entry->second;
-  if (!s.row->give(s.tile()) || !runs(s)) {
-    s.row->refuse(key.text());
+  if (!s.row->read_tile(s.tile()) || !runs(s)) {
+    s.row->warn_cannot_run(key.text());
     return chosen;
   }
   s.refused = false;
-  if (!s.row->tries() && is_refused(s)) { return chosen; }
+  if (!s.row->is_forced() && is_refused(s)) { return chosen; }
   s.defaults = s.tile() == chosen.tile() ? chosen.defaults : nullptr;
   return s;
 }
 
-// The tiles worth a measurement: the chosen one, and those of other rows for such operands. They
-// differ in kind: fewer keys a block, rows that are held or read again, shared columns.
+// The tiles that `tune` measures: the chosen one, and those of other rows for such operands.
 inline constexpr std::size_t kMostCandidates = 8;
 
 template <class Specialisation>

@@ -1,7 +1,6 @@
 #include "csrc/tiles/tuned.h"
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <cstdio>
 #include <memory>
@@ -11,7 +10,7 @@ namespace {
 
 std::atomic<const metal_attn::TileTable*> g_table{nullptr};
 
-// The text up to a character. Both are removed from `text`; without the character all of it is.
+// Removes the text up to `end`, and `end`, from `text`. Returns it without `end`.
 std::string_view take_until(std::string_view& text, char end) {
   const std::string_view part = text.substr(0, text.find(end));
   text.remove_prefix(std::min(part.size() + 1, text.size()));
@@ -43,8 +42,8 @@ void metal_attn_use_tiles(const void* table) {
 namespace metal_attn {
 namespace {
 
-// A length is in the class of the first of these that it does not exceed. Those up to 32 tell the
-// rows of decoding apart.
+// A length belongs to the class of the first limit that it does not exceed. The limits up to 32
+// distinguish the rows of decoding.
 constexpr std::array<int, 6> kClasses{8, 16, 32, 512, 2048, 8192};
 
 }  // namespace
@@ -62,8 +61,7 @@ TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_
       {"mask", f.mask.has_value()},
       {"bias", f.bias.has_value()},
       {"unpaired_keys", f.unpaired_keys()},
-      FLASH_FLAGS(FLAG_WORD)  // those that are IN_KEY
-      {"flex", f.flex.has_value()},
+      FLASH_FLAGS(FLAG_WORD){"flex", f.flex.has_value()},
       {"q_rotary", f.rotary && f.rotary->q},
       {"k_rotary", f.rotary && f.rotary->k},
       {f.cache.element ? element_name(*f.cache.element) : "", f.cache.element.has_value()},
@@ -95,8 +93,8 @@ bool read_knob(std::string_view& text, std::string_view name, int& value) {
   return error == std::errc() && rest == end;
 }
 
-void TileRow::refuse(std::string_view wanted) const {
-  if (!refused_.exchange(true)) {
+void TileRow::warn_cannot_run(std::string_view wanted) const {
+  if (!warned_.exchange(true)) {
     std::fprintf(stderr,
                  "torch_metal_attn: a table of tiles has %s for %.*s, which cannot run: it is "
                  "ignored\n",

@@ -1,14 +1,12 @@
-// Tiles that were measured: what a table's rows are found by, the tables, and the lookup of a
-// launch, which allocates nothing and waits for nobody.
+// Tables of measured tiles: their keys, their rows, and the lookup of a launch, which allocates
+// nothing and takes no lock.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <map>
-#include <string>
 #include <string_view>
 #include <utility>
 
@@ -16,11 +14,10 @@
 
 extern "C" {
 
-// A table of tiles, which lives as long as the process. `rows`: a line each, of key, tile and
-// source with tabs between. A key that is a kernel's name alone is for all of its launches. Null if
-// a row is not that.
+// Makes a table of tiles, which is never freed. rows: lines of key, tile and source, separated by
+// tabs. A key that is only a kernel's name applies to all its launches. Null: a line is malformed.
 __attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);
-// Launches that begin from now on look their tiles up there; null: nowhere.
+// Sets the table for later launches. Null: no table.
 __attribute__((visibility("default"))) void metal_attn_use_tiles(const void* table);
 
 }  // extern "C"
@@ -28,22 +25,22 @@ __attribute__((visibility("default"))) void metal_attn_use_tiles(const void* tab
 namespace metal_attn {
 
 struct TileKey {
-  std::array<char, 256> letters;  // more than all words together
+  std::array<char, 256> letters;  // longer than all words together
   std::size_t length = 0;
-  std::size_t without_lengths = 0;  // so many letters say what the problem is at any length
+  std::size_t without_lengths = 0;  // the length of the part that does not depend on lengths
 
   std::string_view text() const { return {letters.data(), length}; }
   std::string_view problem() const { return {letters.data(), without_lengths}; }
 };
 
-// The words on which the choice of a tile depends: "flash_fwd half 128 128 band q<=2048 k<=2048".
-// Alignment is not in it, as it must not change the bits of results, nor is what changes neither
-// the work nor the registers: lengths of sequences, pages, sinks, slopes. `queries`, `keys`: the
-// lengths on which a kernel's time depends; for decoding, the queries that share a KV head.
+// The words that the choice of a tile depends on: "flash_fwd half 128 128 band q<=2048 k<=2048".
+// The key has no alignment, which must not change the bits of results. It also has no features that
+// change neither work nor registers: lengths of sequences, pages, sinks, slopes. queries, keys: the
+// lengths that a kernel's time depends on. For decoding, the queries that share a KV head.
 TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
                  const FlashFwdFeatures& features, int64_t queries, int64_t keys);
 
-// Reads "NAME=12" and the blank behind it off the text. Returns false if it does not begin so.
+// Removes "NAME=12" and a blank from the text. Returns false if it does not begin with them.
 bool read_knob(std::string_view& text, std::string_view name, int& value);
 
 class TileRow {
@@ -51,32 +48,32 @@ class TileRow {
   TileRow(std::string key, std::string tile, std::string source)
       : source(std::move(source)), key_(std::move(key)), tile_(std::move(tile)) {}
 
-  // Reads the row's tile. Returns false if it has other knobs.
+  // Returns false if the row's tile has other knobs.
   template <class Tile>
-  bool give(Tile& tile) const {
+  bool read_tile(Tile& tile) const {
     std::string_view rest = tile_;
     for (const auto& knob : Tile::knobs()) {
       if (!read_knob(rest, knob.name, tile.*knob.value)) { return false; }
     }
     return rest.empty();
   }
-  // Says once on stderr that the kernel cannot run this tile.
-  void refuse(std::string_view wanted) const;
-  // True if it is for all launches of a kernel, as where tiles are tried: then it is never dropped.
-  bool tries() const { return key_.find(' ') == std::string::npos; }
+  // Prints once on stderr that the kernel cannot run this tile.
+  void warn_cannot_run(std::string_view wanted) const;
+  // True if the row applies to all launches of a kernel, as in `tune`. Such a tile is not replaced.
+  bool is_forced() const { return key_.find(' ') == std::string::npos; }
 
   const std::string source;  // how it was chosen
 
  private:
   const std::string key_;
   const std::string tile_;
-  mutable std::atomic<bool> refused_{false};
+  mutable std::atomic<bool> warned_{false};
 };
 
-// By key. Never destroyed: a launch of another thread may be reading it.
+// By key. Never destroyed: another thread may be reading it.
 using TileTable = std::map<std::string, TileRow, std::less<>>;
 
-// The table in which launches look tiles up; null: all tiles are the default ones.
+// The table in use, or null.
 const TileTable* tile_table();
 
 }  // namespace metal_attn

@@ -58,7 +58,7 @@ SHAPES = [
     ("dense", LISTS | {"q_block_size": 0}, "q_block_size is 0; it must be in 1.."),
     ("dense", {"kv_block_size": 8}, "kv_block_size is 8 and q_block_size 1 without indices; leave"),
     *(
-        ("dense", LISTS | {name: value}, f"{name} is given with indices; they have none")
+        ("dense", LISTS | {name: value}, f"{name} is given with indices, which do not support it")
         for name, value in (
             ("attn_mask", torch.ones(70, dtype=torch.bool)),
             ("attn_bias", torch.zeros(70)),

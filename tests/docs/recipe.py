@@ -26,7 +26,7 @@ csrc/ops/attention/check.cpp: end check_score_options
     features.temperature = true;
   }
 csrc/ops/attention/fill.cpp: end flash_inputs
-  read_given(FLASH_TEMPERATURE, o.temperature);
+  read_optional(FLASH_TEMPERATURE, o.temperature);
 shaders/params/attention.h: end FlashBuffer
   FLASH_TEMPERATURE = 24,
 shaders/features.h: before SCORE_DERIVATIVES

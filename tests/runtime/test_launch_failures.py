@@ -154,7 +154,7 @@ def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(any_fake, mon
     monkeypatch.setenv("TMPDIR", "/nowhere")
     any_fake.add_family("broken_too", BROKEN)
     any_fake.fail("create_shader_library", LOG)
-    with pytest.raises(RuntimeError, match="could be written to no file") as raised:
+    with pytest.raises(RuntimeError, match="could not be written to a file") as raised:
         launch(any_fake, family="broken_too")
     assert BROKEN in str(raised.value)
 
@@ -165,7 +165,7 @@ def test_a_torch_that_keeps_no_error_text(fakes):
     silent.clear()
     silent.add_family("silent", TEXT)
     silent.fail("create_shader_library")
-    with pytest.raises(RuntimeError, match=r"torch before 2\.13 says why on stderr only"):
+    with pytest.raises(RuntimeError, match=r"torch before 2\.13 prints the reason only on stderr"):
         launch(silent, family="silent")
 
 

@@ -193,8 +193,8 @@ FAILURES = {
         [],
     ),
     "both(zeros)": ("a small kernel on it gave zeros", ["probe"]),
-    "both()": ("a small kernel on it gave 1 where 141 is right", ["probe"]),
-    "both(one_wrong)": ("a small kernel on it gave 10425 where 10424 is right", ["probe"]),
+    "both()": ("a small kernel on it gave 1 instead of 141", ["probe"]),
+    "both(one_wrong)": ("a small kernel on it gave 10425 instead of 10424", ["probe"]),
     r'both(then=lambda: fake.fail("create_shader_library", "unlowered air.simd_sum\nmore"))': (
         r"a small kernel on it failed: compiling probe failed: unlowered air\.simd_sum",
         [],
@@ -205,7 +205,7 @@ FAILURES = {
     ),
     "both(hangs, limit=100)": ("a small kernel on it did not end within 100 ms", ["probe"]),
     "both(copy=hangs, queue_limit=200)": (
-        "what the GPU was given before did not end within 200 ms",
+        "the GPU's earlier work did not end within 200 ms",
         [],
     ),
 }

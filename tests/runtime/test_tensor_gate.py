@@ -238,7 +238,7 @@ NOT_TRIED = ["probe", *MATRIX]
 OF_BACKWARD, OF_FLOAT32 = "attention's backward", "attention in float32"
 REFUSED = ".*told to be refused"
 WRONG_SLOT = "slot .* of lane .* of the left operand of a tensor operation is at .*"
-WRONG_PRODUCT = "a tensor operation gave .* where .* is right"
+WRONG_PRODUCT = "a tensor operation gave .* instead of .*"
 
 
 def differs(what, tensor=1, matrix=1):

@@ -189,7 +189,7 @@ def test_a_slow_compilation_is_told(any_fake, capfd):
         launch(any_fake, family="takes_2001", defines=f"N={number}")
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert lines[-1].endswith("(this is said no more)")
+    assert lines[-1].endswith("(later ones are not reported)")
 
 
 def test_pages_that_were_not_written_are_not_found(fake):

@@ -1,21 +1,18 @@
 #include "csrc/ops/attention/check.h"
 
-#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numbers>
 
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "shaders/params/attention.h"
 
 namespace metal_attn {
 namespace {
 
 constexpr int kMaxHeadDimQk = 576;
 
-// Shapes, dtypes and strides of q, k and v, and how the latter are kept.
+// Checks shapes, dtypes and strides of q, k and v. Sets the formats of k and v.
 Element check_operands(const FlashFwdArguments& a, KvFormats& formats) {
   check_device("q", a.q);
   check_same_device("k", a.k, "q", a.q);
@@ -75,9 +72,7 @@ void check_numbers(const FlashFwdOptions& o, double scale) {
         " with causal=True, which makes it 0; leave it at -1");
   check(0 <= o.attention_chunk && o.attention_chunk <= kMaxLength, "`attention_chunk` is ",
         o.attention_chunk, "; it must be 0 (off) or in 1..", kMaxLength);
-  const int64_t offset = o.q_offset.value_or(0);
-  check(-kMaxLength <= offset && offset <= kMaxLength, "`q_offset` is ", offset,
-        "; it must be in -", kMaxLength, "..", kMaxLength);
+  check_offset("q_offset", o.q_offset.value_or(0));
 }
 
 // True if append_kv has checked the cache for these sequences.
@@ -90,7 +85,7 @@ int32_t capacity_of(const FlashFwdArguments& a, int32_t batch) {
                                     : check_cache_capacity(a.cache, a.k, a.q, batch);
 }
 
-// Fills the sizes of `call`.
+// Sets the sizes of `call`.
 void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   const Packing& packing = *a.packing;
   check_ends("cu_seqlens_q", packing.cu_seqlens_q, a.q);
@@ -125,7 +120,7 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   }
 }
 
-// Per-sequence lengths: at most the keys that the sequence has.
+// Checks that lengths do not exceed the numbers of keys of their sequences.
 void check_lengths(ArgumentName name, const OptionalTensor& lengths, const FlashFwdArguments& a,
                    const FlashFwdCall& call) {
   if (!lengths) { return; }
@@ -133,7 +128,7 @@ void check_lengths(ArgumentName name, const OptionalTensor& lengths, const Flash
   check_shape(name, *lengths, {{call.batch}});
   const int32_t* values = values_on_cpu(*lengths);
   if (values == nullptr) { return; }
-  const int32_t* ends = a.packs_keys() ? values_on_cpu(*a.packing->cu_seqlens_k) : nullptr;
+  const int32_t* ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
   for (int64_t b = 0; b < call.batch; ++b) {
     const int32_t keys = ends != nullptr ? ends[b + 1] - ends[b] : call.kv_length;
     check(0 <= values[b] && values[b] <= keys, name, "[", b, "] is ", values[b],
@@ -143,7 +138,7 @@ void check_lengths(ArgumentName name, const OptionalTensor& lengths, const Flash
   }
 }
 
-// True if a tensor that kernels read, or out, has long offsets.
+// True if out or a tensor that kernels read has long offsets.
 bool reads_long_offsets(const FlashFwdArguments& a, const FlashFwdCall& call) {
   const FlashFwdProblem& p = call.problem;
   const FlashFwdOptions& o = a.options;
@@ -159,14 +154,14 @@ bool reads_long_offsets(const FlashFwdArguments& a, const FlashFwdCall& call) {
   return is_long || (a.flex && has_long_lists(*a.flex));
 }
 
-// True if keys 2i and 2i + 1 always lie in one aligned vector of two elements.
+// True if keys 2i and 2i + 1 always lie in one aligned vector.
 bool has_aligned_pairs(const Tensor& mask, int32_t kv_length) {
   const int64_t last = mask.dim() - 1;
   return last >= 0 && kv_length % 2 == 0 && mask.size(last) == kv_length &&
          mask.stride(last) == 1 && rows_aligned(mask, 2 * static_cast<int>(mask.element_size()));
 }
 
-// A mask's or a bias's shape and memory; `element` is that of a bias.
+// Checks shape and memory of a mask or a bias. element: of a bias.
 MaskOperand check_mask_operand(ArgumentName name, const Tensor& mask, Element element,
                                const FlashFwdArguments& a, const FlashFwdCall& call) {
   check_same_device(name, mask, "q", a.q);
@@ -284,8 +279,8 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   }
 }
 
-// True if a window or the diagonal hides some key from some query. Lengths that only the device
-// knows leave every place of the diagonal possible.
+// True if a window or the diagonal may hide some key from some query. If only the device knows the
+// lengths, the diagonal may be anywhere.
 bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
                 const FlashFwdCall& call) {
   const bool left = o.window_size_left >= 0;
@@ -293,12 +288,12 @@ bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
   if (features.packs_queries() || o.seqused_k) { return left || right; }
   const int64_t offset = o.q_offset.value_or(int64_t{call.kv_length} - call.q_length);
   const int64_t window_right = o.causal ? 0 : o.window_size_right;
-  // The first query's last key, the last query's first one: the sizes may be near 2^63.
+  // Tests the first query's last key and the last query's first key. Window sizes may be near 2^63.
   return (right && window_right < call.kv_length - 1 - offset) ||
          (left && o.window_size_left < call.q_length - 1 + offset);
 }
 
-// out and softmax_lse must have sizes in bytes that int64 holds: with zero strides, q's need not.
+// Checks that out and softmax_lse have fewer than 2^63 bytes. q may have more, with zero strides.
 void check_output_size(const FlashFwdCall& call) {
   const FlashFwdProblem& p = call.problem;
   const double rows = double(call.queries()) * call.heads;
@@ -310,7 +305,7 @@ void check_output_size(const FlashFwdCall& call) {
 
 }  // namespace
 
-// Lengths and offsets stay below 2^31, so 2^33 is no limit, and sums of it stay in 64 bits.
+// Lengths and offsets are below 2^31, so the limit 2^33 hides no key and its sums fit in 64 bits.
 int64_t window_left(const FlashFwdOptions& o) {
   return o.window_size_left < 0 ? NO_WINDOW : std::min(o.window_size_left, int64_t{1} << 33);
 }
@@ -322,13 +317,10 @@ int64_t window_right(const FlashFwdOptions& o) {
 
 std::vector<SeenKeys> seen_keys(const FlashFwdArguments& a, const FlashFwdCall& call) {
   const FlashFwdOptions& o = a.options;
-  const auto values = [](const OptionalTensor& tensor) {
-    return tensor ? values_on_cpu(*tensor) : nullptr;
-  };
   const int32_t* q_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_q) : nullptr;
-  const int32_t* kv_ends = a.packs_keys() ? values_on_cpu(*a.packing->cu_seqlens_k) : nullptr;
-  const int32_t* used = values(o.seqused_k);
-  const int32_t* padding = values(o.leftpad_k);
+  const int32_t* kv_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
+  const int32_t* used = values_on_cpu(o.seqused_k);
+  const int32_t* padding = values_on_cpu(o.leftpad_k);
   std::vector<SeenKeys> seen;
   for (int32_t b = 0; b < call.batch; ++b) {
     const int64_t queries = q_ends ? q_ends[b + 1] - q_ends[b] : call.q_length;
@@ -418,9 +410,7 @@ void check_like_out(ArgumentName name, const Tensor& tensor, const FlashFwdArgum
 }
 
 void check_statistics(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& f) {
-  const Tensor& q = f.q;
-  const Dims sizes = f.packing ? Dims{q.size(1), q.size(0)} : Dims{q.size(0), q.size(1), q.size(2)};
-  check_statistics(name, tensor, "q", q, sizes);
+  check_statistics(name, tensor, "q", f.q, lse_sizes(f.q));
 }
 
 }  // namespace metal_attn

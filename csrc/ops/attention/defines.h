@@ -2,14 +2,13 @@
 #pragma once
 
 #include "csrc/problem/attention.h"
-#include "csrc/problem/element.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 
 void define_features(Defines& defines, const FlashFwdFeatures& features, bool wide_rotary);
 
-// The defines that every kernel of attention has, its own, and those of the features.
+// The defines that all kernels of attention have, the specific ones of a kernel, and the features.
 template <class Specialisation>
 Defines all_defines(const Specialisation& s, const Defines& specific) {
   Defines defines{

@@ -1,7 +1,5 @@
 #include "csrc/ops/attention/fill.h"
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <numbers>
 
@@ -14,12 +12,9 @@ namespace metal_attn {
 
 MaskStrides mask_strides(const OptionalTensor& mask) {
   std::array<int64_t, 4> strides{};
-  if (mask) {
-    const int64_t rank = mask->dim();
-    for (int64_t dim = 0; dim < rank; ++dim) {
-      const std::size_t i = static_cast<std::size_t>(4 - rank + dim);
-      strides[i] = mask->size(dim) == 1 ? 0 : mask->stride(dim);
-    }
+  const int64_t rank = mask ? mask->dim() : 0;
+  for (int64_t dim = 0; dim < rank; ++dim) {
+    strides[static_cast<std::size_t>(4 - rank + dim)] = broadcast_stride(*mask, dim);
   }
   return {strides[0], strides[1], strides[2], strides[3]};
 }
@@ -69,7 +64,7 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
     params.cap_log2 = static_cast<float>(o.softcap * std::numbers::log2e);
   }
   if (o.dropout_p > 0.0) {
-    // A word drops if word / 2^32 < dropout_p, compared exactly; 1 drops them all.
+    // A random word drops its weight if word / 2^32 < dropout_p, compared exactly. 1 drops all.
     params.last_dropped = static_cast<uint32_t>(std::ceil(std::ldexp(o.dropout_p, 32)) - 1.0);
     params.keep_scale = o.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - o.dropout_p)) : 0.0f;
   }
@@ -78,12 +73,12 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
 
 Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
   Buffers buffers;
-  // A tensor without rows has no memory. It is not read, so another tensor is bound instead.
+  // Kernels do not read a tensor without elements, and it has no memory that could be bound.
   const Tensor& present = a.q.numel() > 0 ? a.q : a.k;
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
     buffers.push_back({slot, tensor.numel() > 0 ? tensor : present, false});
   };
-  const auto read_given = [&](uint32_t slot, const OptionalTensor& tensor) {
+  const auto read_optional = [&](uint32_t slot, const OptionalTensor& tensor) {
     if (tensor) { read(slot, *tensor); }
   };
   const FlashFwdOptions& o = a.options;
@@ -92,23 +87,23 @@ Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
   read(FLASH_V, a.v);
   if (a.packing) {
     read(FLASH_CU_SEQLENS_Q, a.packing->cu_seqlens_q);
-    read_given(FLASH_CU_SEQLENS_K, a.packing->cu_seqlens_k);
+    read_optional(FLASH_CU_SEQLENS_K, a.packing->cu_seqlens_k);
   }
-  read_given(FLASH_SEQUSED_K, o.seqused_k);
-  read_given(FLASH_LEFTPAD_K, o.leftpad_k);
-  read_given(FLASH_MASK, call.mask);
-  read_given(FLASH_BIAS, call.bias);
-  read_given(FLASH_ALIBI_SLOPES, o.alibi_slopes);
-  read_given(FLASH_SINK, o.learnable_sink);
-  read_given(FLASH_Q_COS, o.q_rotary_cos);
-  read_given(FLASH_Q_SIN, o.q_rotary_sin);
-  read_given(FLASH_K_COS, o.k_rotary_cos);
-  read_given(FLASH_K_SIN, o.k_rotary_sin);
-  read_given(FLASH_RNG_STATE, o.rng_state);
-  read_given(FLASH_BLOCK_TABLE, a.cache.block_table);
-  read_given(FLASH_CACHE_BATCH_IDX, a.cache.cache_batch_idx);
-  read_given(FLASH_K_SCALE, a.cache.k_scale);
-  read_given(FLASH_V_SCALE, a.cache.v_scale);
+  read_optional(FLASH_SEQUSED_K, o.seqused_k);
+  read_optional(FLASH_LEFTPAD_K, o.leftpad_k);
+  read_optional(FLASH_MASK, call.mask);
+  read_optional(FLASH_BIAS, call.bias);
+  read_optional(FLASH_ALIBI_SLOPES, o.alibi_slopes);
+  read_optional(FLASH_SINK, o.learnable_sink);
+  read_optional(FLASH_Q_COS, o.q_rotary_cos);
+  read_optional(FLASH_Q_SIN, o.q_rotary_sin);
+  read_optional(FLASH_K_COS, o.k_rotary_cos);
+  read_optional(FLASH_K_SIN, o.k_rotary_sin);
+  read_optional(FLASH_RNG_STATE, o.rng_state);
+  read_optional(FLASH_BLOCK_TABLE, a.cache.block_table);
+  read_optional(FLASH_CACHE_BATCH_IDX, a.cache.cache_batch_idx);
+  read_optional(FLASH_K_SCALE, a.cache.k_scale);
+  read_optional(FLASH_V_SCALE, a.cache.v_scale);
   if (a.flex) {
     for (std::size_t i = 0; i < a.flex->captures.size(); ++i) {
       read(FLEX_FIRST_CAPTURE + static_cast<uint32_t>(i), a.flex->captures[i]);

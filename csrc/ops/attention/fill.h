@@ -1,8 +1,5 @@
-// Fills what every kernel of attention takes: the problem as params, the buffers that it reads, and
-// the number of tiles.
+// The params and the input buffers of all kernels of attention, and their number of tiles.
 #pragma once
-
-#include <optional>
 
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/launch.h"
@@ -10,11 +7,11 @@
 
 namespace metal_attn {
 
-// 0 along dimensions that the mask does not have, or has one element of.
+// The strides are 0 in dimensions that the mask does not have or that have size 1.
 MaskStrides mask_strides(const OptionalTensor& mask);
 
-// Tiles of `tile` rows in `rows` rows of a head. With `ordered`, each block of a BlockMask, of
-// `block` rows, has the same number of tiles, even if the rows end within the last block.
+// The number of tiles of `tile` rows that cover `rows` rows. With `ordered`, each block of a
+// BlockMask, of `block` rows, has the same number of tiles, even if the rows end in the last block.
 inline int64_t tiles_of(int64_t rows, int64_t tile, int block, bool ordered) {
   return ordered ? (rows + block - 1) / block * (block / tile) : (rows + tile - 1) / tile;
 }

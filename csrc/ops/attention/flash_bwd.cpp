@@ -1,30 +1,22 @@
 #include "csrc/ops/attention/flash_bwd.h"
 
-#include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
-#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/callbacks.h"
-#include "csrc/tiles/flash_bwd.h"
 #include "shaders/params/backward.h"
 
 namespace metal_attn {
 namespace {
 
-// Rows of a threadgroup of flash_bwd_delta and flash_bwd_sum, one a SIMD group.
+// SIMD groups of a threadgroup of flash_bwd_delta and flash_bwd_sum. Each has one row.
 constexpr int kRowSimdgroups = 4;
 
 struct FlashBwdCall {
@@ -37,32 +29,30 @@ MaskTile mask_tile(const FlashBwdSpecialisation& s) {
   return {s.tile_queries(), s.tile_keys(), s.dkv() ? FlexWalk::kOverQueries : FlexWalk::kOverKeys};
 }
 
-// Estimated time of dk and dv, with so many splits of a KV head's query heads, divided by the time
-// of the products alone: cores are idle, and the parts of splits are added up.
+// The estimated time of dk and dv with `splits`, divided by the time of the products alone. The
+// rest is due to idle cores and to adding up the splits.
 double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdProblem& problem,
                    const Gpu& gpu) {
   const double tiles = double(problem.keys) / s.block_rows();
   const double waves =
       tiles * s.slices() * s.simdgroups * splits / double(kSimdgroupsPerCore * gpu.cores);
-  // With a band some tiles are shorter; only later tiles can fill the idle cores.
+  // With a band some tiles are shorter, and only later tiles can use the idle cores.
   const double uneven = s.features.band ? 1.0 + std::max(2.0 - waves, 0.0) / 2 : 1.0;
   // Two thirds of the SIMD groups still do more than two thirds of the work (replay.md).
   constexpr double kExponent = 0.85;
   const double idle = uneven / std::pow(std::min(waves, 1.0), kExponent);
-  // Writing and adding up a key's part takes as long as this many queries, estimated from 68 GB/s
-  // and 2.6 TFLOPS of M1, and 269 GB/s and 32 TFLOPS of M5 Pro's matrix units.
+  // Writing and adding up a key's partial results takes as long as this many queries. Estimated
+  // from 68 GB/s and 2.6 TFLOPS of M1, and 269 GB/s and 32 TFLOPS of M5 Pro's matrix units.
   const double part_queries = s.tensor_tiles ? 250 : 80;
   const double queries = double(problem.q_length) * problem.queries_per_kv;
   return splits > 1 ? idle * (1.0 + part_queries * splits / queries) : idle;
 }
 
-// How many threadgroups of this tile should share the query heads of a KV head, which they divide.
+// The number of threadgroups that share the query heads of a KV head. It divides their number.
 int choose_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
                        const Gpu& gpu) {
   int best = 1;
-  if (!s.dkv() || problem.q_length == 0 || problem.keys == 0) {  // or too small to matter
-    return best;
-  }
+  if (!s.dkv() || problem.q_length == 0 || problem.keys == 0) { return best; }
   for (int splits = 2; splits <= problem.queries_per_kv; ++splits) {
     if (problem.queries_per_kv % splits == 0 &&
         grid_factor(s, splits, problem, gpu) < grid_factor(s, best, problem, gpu)) {
@@ -82,7 +72,7 @@ Extent threadgroups_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s
 
 FlashBwdCall check_and_choose(const FlashBwdArguments& a, bool tensor_tiles) {
   const FlashFwdArguments& f = a.forward;
-  FlashBwdCall call{analyse_differentiable(f), {}, {}};
+  FlashBwdCall call{check_differentiable(f), {}, {}};
   check_like_out("out", a.out, f);
   check_like_out("dout", a.dout, f);
   check_statistics("softmax_lse", a.softmax_lse, f);
@@ -97,11 +87,11 @@ FlashBwdCall check_and_choose(const FlashBwdArguments& a, bool tensor_tiles) {
   FlashFwdProblem problem = call.forward.problem;
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && rows_aligned_16(a.dout);
   bool tensor = tensor_tiles && no_tensor_gradients(problem) == nullptr;
-  const auto choose = [&](Gradient of) {
-    return tuned(choose_flash_bwd(problem, of, a.exact_delta, tensor, gpu()), call.forward.q_length,
-                 call.forward.kv_length);
+  const auto choose = [&](Gradient gradient) {
+    return tuned(choose_flash_bwd(problem, gradient, a.exact_delta, tensor, gpu()),
+                 call.forward.q_length, call.forward.kv_length);
   };
-  // Both have tensor tiles or none, because delta must be computed from the same products.
+  // Both have the same kind of tile, because dk and dv need the delta of the same products.
   if (tensor && refused_tiles() != nullptr) {
     tensor = !choose(Gradient::kQ).refused && !choose(Gradient::kKv).refused;
   }
@@ -117,17 +107,16 @@ FlashBwdCall check_and_choose(const FlashBwdArguments& a, bool tensor_tiles) {
   return call;
 }
 
-// The work of a launch of dq, or of dk and dv, whose grid is known.
 Work work_of(const FlashBwdCall& call, const FlashFwdArguments& f, const FlashBwdSpecialisation& s,
              const Extent& threadgroups) {
   const FlashFwdCall& forward = call.forward;
   const int rows = s.block_rows();
   const int heads = s.dkv() ? forward.problem.queries_per_kv / s.head_splits : 1;
-  const int64_t others =
+  const int64_t opposite_rows =
       heads * (s.dkv() ? queries_seeing(f, forward, rows) : keys_seen(f, forward, rows));
   const int columns = s.head_dim_qk + s.head_dim_v + s.qk_slice() + (s.dkv() ? s.v_slice() : 0);
   const int64_t total = s.dkv() ? forward.kv_total : forward.q_total;
-  return {double(rows) * double(others) * pair_work(s.features, columns),
+  return {double(rows) * double(opposite_rows) * pair_work(s.features, columns),
           busy_threadgroups(forward, total, rows, threadgroups[1])};
 }
 
@@ -160,7 +149,7 @@ Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const 
   return launch;
 }
 
-// A part of the gradient of k or v for each split of the query heads.
+// Partial gradients of k or v, one for each split of the query heads.
 Tensor new_parts(const Tensor& gradient, int splits) {
   Dims sizes = sizes_of(gradient);
   sizes[0] *= splits;
@@ -190,13 +179,13 @@ Launch sum_launch(const FlashBwdCall& call, const Tensor& parts, const Tensor& s
 Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call,
                        const FlashBwdArguments& a, const Tensor& delta,
                        const std::optional<MaskBlocks>& lists, FlashBwdParams params) {
-  const FlexWalk walk = s.dkv() ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
+  const FlexWalk walk = mask_tile(s).walk;
   Launch launch(s.kernel(), flash_bwd_defines(s));
   launch.buffers = flash_inputs(call.forward, a.forward);
   append_block_lists(launch.buffers, a.forward, walk);
   if (a.forward.flex) { params.problem.flex = flex_params(*a.forward.flex, walk); }
-  walk_along(lists, launch.buffers, params.problem);
-  // Without queries these have no memory and are not read.
+  bind_mask_blocks(lists, launch.buffers, params.problem);
+  // Without queries these tensors have no memory, and the kernel does not read them.
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
     launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : a.forward.k, false});
   };
@@ -212,15 +201,11 @@ JsonObject note_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, co
   const std::string problem = tensor_tiles_problem(q, Pass::kBackward);
   const char* why_not = no_tensor_gradients(call.problem);
   if (why_not == nullptr && problem.empty() && !s.tensor_tiles) { why_not = kTensorTilesRefused; }
-  std::string reason;
-  for (const std::string& more :
-       {missing_tensor_tiles(why_not, problem), describe_tf32(s.element, s.tensor_tiles),
-        describe_mask_blocks(call, mask_tile(s))}) {
-    reason += reason.empty() || more.empty() ? more : "; " + more;
-  }
   return tile_note(s, call.q_length, call.kv_length)
       .add("head_splits", s.head_splits)
-      .add("reason", reason);
+      .add("reason",
+           joined({missing_tensor_tiles(why_not, problem), describe_tf32(s.element, s.tensor_tiles),
+                   describe_mask_blocks(call, mask_tile(s))}));
 }
 
 FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_tiles) {
@@ -241,7 +226,11 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
   const auto lists_for = [&](const FlashBwdSpecialisation& s) {
     return list_mask_blocks(call.forward, s.features, mask_tile(s), backend);
   };
-  const auto run_gradient = [&](const Launch& launch, const FlashBwdSpecialisation& s) {
+  const auto run_gradient = [&](Launch& launch, const FlashBwdSpecialisation& s) {
+    launch.threadgroups = threadgroups_of(call.forward, s);
+    launch.work = work_of(call, f, s, launch.threadgroups);
+    append_block_order(launch, f, mask_tile(s).walk);
+    note(backend, [&] { return note_of(call.forward, s, f.q); });
     run_chosen(backend, launch, s, call.forward.q_length, call.forward.kv_length);
   };
   if (dq.numel() > 0) {
@@ -257,34 +246,26 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     if (call.dq.normalised()) {
       launch.buffers.push_back({FLASH_BWD_NORMALISERS, normalisers, true});
     }
-    launch.threadgroups = threadgroups_of(call.forward, call.dq);
-    launch.work = work_of(call, f, call.dq, launch.threadgroups);
-    append_block_order(launch, f, FlexWalk::kOverKeys);
-    note(backend, [&] { return note_of(call.forward, call.dq, f.q); });
     run_gradient(launch, call.dq);
   }
   if (dk.numel() > 0) {
     const int splits = call.dkv.head_splits;
     const Tensor dk_parts = splits > 1 ? new_parts(dk, splits) : dk;
     const Tensor dv_parts = splits > 1 ? new_parts(dv, splits) : dv;
-    FlashBwdParams of_parts = params;
-    of_parts.dk_strides = row_strides(dk_parts);
-    of_parts.dv_strides = row_strides(dv_parts);
-    of_parts.dk_split_stride = dk.numel();
-    of_parts.dv_split_stride = dv.numel();
+    FlashBwdParams dkv_params = params;
+    dkv_params.dk_strides = row_strides(dk_parts);
+    dkv_params.dv_strides = row_strides(dv_parts);
+    dkv_params.dk_split_stride = dk.numel();
+    dkv_params.dv_split_stride = dv.numel();
     const auto lists = lists_for(call.dkv);
-    Launch launch = gradient_launch(call.dkv, call, a, delta, lists, of_parts);
+    Launch launch = gradient_launch(call.dkv, call, a, delta, lists, dkv_params);
     launch.buffers.push_back({FLASH_BWD_DK, dk_parts, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv_parts, true});
     if (call.dkv.normalised()) {
-      // Without queries it has no memory and is not read.
+      // Without queries the tensor has no memory, and the kernel does not read it.
       launch.buffers.push_back(
           {FLASH_BWD_NORMALISERS, normalisers.numel() > 0 ? normalisers : f.k, false});
     }
-    launch.threadgroups = threadgroups_of(call.forward, call.dkv);
-    launch.work = work_of(call, f, call.dkv, launch.threadgroups);
-    append_block_order(launch, f, FlexWalk::kOverQueries);
-    note(backend, [&] { return note_of(call.forward, call.dkv, f.q); });
     run_gradient(launch, call.dkv);
     if (splits > 1) {
       backend.run(sum_launch(call, dk_parts, dk));
@@ -296,22 +277,22 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
 
 }  // namespace
 
-FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
+FlashFwdCall check_differentiable(const FlashFwdArguments& f) {
   const FlashFwdCall call = check_flash_fwd(f);
-  // k and v are not quantised, which their dtype alone may tell.
+  // Refuses quantised k and v, too.
   check_same_dtype("k", f.k, "q", f.q);
   check_same_dtype("v", f.v, "q", f.q);
   return call;
 }
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
-  const bool of_rows = s.of != Gradient::kScores;
+  const bool has_slices = s.gradient != Gradient::kScores;
   Defines specific;
-  define_if(of_rows, specific, s.dkv() ? "DK_SLICE" : "DQ_SLICE", s.qk_slice());
+  define_if(has_slices, specific, s.dkv() ? "DK_SLICE" : "DQ_SLICE", s.qk_slice());
   specific.push_back({s.dkv() ? "BLOCK_Q" : "BLOCK_K", s.block});
   specific.push_back({"SIMDGROUPS", s.simdgroups});
   specific.push_back({"ROWS_IN_REGISTERS", s.rows_in_registers});
-  define_if(of_rows, specific, "ROW_PAIRS", s.row_pairs);
+  define_if(has_slices, specific, "ROW_PAIRS", s.row_pairs);
   define_if(s.dkv(), specific, "DV_SLICE", s.v_slice());
   define_if(s.dkv(), specific, "SLICES", s.slices());
   define_if(s.rows_in_threadgroup, specific, "ROWS_IN_THREADGROUP");
@@ -329,16 +310,9 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tens
 
 FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   const FlashFwdArguments& f = a.forward;
-  if (f.flex || !uses_tensor_tiles(f.q, backend, Pass::kBackward)) {
-    return flash_bwd(a, backend, false);
-  }
-  try {
-    return flash_bwd(a, backend, true);
-  } catch (const CompileError& error) {
-    auto result = flash_bwd(a, backend, false);
-    say_tensor_tiles_refused("attention's backward of such tensors", error.why);
-    return result;
-  }
+  if (f.flex) { return flash_bwd(a, backend, false); }
+  return with_tensor_tiles(f.q, backend, Pass::kBackward, "attention's backward of such tensors",
+                           [&](bool tensor_tiles) { return flash_bwd(a, backend, tensor_tiles); });
 }
 
 }  // namespace metal_attn

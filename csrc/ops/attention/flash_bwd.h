@@ -3,29 +3,26 @@
 
 #include <tuple>
 
-#include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/tiles/flash_bwd.h"
 
 namespace metal_attn {
 
-// The forward's checks and those of its gradients.
-FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
+// The checks of a forward that has gradients.
+FlashFwdCall check_differentiable(const FlashFwdArguments& forward);
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 
-// dq, dk and dv, of the shapes of q, k and v and in the order of their dimensions in memory; and
-// delta, of softmax_lse's shape: rowsum(dout * out) - dlse, which further gradients need; with
-// exact_delta it is that of the out before it was rounded. With rotary tables dq and dk are those
-// of the rotated q and k.
-//
-// normalisers, of the same shape: factors of exp(score - softmax_lse) that make the weights of a
-// row add up to 1. It is empty if the rounding of softmax_lse does not show.
+// - dq, dk and dv have the shapes and the orders of dimensions of q, k and v. With rotary tables,
+//   dq and dk are the gradients of the rotated q and k.
+// - delta has the shape of softmax_lse: rowsum(dout * out) - dlse, which further gradients need.
+//   With exact_delta it is computed from the unrounded out.
+// - normalisers has the same shape: factors of exp(score - softmax_lse) that make the weights of a
+//   row add up to 1. It is empty if the rounding of softmax_lse is not visible.
 using FlashGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
-// The caller chooses the kind of tile, and not the backend.
+// The caller chooses the kind of tile.
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend, bool tensor_tiles);
 
 }  // namespace metal_attn

@@ -2,21 +2,14 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
-#include <limits>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/backward.h"
 
 namespace metal_attn {
@@ -25,8 +18,8 @@ namespace {
 struct FlashBwdBiasCall {
   FlashFwdCall forward;
   FlashBwdSpecialisation specialisation;
-  Tensor like;                   // the tensor whose gradient is wanted
-  std::array<int64_t, 4> sizes;  // its sizes among (batch, head, query, key)
+  Tensor like;                   // the bias or the slopes
+  std::array<int64_t, 4> sizes;  // of `like`, broadcast to (batch, head, query, key)
   bool slopes;
   bool normalised;
   int64_t splits = 1;
@@ -41,7 +34,6 @@ struct FlashBwdBiasCall {
   }
 };
 
-// The sizes of a tensor among the four of the scores.
 std::array<int64_t, 4> bias_sizes(const Tensor& bias) {
   std::array<int64_t, 4> sizes{1, 1, 1, 1};
   const int64_t rank = bias.dim();
@@ -57,7 +49,7 @@ std::array<int64_t, 4> slope_sizes(const Tensor& slopes) {
 
 FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
   const FlashFwdArguments& f = a.forward;
-  const FlashFwdCall forward = analyse_score_gradient(a);
+  const FlashFwdCall forward = check_score_gradient(a);
   check(
       slopes || forward.bias,
       "`attn_bias` is None and `attn_mask` is not floating; one of them must be, for its gradient");
@@ -70,7 +62,7 @@ FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
   const auto sizes = slopes ? slope_sizes(like) : bias_sizes(like);
   FlashBwdBiasCall call{forward, specialisation, like, sizes, slopes, a.normalisers.has_value()};
 
-  // Tiles along each dimension. They share one element of the bias, or have their own.
+  // The tiles along a dimension share an element of the tensor if its size is 1.
   const std::array<int64_t, 4> all{forward.batch, forward.heads,
                                    divide_up(forward.q_length, specialisation.block_rows()),
                                    divide_up(forward.kv_length, specialisation.block)};
@@ -156,11 +148,11 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
 
 }  // namespace
 
-// No more parts than keep the GPU busy. Each part writes a float32 copy of the tensor, so all
-// copies have less than twice kBusyThreadgroups tiles, however large the tensor is.
+// No more parts than needed to keep the GPU busy. Each part writes a float32 copy of the tensor,
+// and all copies together have less than twice kBusyThreadgroups tiles.
 int64_t score_gradient_splits(int64_t owned, int64_t shared) {
   if (owned == 0 || shared == 0) { return 1; }
-  // Threadgroups of four SIMD groups that keep the largest GPU, of 80 cores, busy.
+  // So many threadgroups of four SIMD groups keep the largest GPU, of 80 cores, busy.
   constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / 4;
   return std::min(shared, (kBusyThreadgroups + owned - 1) / owned);
 }
@@ -171,9 +163,9 @@ JsonObject score_gradient_note(const FlashBwdSpecialisation& s) {
       .add("registers", s.registers());
 }
 
-FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& a) {
+FlashFwdCall check_score_gradient(const FlashBwdBiasArguments& a) {
   const FlashFwdArguments& f = a.forward;
-  FlashFwdCall call = analyse_differentiable(f);
+  FlashFwdCall call = check_differentiable(f);
   check_like_out("dout", a.dout, f);
   bool& long_offsets = call.problem.features.long_offsets;
   long_offsets = long_offsets || has_long_offsets(a.dout);

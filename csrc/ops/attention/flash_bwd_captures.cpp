@@ -1,26 +1,18 @@
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
-#include <limits>
-#include <utility>
-
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/backward.h"
 
 namespace metal_attn {
 namespace {
 
-// The most bytes of all copies of one captured tensor, and of the fewest: one a SIMD group.
+// The most bytes of the copies of a captured tensor, and the most if there is one per SIMD group.
 constexpr double kCopiesBytes = 64.0 * (1 << 20);
 constexpr double kMostBytes = 1024.0 * (1 << 20);
 
@@ -30,15 +22,15 @@ struct Share {
   Tensor capture;
   int64_t owners;
   int64_t q_tiles;
-  int64_t owned;   // tiles of queries, along the positions that are owned
-  int64_t shared;  // and along the others
+  int64_t owned;   // tiles of queries in the dimensions that own elements
+  int64_t shared;  // tiles of queries in the other dimensions
   int64_t splits;
   int64_t copies;
 
   bool owns(FlexOwner owner) const { return (owners & owner) != 0; }
 };
 
-Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::size_t i) {
+Share check_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::size_t i) {
   const FlexOptions& flex = *f.flex;
   FlashFwdProblem problem = call.problem;
   problem.features.flex = with_share(*problem.features.flex, flex, i);
@@ -109,7 +101,7 @@ Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const
 
 Tensor run(const FlashFwdCall& call, const FlashBwdBiasArguments& a, std::size_t i,
            Backend& backend) {
-  const Share share = analyse_share(call, a.forward, i);
+  const Share share = check_share(call, a.forward, i);
   const Tensor copies =
       new_zeros(share.capture, {share.copies, share.capture.numel()}, ScalarType::Float);
   if (a.forward.q.numel() > 0 && a.forward.k.numel() > 0) {
@@ -127,7 +119,7 @@ Tensor run(const FlashFwdCall& call, const FlashBwdBiasArguments& a, std::size_t
 }  // namespace
 
 std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& backend) {
-  const FlashFwdCall call = analyse_score_gradient(a);
+  const FlashFwdCall call = check_score_gradient(a);
   check_shares(*a.forward.flex);
   std::vector<Tensor> gradients;
   for (std::size_t i = 0; i < a.forward.flex->shares.size(); ++i) {

@@ -3,18 +3,13 @@
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
-#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_fwd.h"
-#include "shaders/params/attention.h"
 
 namespace metal_attn {
 namespace {
@@ -23,7 +18,7 @@ FlashFwdSpecialisation choose(const FlashFwdCall& call, bool tensor_tiles) {
   return tuned(choose_flash_fwd(call.problem, tensor_tiles, gpu()), call.q_length, call.kv_length);
 }
 
-// Why this call has 8x8 tiles only, or null.
+// The reason why this call cannot have tensor tiles, or null.
 const char* why_no_tensor_tiles(const FlashFwdCall& call) {
   const char* why_not = no_tensor_tiles(call.problem);
   return why_not == nullptr && refused_tiles() != nullptr && choose(call, true).refused
@@ -35,7 +30,6 @@ MaskTile mask_tile(const FlashFwdSpecialisation& s) {
   return {s.block_q(), s.block_k, FlexWalk::kOverKeys};
 }
 
-// The choice and its reasons, for `explain`.
 std::string describe_choice(const FlashFwdSpecialisation& s) {
   std::string text = (s.tensor_tiles ? "tensor tiles: " : "") + row_text(s.defaults);
   if (s.v_slices() > 1) {
@@ -54,14 +48,11 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
 }
 
 JsonObject note_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s, const Tensor& q) {
-  std::string reason = describe_choice(s);
-  for (const std::string& more :
-       {describe_tf32(s.element, s.tensor_tiles),
-        missing_tensor_tiles(why_no_tensor_tiles(call), tensor_tiles_problem(q, Pass::kForward)),
-        describe_mask_blocks(call, mask_tile(s))}) {
-    reason += more.empty() ? "" : "; " + more;
-  }
-  return tile_note(s, call.q_length, call.kv_length).add("reason", reason);
+  const std::string missing =
+      missing_tensor_tiles(why_no_tensor_tiles(call), tensor_tiles_problem(q, Pass::kForward));
+  return tile_note(s, call.q_length, call.kv_length)
+      .add("reason", joined({describe_choice(s), describe_tf32(s.element, s.tensor_tiles), missing,
+                             describe_mask_blocks(call, mask_tile(s))}));
 }
 
 Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
@@ -90,7 +81,7 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
     append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
     FlashParams problem = flash_problem(call, a);
     const auto lists = list_mask_blocks(call, s.features, mask_tile(s), backend);
-    walk_along(lists, launch.buffers, problem);
+    bind_mask_blocks(lists, launch.buffers, problem);
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
     launch.set_params(FLASH_PARAMS,
@@ -116,8 +107,7 @@ Tensor new_out(const FlashFwdArguments& a, int64_t head_dim_v) {
 }
 
 Tensor new_lse(const FlashFwdArguments& a) {
-  const auto q = a.q.sizes();
-  return new_empty(a.q, a.packing ? Dims{q[1], q[0]} : Dims{q[0], q[1], q[2]}, ScalarType::Float);
+  return new_empty(a.q, lse_sizes(a.q), ScalarType::Float);
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend,
@@ -126,16 +116,10 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
-  if (!uses_tensor_tiles(a.q, backend, Pass::kForward)) { return flash_fwd(a, backend, false); }
-  try {
-    return flash_fwd(a, backend, true);
-  } catch (const CompileError& error) {
-    auto result = flash_fwd(a, backend, false);  // its error says why nothing runs
-    say_tensor_tiles_refused(
-        a.flex ? "flex_attention with this score_mod and mask_mod" : "attention of such tensors",
-        error.why);
-    return result;
-  }
+  return with_tensor_tiles(
+      a.q, backend, Pass::kForward,
+      a.flex ? "flex_attention with this score_mod and mask_mod" : "attention of such tensors",
+      [&](bool tensor_tiles) { return flash_fwd(a, backend, tensor_tiles); });
 }
 
 }  // namespace metal_attn

@@ -8,15 +8,14 @@
 
 namespace metal_attn {
 
-// The results of flash_fwd, uninitialised.
+// The uninitialised results of flash_fwd.
 Tensor new_out(const FlashFwdArguments& arguments, int64_t head_dim_v);
 Tensor new_lse(const FlashFwdArguments& arguments);
 
-// Returns out, of q's shape but for its last size, like q in dtype and in order of dimensions, and
-// softmax_lse, (B, Hq, Lq) or (Hq, Tq), float32, contiguous. Throws std::invalid_argument for what
-// the schema's documentation does not allow.
+// Returns out, (..., Dv) with the other sizes, the dtype and the order of dimensions of q, and
+// softmax_lse, (B, Hq, Lq) or (Hq, Tq), float32, contiguous.
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments, Backend& backend);
-// The caller chooses the kind of tile, and not the backend.
+// The caller chooses the kind of tile.
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments, Backend& backend,
                                      bool tensor_tiles);
 

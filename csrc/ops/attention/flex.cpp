@@ -1,14 +1,9 @@
 #include "csrc/ops/attention/flex.h"
 
-#include <algorithm>
-#include <array>
-#include <limits>
 #include <mutex>
-#include <string>
 #include <unordered_set>
-#include <vector>
 
-#include "csrc/runtime/launch.h"
+#include "csrc/problem/strides.h"
 
 namespace metal_attn {
 namespace {
@@ -16,7 +11,7 @@ namespace {
 constexpr int64_t kSmallestBlock = 8;
 constexpr int64_t kLargestBlock = 1024;
 
-// `text` for as long as the process lives: launches and compiled specialisations point to it.
+// A copy that is never freed, because launches and compiled specialisations point to it.
 const char* interned(const std::string& text) {
   static std::mutex mutex;
   static auto* const texts = new std::unordered_set<std::string>;
@@ -40,7 +35,7 @@ const char* checked_if_any(ArgumentName name, const std::string& text,
   return text.empty() ? nullptr : checked(name, text, ranks);
 }
 
-// Metal's name of what a captured tensor holds.
+// The Metal type of a captured tensor's elements.
 const char* capture_element(const std::string& name, const Tensor& tensor) {
   constexpr char kAllowed[] =
       "bool, int8, uint8, int16, int32, int64, float32, float16 or bfloat16";
@@ -50,7 +45,7 @@ const char* capture_element(const std::string& name, const Tensor& tensor) {
   return element;
 }
 
-// Checks the captured tensors, and returns how a kernel declares them.
+// Returns the kernel's declarations of the captured tensors.
 std::string check_captures(const FlexOptions& flex, const Tensor& q) {
   check(flex.captures.size() <= FLEX_CAPTURES_MAX, "captures has ", flex.captures.size(),
         " tensors; Metal has buffers for ", FLEX_CAPTURES_MAX);
@@ -105,37 +100,42 @@ void check_list_shape(ArgumentName name, const Tensor& tensor, int64_t rank, int
   check_storage(name, tensor);
 }
 
-// Counts and entries that are on the CPU are in range.
-void check_list_values(const List& list, int64_t others) {
+RowStrides list_strides(const Tensor& lists) {
+  return {broadcast_stride(lists, 0), broadcast_stride(lists, 1), broadcast_stride(lists, 2)};
+}
+
+// Checks that counts and entries on the CPU are in range.
+void check_list_values(const List& list, int64_t blocks) {
   if (!list.counts->is_cpu() || list.counts->numel() == 0) { return; }
   const Tensor& counts = *list.counts;
   const Tensor& indices = *list.indices;
   const auto* count = static_cast<const int32_t*>(counts.const_data_ptr());
   const auto* index = static_cast<const int32_t*>(indices.const_data_ptr());
-  const auto at = [](const Tensor& tensor, int64_t dim, int64_t i) {
-    return tensor.size(dim) == 1 ? 0 : i * tensor.stride(dim);
+  const RowStrides count_strides = list_strides(counts);
+  const RowStrides index_strides = list_strides(indices);
+  const auto at = [](const RowStrides& strides, int64_t b, int64_t h, int64_t row) {
+    return b * strides.batch + h * strides.head + row * strides.row;
   };
   const int64_t batch = std::max(counts.size(0), indices.size(0));
   const int64_t heads = std::max(counts.size(1), indices.size(1));
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t h = 0; h < heads; ++h) {
       for (int64_t row = 0; row < counts.size(2); ++row) {
-        const int32_t n = count[at(counts, 0, b) + at(counts, 1, h) + at(counts, 2, row)];
+        const int32_t n = count[at(count_strides, b, h, row)];
         check(0 <= n && n <= indices.size(3), list.counts_name, " has the count ", n, " for block ",
               row, "; it must be in 0..", indices.size(3));
-        const int32_t* entries =
-            index + at(indices, 0, b) + at(indices, 1, h) + at(indices, 2, row);
+        const int32_t* entries = index + at(index_strides, b, h, row);
         for (int64_t i = 0; i < n; ++i) {
           const int32_t entry = entries[i * indices.stride(3)];
-          check(0 <= entry && entry < others, list.indices_name, " lists block ", entry,
-                " for block ", row, "; there are ", others, " blocks, counted from 0");
+          check(0 <= entry && entry < blocks, list.indices_name, " lists block ", entry,
+                " for block ", row, "; there are ", blocks, " blocks, counted from 0");
         }
       }
     }
   }
 }
 
-// Returns whether full blocks are listed apart.
+// Returns true if there is a list of full blocks.
 bool check_lists(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
                  const FlashFwdCall& call) {
   const bool over_keys = walk == FlexWalk::kOverKeys;
@@ -161,7 +161,7 @@ const OptionalTensor& order_of(const FlexOptions& flex, FlexWalk walk) {
   return walk == FlexWalk::kOverKeys ? flex.kv_order : flex.q_order;
 }
 
-// Kernels find a place for every row whatever an order holds, so its values are not checked.
+// Does not check the values of an order: kernels process every row even if they are wrong.
 void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
                  const FlashFwdCall& call) {
   const OptionalTensor& order = order_of(flex, walk);
@@ -169,7 +169,7 @@ void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
   const bool over_keys = walk == FlexWalk::kOverKeys;
   ArgumentName name = over_keys ? "kv_order" : "q_order";
   check(lists_of(flex, walk)[0].counts.has_value(), name, " is given and ",
-        lists_of(flex, walk)[0].counts_name, " is not; an order is that of a BlockMask's lists");
+        lists_of(flex, walk)[0].counts_name, " is not; an order needs a BlockMask's lists");
   check_same_device(name, *order, "q", q);
   check_dtype(name, *order, {ScalarType::Int});
   const int64_t heads = over_keys ? call.heads : call.kv_heads;
@@ -276,20 +276,18 @@ bool has_long_lists(const FlexOptions& flex) {
   return is_long;
 }
 
-int64_t listed_keys(const FlexOptions& flex) {
+int64_t listed_rows(const FlexOptions& flex, FlexWalk walk) {
   int64_t longest = 0;
-  for (const auto* indices : {&flex.kv_indices, &flex.full_kv_indices}) {
-    longest += *indices ? (*indices)->size(3) : 0;
+  for (const List& list : lists_of(flex, walk)) {
+    longest += list.indices ? list.indices->size(3) : 0;
   }
-  return longest * flex.kv_block_size;
+  return longest * (walk == FlexWalk::kOverKeys ? flex.kv_block_size : flex.q_block_size);
 }
 
-BlockListParams block_list_params(const Tensor& counts, const Tensor& indices) {
-  const auto stride = [](const Tensor& tensor, int64_t dim) {
-    return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
-  };
-  return {{stride(counts, 0), stride(counts, 1), stride(counts, 2)},
-          {stride(indices, 0), stride(indices, 1), stride(indices, 2), indices.stride(3)},
+BlockListParams block_list_params(const OptionalTensor& counts, const Tensor& indices) {
+  const auto [batch, head, row] = list_strides(indices);
+  return {counts ? list_strides(*counts) : RowStrides{},
+          {batch, head, row, indices.stride(3)},
           static_cast<int32_t>(indices.size(3))};
 }
 
@@ -319,7 +317,7 @@ void append_block_lists(Buffers& buffers, const FlashFwdArguments& a, FlexWalk w
                                       FLEX_FULL_BLOCK_INDICES};
   for (std::size_t i = 0; i < lists.size(); ++i) {
     if (lists[i].counts) {
-      // A list without room for an entry has no memory, and is not read.
+      // Lists of length 0 have no memory, and kernels do not read them.
       const Tensor& indices = *lists[i].indices;
       buffers.push_back({slots[2 * i], *lists[i].counts, false});
       buffers.push_back(

@@ -1,57 +1,50 @@
-// The additions of flex attention: texts made of score_mod and mask_mod, the tensors that
-// they index, and the lists of a BlockMask.
+// The options of flex attention: the texts of score_mod and mask_mod, the tensors that they
+// capture, and the lists of a BlockMask.
 #pragma once
-
-#include <cstddef>
-#include <string>
-#include <vector>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/attention.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/attention.h"
 
 namespace metal_attn {
 
-// The lists are those of each block of queries, or the transposed ones.
+// A kernel loops over the keys of each block of queries, or over the transposed lists.
 enum class FlexWalk { kOverKeys, kOverQueries };
 
-// Throws std::invalid_argument. `call` has the sizes already.
+// `call` must have its sizes.
 FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwdCall& call);
 
 // Checks that the gradients have the transposed lists.
 void check_flex_gradients(const FlexOptions& flex);
 
-// Checks that each of FlexOptions::shares has all its parts.
+// Checks that the lists of shares have the same length.
 void check_shares(const FlexOptions& flex);
 
-// Checks a share, and returns its kernel's features.
+// Checks a share, and returns the features of its kernel.
 FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share);
 
-// True if threadgroups of the walk's rows start in the order that is given.
+// True if there is an order in which threadgroups start.
 bool starts_in_order(const FlexOptions& flex, FlexWalk walk);
 
-// True if a list ends past 2^31 elements of its tensor.
+// True if a list has long offsets.
 bool has_long_lists(const FlexOptions& flex);
 
-// Keys that any list of a BlockMask has room for, which may be more than there are.
-int64_t listed_keys(const FlexOptions& flex);
+// An upper bound of the keys or queries in a list of a BlockMask. It may exceed their number.
+int64_t listed_rows(const FlexOptions& flex, FlexWalk walk);
 
-// counts are (B, H, lists), indices (B, H, lists, entries); sizes of 1 broadcast.
-BlockListParams block_list_params(const Tensor& counts, const Tensor& indices);
+// counts: (B, H, lists). indices: (B, H, lists, entries). Sizes of 1 broadcast.
+BlockListParams block_list_params(const OptionalTensor& counts, const Tensor& indices);
 
 FlexParams flex_params(const FlexOptions& flex, FlexWalk walk);
 
-// Adds nothing without a BlockMask.
 void append_block_lists(Buffers& buffers, const FlashFwdArguments& arguments, FlexWalk walk);
 
-// The launch's grid must be known. Adds nothing without an order.
+// The launch must have its grid.
 void append_block_order(Launch& launch, const FlashFwdArguments& arguments, FlexWalk walk);
 
-// Throws std::invalid_argument unless `text` is the body of a function in shaders/flex.h, as
-// torch_metal_attn/flex writes it: statements "const TYPE tN = ...;" and "return ...;" of words in
-// a table, numbers and operators, which read a captured tensor at flex_index of each of its
-// dimensions only. ranks: of the captured tensors.
+// Checks that `text` is the body of a function in shaders/flex.h: statements "const TYPE tN = ...;"
+// and "return ...;" of known words, numbers and operators, as torch_metal_attn/flex writes them.
+// They may read a captured tensor only at flex_index of each dimension. ranks: of the tensors.
 void check_flex_text(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks);
 
 }  // namespace metal_attn

@@ -1,18 +1,15 @@
-// The schemas of flex attention's ops, and how the dispatcher's arguments become structs.
+// The schemas of flex attention's ops, and the conversion of the dispatcher's arguments to structs.
 #pragma once
 
 #include <cstddef>
 #include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "csrc/ops/common/arguments.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/torch_call.h"
 
-// The forward runs without `slope`, the transposed lists and what begins with `share`: autograd
-// hands them to the backward.
+// The forward ignores `slope`, the transposed lists and the shares. They are arguments because
+// autograd passes them to the backward.
 #define FLEX_OPTION_SCHEMA(TYPE, NAME, SCHEMA, DEFAULT) ", " SCHEMA " " #NAME "=" DEFAULT
 #define FLEX_SCHEMA "Tensor[] captures, float? softmax_scale=None" FLEX_OPTIONS(FLEX_OPTION_SCHEMA)
 #define FLEX_FWD_ARGUMENTS "(Tensor q, Tensor k, Tensor v, *, " FLEX_SCHEMA
@@ -27,7 +24,7 @@ namespace metal_attn {
 
 using TextHandles = std::vector<StringHandle>;
 
-// The type of the dispatcher's argument for a type of FLEX_OPTIONS.
+// Maps a type of FLEX_OPTIONS to the type of the dispatcher's argument.
 template <class Type>
 struct DispatcherType {
   using type = Type;
@@ -41,7 +38,7 @@ struct DispatcherType<Texts> {
   using type = std::optional<TextHandles>;
 };
 
-// The text of an argument, which is freed. Torch's own conversion to a string (2.13) leaks a copy.
+// Copies the text and frees the handle. torch's conversion to a string leaks a copy (2.13).
 inline std::string to_owned(StringHandle handle) {
   const auto free_handle = [](StringHandle owned) { torch_delete_string(owned); };
   const std::unique_ptr<StringOpaque, decltype(free_handle)> owner(handle, free_handle);
@@ -66,11 +63,10 @@ inline std::vector<std::string> to_owned(const std::optional<TextHandles>& handl
 inline FlashFwdArguments flex_arguments(TensorArgument q, TensorArgument k, TensorArgument v,
                                         std::optional<double> softmax_scale,
                                         const FlexOptions& options) {
-  // Attention's own options are off: score_mod and mask_mod say what flex attention does.
   return {q, k, v, std::nullopt, {.softmax_scale = softmax_scale}, {}, options};
 }
 
-// The options of an op that walks over the keys: no transposed lists, and no slope of the scores.
+// The options without the transposed lists and the slope of scores.
 inline FlexOptions over_keys(FlexOptions o) {
   o.slope.clear();
   for (OptionalTensor* transposed :
@@ -90,13 +86,12 @@ inline FlexOptions without_shares(FlexOptions o) {
   , typename DispatcherType<metal_attn::TYPE>::type NAME
 #define FLEX_VALUE(TYPE, NAME, SCHEMA, DEFAULT) to_owned(NAME),
 
-// `op` of its own arguments, the softmax scale and FLEX_OPTIONS, which the dispatcher gives one by
-// one.
-template <auto op, class... Own>
+// Calls `op` with its operands, the softmax scale and FLEX_OPTIONS as a struct.
+template <auto op, class... Operands>
 struct FlexOp {
-  static auto call(Own... own, std::vector<Tensor> captures,
+  static auto call(Operands... operands, std::vector<Tensor> captures,
                    OptionalNumber softmax_scale FLEX_OPTIONS(FLEX_PARAMETER)) {
-    return op(own..., softmax_scale, FlexOptions{captures, FLEX_OPTIONS(FLEX_VALUE)});
+    return op(operands..., softmax_scale, FlexOptions{captures, FLEX_OPTIONS(FLEX_VALUE)});
   }
 };
 

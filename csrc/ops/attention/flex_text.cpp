@@ -1,18 +1,13 @@
 #include "csrc/ops/attention/flex.h"
 
-#include <algorithm>
-#include <array>
 #include <cctype>
 #include <numeric>
-#include <string_view>
 #include <utility>
-
-#include "shaders/params/attention.h"
 
 namespace metal_attn {
 namespace {
 
-// The words of a value, besides tN, numbers and captured tensors.
+// The words that a value may have, besides tN, numbers and captured tensors.
 constexpr std::string_view kTypes =
     " bool char uchar short ushort int int64_t uint uint64_t half bfloat float ";
 constexpr std::string_view kWords =
@@ -40,9 +35,9 @@ bool is_of_word(char letter) {
   return std::isalnum(static_cast<unsigned char>(letter)) != 0 || letter == '_';
 }
 
-// Reads a text from its start on. A compiler may still refuse it, but it reads and writes nothing
-// but what is the call's: there are no pointers or references, as `*` and `&` stand after a value
-// and types before a parenthesis, and brackets are only those of `captured`.
+// Parses a text. A compiler may still refuse an accepted text, but it accesses only the tensors of
+// the call. It has no pointers or references, because `*` and `&` must follow a value and types
+// must precede a parenthesis. Only `captured` accepts brackets.
 class Reader {
  public:
   Reader(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks)
@@ -84,7 +79,6 @@ class Reader {
     return taken;
   }
 
-  // A word that is `allowed`.
   template <class Allowed>
   std::string word(const Allowed& allowed) {
     const std::string_view rest = rest_;
@@ -102,7 +96,7 @@ class Reader {
     }));
   }
 
-  // Everything up to `end`, which stands outside of all parentheses.
+  // Everything up to an `end` outside of all parentheses.
   void value(std::string_view end) {
     int open = 0;
     bool after_value = false;
@@ -147,8 +141,8 @@ class Reader {
     }
   }
 
-  // N[flex_index(..., params.capture_sizes[i], impossible) * params.capture_strides[i] + ...], for
-  // each dimension i of the tensor N.
+  // N[flex_index(..., params.capture_sizes[i], impossible) * params.capture_strides[i] + ...] with
+  // each dimension i of tensor N.
   void captured() {
     need(!std::exchange(within_index_, true));
     const auto rank = ranks_.begin() + index(static_cast<int64_t>(ranks_.size()));
@@ -166,7 +160,7 @@ class Reader {
 
   const ArgumentName name_;
   const std::string& text_;
-  std::string_view rest_;  // what is not read yet
+  std::string_view rest_;  // not parsed yet
   const std::vector<int64_t>& ranks_;
   bool within_index_ = false;
 };

@@ -1,30 +1,26 @@
 #include "csrc/ops/attention/mask_blocks.h"
 
-#include <algorithm>
-
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/mask_blocks.h"
 
 namespace metal_attn {
 namespace {
 
-// Elements that a lane reads at a time.
+// The elements that a lane reads at a time.
 constexpr int kWord = 8;
 
-// With fewer scores attention takes about as long as one more launch.
+// With fewer scores, attention takes no longer than one more launch.
 constexpr double kManyScores = 1 << 20;
 
-// The pre-pass must load at most this share of what the forward loads if nothing is hidden.
+// The most loads of the pre-pass, relative to those of a forward that hides nothing.
 constexpr double kMostLoads = 0.25;
 
-// Queries of most tiles of the forward.
+// The queries of most tiles of the forward.
 constexpr int kTileQueries = 64;
 
-// True if lanes can read neighbouring keys together.
+// True if lanes can read kWord neighbouring keys together.
 bool reads_words(const FlashFwdCall& call) {
   const Tensor& mask = *call.mask;
   const int64_t last = mask.dim() - 1;
@@ -34,7 +30,7 @@ bool reads_words(const FlashFwdCall& call) {
 
 int64_t size_unless(int64_t stride, int64_t size) { return stride == 0 ? 1 : size; }
 
-// Elements that the mask has in memory.
+// The elements that the mask has in memory.
 double mask_elements(const FlashFwdCall& call) {
   const MaskStrides s = mask_strides(call.mask);
   return double(size_unless(s.batch, call.batch)) * double(size_unless(s.head, call.heads)) *
@@ -45,7 +41,7 @@ double scores(const FlashFwdCall& call) {
   return double(call.batch) * call.heads * call.q_length * call.kv_length;
 }
 
-// Loads for one key by a tile of the forward: 16 bytes of k and v at a time, and the mask.
+// The loads of a forward's tile per key: 16 bytes of k and v at a time, and the mask.
 double forward_loads(const FlashFwdProblem& problem, int queries) {
   const double columns = problem.head_dim_qk + problem.head_dim_v;
   return columns * element_bytes(problem.element) / 16 +
@@ -56,7 +52,7 @@ struct ListShape {
   int64_t batch;
   int64_t heads;
   int64_t lists;   // of a head
-  int64_t blocks;  // that a list has room for
+  int64_t blocks;  // the most entries of a list
 };
 
 ListShape shape_of(const FlashFwdCall& call, const MaskTile& tile) {
@@ -82,7 +78,7 @@ Launch launch_of(const FlashFwdCall& call, const MaskTile& tile) {
   return launch;
 }
 
-// Why blocks that the mask hides are computed nevertheless, or null.
+// The reason not to skip blocks that the mask hides, or null.
 const char* no_mask_blocks(const FlashFwdCall& call) {
   const FlashFwdFeatures& f = call.problem.features;
   if (f.band || f.chunk || f.varlen || f.seqused_k || f.leftpad_k || f.cache.page_size > 0 ||
@@ -124,7 +120,8 @@ std::optional<MaskBlocks> list_mask_blocks(const FlashFwdCall& call,
   return lists;
 }
 
-void walk_along(const std::optional<MaskBlocks>& lists, Buffers& buffers, FlashParams& problem) {
+void bind_mask_blocks(const std::optional<MaskBlocks>& lists, Buffers& buffers,
+                      FlashParams& problem) {
   if (!lists) { return; }
   buffers.push_back({FLEX_BLOCK_COUNTS, lists->counts, false});
   buffers.push_back({FLEX_BLOCK_INDICES, lists->entries, false});

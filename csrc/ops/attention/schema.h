@@ -1,4 +1,4 @@
-// The schemas of attention's ops, and how the dispatcher's arguments become structs.
+// The schemas of attention's ops, and the conversion of the dispatcher's arguments to structs.
 #pragma once
 
 #include "csrc/ops/cache/schema.h"
@@ -9,7 +9,7 @@
 #define PACKING_SCHEMA \
   ", Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 
-// Arguments of the ops, of which the varlen ones have PACKING_SCHEMA.
+// Arguments of the ops. Only varlen ops have PACKING_SCHEMA.
 #define FLASH_CACHED_ARGUMENTS(PACKING) \
   "(Tensor q, Tensor k, Tensor v" PACKING ", *" FLASH_SCHEMA ", " FLASH_CACHE_OPTIONS
 #define FLASH_FWD_RESULT "(Tensor out, Tensor softmax_lse)"
@@ -32,14 +32,13 @@
 
 namespace metal_attn {
 
-// The arguments of packed ops after k and v or the forward's results: Packing's fields.
+// The types of Packing's fields.
 #define PACKING_TYPES TensorArgument, TensorArgument, int64_t, int64_t
 
 std::optional<Packing> packing_of(const auto&... packing) {
   return sizeof...(packing) == 0 ? std::nullopt : std::optional(Packing{packing...});
 }
 
-// `run` of an op's arguments, which the dispatcher gives one by one.
 template <auto run, class... Packed>
 struct FlashFwd {
   static auto call(TensorArgument q, TensorArgument k, TensorArgument v,

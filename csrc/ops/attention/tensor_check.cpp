@@ -1,16 +1,12 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
 #include <cmath>
-#include <sstream>
-#include <tuple>
-#include <vector>
 
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/tensor_tiles.h"
+#include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {
@@ -30,7 +26,7 @@ Tensor host_tensor(const Sizes& sizes) {
   return allocate(aoti_torch_device_type_cpu(), aoti_torch_dtype_float32(), sizes);
 }
 
-// Numbers in -1..1 without a pattern that a swap of rows or columns would leave as it is.
+// Numbers in -1..1 without a pattern, so that a swap of rows or columns changes results.
 Tensor filled(int32_t device_type, int32_t dtype, const Sizes& sizes, uint32_t seed) {
   Tensor host = host_tensor(sizes);
   float* values = static_cast<float*>(host.mutable_data_ptr());
@@ -51,18 +47,18 @@ std::vector<float> values_of(const Tensor& tensor) {
   return {values, values + host.numel()};
 }
 
-// Two blocks of queries, a partial block of keys, and a diagonal off the corner.
+// Two blocks of queries, a partial block of keys, and a diagonal that does not end in a corner.
 struct Problem {
   const char* name;
   int32_t dtype;
-  float rounding;  // the coarser one of results and operands
+  float rounding;  // the coarser rounding of results and operands
   int64_t head_dim;
   Sizes queries() const { return {1, 2, 70, head_dim}; }
   Sizes keys() const { return {1, 1, 100, head_dim}; }
 };
 
-// Every dtype, and the tiles of many columns: in both kernels of the backward two SIMD groups share
-// rows and exchange parts of scores, and dk and dv have slices.
+// Every dtype, and tiles of many columns: in both backward kernels two SIMD groups share rows and
+// exchange partial sums of scores, and dk and dv have slices.
 std::vector<Problem> problems(bool float32) {
   if (float32) {
     return {{"float32", aoti_torch_dtype_float32(), 0x1p-11f, 64},
@@ -85,9 +81,8 @@ FlashFwdArguments forward_of(const Problem& problem, int32_t device_type) {
           {}};
 }
 
-// In one line; "" if they are as close as they should be. `roundings`: of the largest value, or of
-// 1 if that is less.
-std::string difference(const std::string& what, const Tensor& tensor_tiles,
+// "", or a line if results differ by more than `roundings` times the largest value (at least 1).
+std::string difference(const std::string& name, const Tensor& tensor_tiles,
                        const Tensor& matrix_tiles, float roundings) {
   const auto actual = values_of(tensor_tiles);
   const auto expected = values_of(matrix_tiles);
@@ -95,10 +90,8 @@ std::string difference(const std::string& what, const Tensor& tensor_tiles,
   for (const float value : expected) { largest = std::max(largest, std::fabs(value)); }
   for (std::size_t i = 0; i < expected.size(); ++i) {
     if (!(std::fabs(actual[i] - expected[i]) <= roundings * largest)) {
-      std::ostringstream text;
-      text << "a small problem, " << what << ", gave " << actual[i] << " with tensor tiles and "
-           << expected[i] << " with 8x8 tiles";
-      return text.str();
+      return text_of("a small problem, ", name, ", gave ", actual[i], " with tensor tiles and ",
+                     expected[i], " with 8x8 tiles");
     }
   }
   return "";
@@ -118,7 +111,7 @@ std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool
     if (pass == Pass::kForward) {
       const auto [actual, actual_lse] = flash_fwd(f, backend, true);
       const auto [expected, expected_lse] = flash_fwd(f, backend, false);
-      // Each result is rounded, and weights are cut.
+      // Results are rounded, and weights are truncated.
       different = compare("", actual, expected, 4);
     } else {
       const auto [out, lse] = flash_fwd(f, backend, false);
@@ -130,8 +123,8 @@ std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool
                                 f};
       const auto [dq, dk, dv, delta, normalisers] = flash_bwd(a, backend, true);
       const auto [right_dq, right_dk, right_dv, same, same_too] = flash_bwd(a, backend, false);
-      // Each result is rounded, and so are the terms of its sum. Sums of terms of both signs are
-      // less than these.
+      // Results and the terms of their sums are rounded. Sums of terms of both signs are smaller
+      // than the terms.
       for (const auto& [name, actual, expected] : {std::tuple{"the dq of ", &dq, &right_dq},
                                                    {"the dk of ", &dk, &right_dk},
                                                    {"the dv of ", &dv, &right_dv}}) {

@@ -1,22 +1,15 @@
 #include "csrc/ops/attention/tensor_tiles.h"
 
-#include <array>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <mutex>
-#include <optional>
 #include <set>
-#include <string_view>
 #include <system_error>
-#include <utility>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/runtime/callbacks.h"
-#include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/probe.h"
 #include "csrc/runtime/trial_note.h"
 #include "csrc/tiles/shared.h"
@@ -35,23 +28,23 @@ Setting setting() {
   return value == "off" ? Setting::kOff : value == "on" ? Setting::kOn : Setting::kAuto;
 }
 
-// True if the setting and the GPU allow them; comparisons may still find a problem.
-bool wanted() {
+// True if the setting and the GPU allow tensor tiles. Comparisons may still find a problem.
+bool allowed() {
   const Setting chosen = setting();
   return chosen == Setting::kOn || (chosen == Setting::kAuto && gpu().family >= kTensorFamily);
 }
 
-bool wanted(bool float32) { return (!float32 || tf32_allowed()) && wanted(); }
+bool allowed(bool float32) { return (!float32 || tf32_allowed()) && allowed(); }
 
-std::string why_unwanted() {
+std::string why_not_allowed() {
   if (setting() == Setting::kOff) { return std::string(kSetting) + " is off"; }
-  if (wanted()) { return "tensor operations cut float32 to 11 bits, and " + tf32_reason(); }
+  if (allowed()) { return "tensor operations cut float32 to 11 bits, and " + tf32_reason(); }
   const std::string name = gpu_name();
   return "no Apple GPU with matrix units (M5 or later) was found" +
          (name.empty() ? "" : ": this is an " + name);
 }
 
-// The tensor is not checked yet, and scalar_type() throws for some dtypes.
+// For an unchecked tensor: scalar_type() throws for some dtypes.
 bool is_float32(const Tensor& q) {
   int32_t dtype = -1;
   return q.defined() && aoti_torch_get_dtype(q.get(), &dtype) == 0 &&
@@ -60,22 +53,22 @@ bool is_float32(const Tensor& q) {
 
 struct Verdict {
   std::mutex mutex;
-  std::optional<std::string> problem;  // none: not tried yet
+  std::optional<std::string> problem;  // nullopt: not tried yet
 };
 
-// Never destroyed: at exit threads may still launch.
+// Never destroyed: threads may still launch at exit.
 Verdict& verdict(TileComparison comparison) {
   static auto* const verdicts = new std::array<Verdict, 4>;
   return (*verdicts)[(comparison.pass == Pass::kBackward ? 1 : 0) + (comparison.float32 ? 2 : 0)];
 }
 
-void say_not_used(const std::string& what, const std::string& why) {
-  std::fprintf(stderr, "torch_metal_attn: %s uses 8x8 tiles, not tensor tiles: %s\n", what.c_str(),
+void print_reason(const std::string& user, const std::string& why) {
+  std::fprintf(stderr, "torch_metal_attn: %s uses 8x8 tiles, not tensor tiles: %s\n", user.c_str(),
                why.c_str());
 }
 
-void warn(const std::string& what, const std::string& why) {
-  say_not_used(what, why);
+void warn(const std::string& user, const std::string& why) {
+  print_reason(user, why);
   std::fprintf(stderr,
                "torch_metal_attn: please report this with what `python -m torch_metal_attn verify "
                "--full` writes; %s=off silences it\n",
@@ -83,17 +76,17 @@ void warn(const std::string& what, const std::string& why) {
 }
 
 std::string name(TileComparison comparison) {
-  const std::string what =
+  const std::string pass =
       comparison.pass == Pass::kBackward ? "attention's backward" : "attention";
-  return what + (comparison.float32 ? " in float32" : "");
+  return pass + (comparison.float32 ? " in float32" : "");
 }
 
-// The result of a comparison, which runs at most once a process.
+// The result of a comparison, which runs at most once per process.
 std::string problem_of(Backend& backend, TileComparison comparison);
 
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
-// The path of an empty file that exists if an earlier process compared both kinds of tile; "" if
+// The path of an empty file, which exists if an earlier process compared both kinds of tile. "" if
 // there is no folder for it.
 std::string record_of(TileComparison comparison) {
   const std::string path = tensor_record().path;
@@ -102,11 +95,11 @@ std::string record_of(TileComparison comparison) {
                             (comparison.pass == Pass::kBackward ? "_backward" : "");
 }
 
-// Multiple of the probe's limit: up to 18 larger kernels are compiled and run.
+// A multiple of the probe's limit, because up to 18 larger kernels are compiled and run.
 constexpr int kCompareLimits = 3;
 
-// Tells the waiting user why. The hint at `verify` is printed once.
-void say_compared(TileComparison comparison) {
+// Prints why the user has to wait. Mentions `verify` once.
+void announce(TileComparison comparison) {
   const bool first = comparison.pass == Pass::kForward && !comparison.float32;
   std::fprintf(stderr,
                "torch_metal_attn: %s now compiles several kernels, once for each version of macOS, "
@@ -122,15 +115,15 @@ std::string compare_once(Backend& mps, TileComparison comparison,
   const std::string record = record_of(comparison);
   std::error_code error;
   if (!record.empty() && std::filesystem::exists(record, error)) { return ""; }
-  say_compared(comparison);
-  ProbeSettings settings = probe_settings();  // tests change them between two trials
+  announce(comparison);
+  ProbeSettings settings = probe_settings();  // tests change the settings between two trials
   settings.limit *= kCompareLimits;
-  settings.held = std::move(note);
+  settings.note = std::move(note);
   const std::string problem =
-      try_apart(settings, "the comparison of both kinds of tile",
-                [&mps, comparison, type = settings.device_type] {
-                  return compare_tiles(mps, type, comparison.pass, comparison.float32);
-                });
+      try_in_thread(settings, "the comparison of both kinds of tile",
+                    [&mps, comparison, type = settings.device_type] {
+                      return compare_tiles(mps, type, comparison.pass, comparison.float32);
+                    });
   if (problem.empty() && !record.empty()) {
     std::filesystem::create_directories(std::filesystem::path(record).parent_path(), error);
     std::ofstream(record).flush();
@@ -138,8 +131,7 @@ std::string compare_once(Backend& mps, TileComparison comparison,
   return problem;
 }
 
-// The comparison that must have passed before.
-std::optional<TileComparison> needed(TileComparison comparison) {
+std::optional<TileComparison> prerequisite(TileComparison comparison) {
   if (comparison.pass == Pass::kBackward) {
     return TileComparison{Pass::kForward, comparison.float32};
   }
@@ -147,11 +139,9 @@ std::optional<TileComparison> needed(TileComparison comparison) {
 }
 
 std::string try_tensor_tiles(Backend& mps, TileComparison comparison) {
-  if (const std::optional<TileComparison> before = needed(comparison)) {
+  if (const std::optional<TileComparison> before = prerequisite(comparison)) {
     const std::string problem = problem_of(mps, *before);
-    if (!problem.empty()) {
-      return problem;  // which has been warned of
-    }
+    if (!problem.empty()) { return problem; }  // its warning was printed before
   } else if (!tensor_record().macos_suffices) {
     return "they need macOS 26.2";
   }
@@ -163,10 +153,10 @@ std::string try_tensor_tiles(Backend& mps, TileComparison comparison) {
   if (!begun.problem.empty()) {
     const std::string problem =
         begun.problem + "; " + kSetting + "=on tries them again, and =off silences this line";
-    say_not_used(name(comparison), problem);
+    print_reason(name(comparison), problem);
     return problem;
   }
-  settings.held = begun.note;
+  settings.note = begun.note;
   std::string problem =
       comparison.pass == Pass::kForward ? probe_tensor(mps, settings, comparison.float32) : "";
   if (problem.empty()) { problem = compare_once(mps, comparison, begun.note); }
@@ -191,11 +181,11 @@ std::string problem_on(bool on_mps, TileComparison comparison) {
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
   if (on_mps) {
     if (*metal_attn_mps_problem() != '\0') { return "mps cannot be used"; }
-    return wanted(comparison.float32) ? problem_of(mps_backend(), comparison) : why_unwanted();
+    return allowed(comparison.float32) ? problem_of(mps_backend(), comparison) : why_not_allowed();
   }
 #endif
   (void)on_mps;
-  return wanted(comparison.float32) ? "" : why_unwanted();
+  return allowed(comparison.float32) ? "" : why_not_allowed();
 }
 
 }  // namespace
@@ -203,8 +193,8 @@ std::string problem_on(bool on_mps, TileComparison comparison) {
 bool uses_tensor_tiles(const Tensor& q, Backend& backend, Pass pass) {
   if (backend.records()) { return q.defined() && tensor_tiles_problem(q, pass).empty(); }
   const bool float32 = is_float32(q);
-  // The checks refuse an undefined tensor.
-  return q.defined() && wanted(float32) &&
+  // If q is undefined, the op's checks refuse it later.
+  return q.defined() && allowed(float32) &&
          (!backend.is_gpu() || problem_of(backend, {pass, float32}).empty());
 }
 
@@ -233,19 +223,18 @@ const char* no_tensor_gradients(const FlashFwdProblem& problem) {
   if (features.flex) {
     return "gradients through score_mod, mask_mod and block lists have 8x8 tiles only";
   }
-  // Those gradients have kernels of their own, whose products are not rounded. delta must be that
-  // of the same products.
+  // The kernels of these gradients do not round products, and need the delta of the same products.
   if (problem.element == Element::kFloat && (features.bias || features.alibi)) {
     return "float32's gradients with attn_bias or alibi_slopes have 8x8 tiles only";
   }
   return no_tensor_tiles(problem);
 }
 
-void say_tensor_tiles_refused(const std::string& what, const std::string& why) {
+void warn_tensor_tiles_refused(const std::string& user, const std::string& why) {
   static auto* const mutex = new std::mutex;
-  static auto* const said = new std::set<std::string>;
+  static auto* const printed = new std::set<std::string>;
   const std::lock_guard lock(*mutex);
-  if (said->insert(why).second) { warn(what, why); }
+  if (printed->insert(why).second) { warn(user, why); }
 }
 
 }  // namespace metal_attn

@@ -2,19 +2,16 @@
 
 #include <atomic>
 #include <exception>
-#include <stdexcept>
-#include <string_view>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/runtime/callbacks.h"
-#include "csrc/runtime/compile_error.h"
 
 namespace metal_attn {
 namespace {
 
 constexpr char kSetting[] = "TORCH_METAL_ATTN_TF32";
 
-// One for all threads: gradients are computed by autograd's.
+// One value for all threads, because autograd's threads compute gradients.
 std::atomic<int32_t> g_allowed{METAL_ATTN_TF32_BY_SETTING};
 
 bool setting() {

@@ -1,17 +1,11 @@
-// The notes of chosen tiles in JSON, with the tiles that `tune` measures, and the replacement of a
-// tile that does not compile.
+// The notes of chosen tiles in JSON, and the replacement of tiles that do not compile.
 #pragma once
 
-#include <cstdint>
 #include <cstdio>
-#include <optional>
-#include <string>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
-#include "csrc/runtime/compile_error.h"
 #include "csrc/tiles/table.h"
 
 namespace metal_attn {
@@ -31,6 +25,15 @@ inline std::string row_text(const TileConditions* row) {
                                       " of M1's 128 registers a thread");
 }
 
+// Joins the texts that are not empty.
+inline std::string joined(std::initializer_list<std::string> reasons) {
+  std::string text;
+  for (const std::string& reason : reasons) {
+    text += (text.empty() || reason.empty() ? "" : "; ") + reason;
+  }
+  return text;
+}
+
 // "default" or the source of a tuned table's row, and the tiles that the GPU has refused.
 template <class Specialisation>
 std::string choice_text(const Specialisation& s) {
@@ -43,8 +46,8 @@ std::string choice_text(const Specialisation& s) {
   return text;
 }
 
-// The note of a launch whose tile was chosen: its memory, how it was chosen, the key of a
-// table's row, and the tiles that are worth a measurement, the chosen one first.
+// The note of a launch: its memory, the choice of its tile, and for `tune` the key of a table's row
+// and the tiles to measure, the chosen one first.
 template <class Specialisation>
 JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
   JsonObject tuning;
@@ -57,13 +60,13 @@ JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
       .add("tuning", tuning);
 }
 
-// A tile was refused and another one is left, so the call chooses again.
+// Thrown if the GPU refused a tile and the call should choose again.
 struct TileRefused {
   std::string why;
-  std::string warning;  // a line, or "" if it was said before
+  std::string warning;  // a line, or "" if it was printed before
 };
 
-// Drops the tile of a launch. Throws CompileError with all reasons if it was the last one.
+// Refuses the tile. Throws TileRefused, or CompileError with all reasons if it was the last tile.
 template <class Specialisation>
 [[noreturn]] void drop_tile(const Specialisation& s, const TileKey& key, const std::string& why) {
   const std::string refusals = refusals_key(s);
@@ -85,23 +88,23 @@ template <class Specialisation>
   throw TileRefused{why, warning};
 }
 
-// Runs a launch with a tile that was chosen for these lengths. Throws TileRefused if it is dropped.
+// Runs a launch whose tile was chosen for these lengths. Throws TileRefused if the GPU refuses it.
 template <class Specialisation>
 void run_chosen(Backend& backend, const Launch& launch, const Specialisation& s, int64_t queries,
                 int64_t keys) {
   try {
     backend.run(launch);
   } catch (const CompileError& error) {
-    if (s.row != nullptr && s.row->tries()) { throw; }
+    if (s.row != nullptr && s.row->is_forced()) { throw; }
     drop_tile(s, key_of(s, queries, keys), error.why);
   }
 }
 
-// The result of `run`, which chooses tiles and launches kernels, and runs again after each refused
-// tile. A tile that another one replaced is named on stderr.
+// The result of `run`, which chooses tiles and launches kernels. Calls it again after each refused
+// tile. At the end prints the warnings about refused tiles.
 template <class Run>
 auto with_tiles_that_run(const Run& run) {
-  constexpr int kMostTiles = 64;  // more than the kernels of any call have
+  constexpr int kMostTiles = 64;  // more than the kernels of a call have together
   std::string warnings;
   for (int refused = 0;; ++refused) {
     try {

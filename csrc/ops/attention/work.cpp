@@ -1,8 +1,5 @@
 #include "csrc/ops/attention/work.h"
 
-#include <algorithm>
-#include <limits>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flex.h"
@@ -11,8 +8,8 @@
 namespace metal_attn {
 namespace {
 
-// The rows, out of `length` of the other side, that the window and the chunks leave. The window's
-// sides may be near 2^63.
+// The most of `length` rows of the other side that `rows` rows see within the window and the chunk.
+// Window sizes may be near 2^63.
 int64_t in_window(const FlashFwdOptions& o, int64_t length, int64_t rows) {
   const int64_t right = o.causal ? 0 : o.window_size_right;
   if (o.window_size_left >= 0 && right >= 0) {
@@ -35,7 +32,7 @@ Extent check_grid(const FlashFwdCall& call, const GridRows& rows, const GridTile
   check(rows.heads <= kMaxLength / rows.parts, ArgumentName(rows.name), " has ", rows.heads,
         " heads; with head dims ", p.head_dim_qk, " and ", p.head_dim_v, " it must be at most ",
         kMaxLength / rows.parts);
-  // Packed: one more row of the grid writes the rows of no sequence.
+  // Packed: one more row of the grid writes rows that belong to no sequence.
   const int64_t sequences = int64_t{call.batch} + (p.features.varlen ? 1 : 0);
   return extent(std::max<int64_t>(blocks, 1), rows.heads * rows.parts, sequences);
 }
@@ -43,7 +40,9 @@ Extent check_grid(const FlashFwdCall& call, const GridRows& rows, const GridTile
 int64_t keys_seen(const FlashFwdArguments& a, const FlashFwdCall& call, int64_t queries) {
   const FlashFwdOptions& o = a.options;
   int64_t keys = call.kv_length;
-  if (a.flex && a.flex->kv_num_blocks) { keys = std::min(keys, listed_keys(*a.flex)); }
+  if (a.flex && a.flex->kv_num_blocks) {
+    keys = std::min(keys, listed_rows(*a.flex, FlexWalk::kOverKeys));
+  }
   if (o.q_offset && window_right(o) != NO_WINDOW) {
     keys = std::clamp<int64_t>(*o.q_offset + call.q_length + window_right(o), 0, keys);
   }
@@ -53,11 +52,7 @@ int64_t keys_seen(const FlashFwdArguments& a, const FlashFwdCall& call, int64_t 
 int64_t queries_seeing(const FlashFwdArguments& a, const FlashFwdCall& call, int64_t keys) {
   int64_t queries = call.q_length;
   if (a.flex && a.flex->q_num_blocks) {
-    int64_t longest = 0;
-    for (const auto* indices : {&a.flex->q_indices, &a.flex->full_q_indices}) {
-      longest += *indices ? (*indices)->size(3) : 0;
-    }
-    queries = std::min(queries, longest * a.flex->q_block_size);
+    queries = std::min(queries, listed_rows(*a.flex, FlexWalk::kOverQueries));
   }
   return in_window(a.options, queries, keys);
 }

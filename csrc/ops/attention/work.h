@@ -1,20 +1,18 @@
-// Grids of tiles, and the most work that kernels of attention may have: long launches are divided
-// by it (csrc/runtime/pieces.h).
+// Grids of tiles, and upper bounds of the work of attention's kernels, by which long launches are
+// divided (csrc/runtime/pieces.h).
 #pragma once
-
-#include <cstdint>
 
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 
-// The rows that tiles cover, those of q or of k.
+// The rows of q or k that tiles cover.
 struct GridRows {
   const char* name;
   int64_t length;
   int64_t heads;
-  int64_t parts;  // threadgroups for each tile
+  int64_t parts;  // threadgroups per tile
 };
 
 struct GridTiles {
@@ -24,21 +22,20 @@ struct GridTiles {
   int threads;
 };
 
-// A threadgroup for each tile, part, head and sequence. Throws std::invalid_argument for a grid
-// that Metal cannot count.
+// A threadgroup for each tile, part, head and sequence. Refuses a grid that Metal cannot count.
 Extent check_grid(const FlashFwdCall& call, const GridRows& rows, const GridTiles& tiles);
 
-// Keys of one sequence that some of `queries` neighbouring queries see, at most.
+// The most keys of a sequence that `queries` neighbouring queries see together.
 int64_t keys_seen(const FlashFwdArguments& arguments, const FlashFwdCall& call, int64_t queries);
 
-// Queries of one sequence that see some of `keys` neighbouring keys, at most.
+// The most queries of a sequence that see some of `keys` neighbouring keys.
 int64_t queries_seeing(const FlashFwdArguments& arguments, const FlashFwdCall& call, int64_t keys);
 
-// In multiply-adds, of a query and a key whose rows have so many columns in all products.
+// The multiply-adds of a query and a key. columns: of all products together.
 double pair_work(const FlashFwdFeatures& features, int columns);
 
-// Threadgroups that have queries, of a grid with `columns` threadgroups for each tile of `block`
-// of `total` packed rows; 0, as Work::busy takes it, unless they are packed.
+// Work::busy of a grid with `columns` threadgroups for each tile of `block` rows. total: the packed
+// rows. 0 if the rows are not packed.
 double busy_threadgroups(const FlashFwdCall& call, int64_t total, int block, int64_t columns);
 
 }  // namespace metal_attn

@@ -1,27 +1,17 @@
 #include "csrc/ops/cache/append_kv.h"
 
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <limits>
-#include <optional>
 #include <tuple>
-#include <vector>
 
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/rope/rotation.h"
 #include "csrc/problem/rope.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {
-
-// --- Checks. ---
 
 constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
 constexpr char kPackedLayout[] = "(tokens, heads, head_dim)";
@@ -31,18 +21,18 @@ void check_layout(ArgumentName name, const Tensor& tensor, int64_t rank, const c
   check_rows(name, tensor);
 }
 
-// For k, v or q.
+// Checks the layout of k, v or q.
 void check_new(ArgumentName name, const Tensor& tensor, const AppendKvArguments& a) {
   check_layout(name, tensor, a.packed ? 3 : 4, a.packed ? kPackedLayout : kNewLayout);
 }
 
-// The shape of k, v or q.
+// The expected shape of k, v or q.
 Dims new_shape(const AppendKvArguments& a, int64_t batch, int64_t heads, int64_t length,
                int64_t columns) {
   return a.packed ? Dims{length, heads, columns} : Dims{batch, heads, length, columns};
 }
 
-// Packed rows: sequence b has [ends[b], ends[b + 1]). Dense ones: each has as many.
+// The rows of sequence b. ends: of packed rows, or null.
 int64_t rows_of(const int32_t* ends, int64_t b, int64_t length) {
   return ends != nullptr ? int64_t{ends[b + 1]} - ends[b] : length;
 }
@@ -76,7 +66,7 @@ void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
   check_same_device("k_cache", a.k_cache, "k", a.k);
   check_same_device("v_cache", a.v_cache, "k", a.k);
   p.formats = check_kv_formats(a.cache, a.k, a.k_cache, a.v_cache);
-  p.cache_element = own_element(p.formats, p.element, a.k_cache);
+  p.cache_element = differing_element(p.formats, p.element, a.k_cache);
   const char* layout = cache_layout(a.cache);
   check_layout("k_cache", a.k_cache, 4, layout);
   check_layout("v_cache", a.v_cache, 4, layout);
@@ -113,7 +103,7 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   check(a.rotary_cos.has_value() == a.rotary_sin.has_value(),
         "only one of `rotary_cos` and `rotary_sin` is given; give both or neither");
   if (!a.rotary_cos) {
-    check(!a.q, "`q` is given and `rotary_cos` is not, which is all that `q` is for");
+    check(!a.q, "`q` is given and `rotary_cos` is not; leave out `q`, which would only be rotated");
     check(!a.rotary_interleaved, "`rotary_interleaved` is True and `rotary_cos` is not given");
     check(a.rotary_first_column == 0, "`rotary_first_column` is ", a.rotary_first_column,
           " and `rotary_cos` is not given");
@@ -152,11 +142,11 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   }
 }
 
-// One write serves both caches, so both must be given the same rows.
+// If one write serves both caches, v must be the first columns of k.
 void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
   p.v_in_k = v_in_k(a.cache, p.formats, a.k_cache, a.v_cache);
   if (!p.v_in_k || !p.writes()) { return; }
-  check(begins(a.k, a.v), "`v_cache` is the first ", p.head_dim_v,
+  check(has_leading_columns(a.k, a.v), "`v_cache` is the first ", p.head_dim_v,
         " columns of `k_cache`, and `v` is not those of `k`; pass a `v_cache` of its own, or for "
         "values that are columns of the keys k[..., :",
         p.head_dim_v, "] as `v`");
@@ -203,13 +193,10 @@ void check_written_once(const AppendKvArguments& a, const AppendKvProblem& p,
   }
 }
 
-// Checks the values of indices, if the host can read them.
+// Checks the values of indices on the CPU.
 void check_values(const AppendKvArguments& a, const AppendKvProblem& p) {
-  const auto values = [](const OptionalTensor& tensor) {
-    return tensor ? values_on_cpu(*tensor) : nullptr;
-  };
-  const int32_t* seqlens = values(a.cache_seqlens);
-  const int32_t* leftpad = values(a.leftpad_k);
+  const int32_t* seqlens = values_on_cpu(a.cache_seqlens);
+  const int32_t* leftpad = values_on_cpu(a.leftpad_k);
   const int32_t* k_ends = a.packed ? values_on_cpu(a.packed->cu_seqlens_k_new) : nullptr;
   const int32_t* q_ends = a.packed ? values_on_cpu(a.packed->cu_seqlens_q) : nullptr;
   const bool subtracts = leftpad != nullptr && a.rotary_from_leftpad;
@@ -255,7 +242,7 @@ AppendKvProblem check_append_kv(const AppendKvArguments& a) {
   return p;
 }
 
-// Columns of new rows that a thread moves at a time.
+// The columns of a new row that a thread moves at a time.
 constexpr int kUnitColumns = 8;
 
 AppendWidths append_widths(const AppendKvArguments& a, const AppendKvProblem& p) {
@@ -294,8 +281,6 @@ AppendParams append_params(const AppendKvArguments& a, const AppendKvProblem& p)
 
 namespace {
 
-// --- How the kernel is specialised, and its grid. ---
-
 struct AppendKvSpecialisation {
   AppendWidths widths;
   int vector;  // pairs of q that a thread rotates
@@ -306,8 +291,7 @@ struct AppendKvSpecialisation {
   uint32_t threads;
 };
 
-// Times that a thread moves something, where there is so much: more threadgroups would only start
-// more often.
+// The units that a thread moves if there are enough. More threadgroups would only cost more starts.
 constexpr int64_t kPasses = 4;
 
 int choose_vector(const AppendKvArguments& a, const AppendKvProblem& p) {
@@ -378,8 +362,6 @@ Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
   return defines;
 }
 
-// --- The launch. ---
-
 RopeParams rotated_q(const AppendKvArguments& a, const AppendKvProblem& p,
                      const AppendKvSpecialisation& s) {
   RopeParams params{};
@@ -410,22 +392,22 @@ Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
 
   Launch launch("append_kv", append_kv_defines(a, p, s));
   const auto add = [&](uint32_t slot, const Tensor& tensor, bool writable) {
-    // If no row is written, a tensor may have no memory, and q stands for it.
+    // Without new rows a tensor may have no memory, and the kernel does not access it.
     launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : *a.q, writable});
   };
-  const auto add_given = [&](uint32_t slot, const OptionalTensor& tensor, bool writable) {
+  const auto add_optional = [&](uint32_t slot, const OptionalTensor& tensor, bool writable) {
     if (tensor) { add(slot, *tensor, writable); }
   };
   add(APPEND_K, a.k, false);
   add(APPEND_V, a.v, false);
   add(APPEND_K_CACHE, a.k_cache, true);
   add(APPEND_V_CACHE, a.v_cache, true);
-  add_given(APPEND_K_SCALE, a.cache.k_scale, has_row_scales(p.formats.k));
-  add_given(APPEND_V_SCALE, a.cache.v_scale, has_row_scales(p.formats.v));
-  add_given(APPEND_SEQLENS, a.cache_seqlens, false);
-  add_given(APPEND_BLOCK_TABLE, a.cache.block_table, false);
-  add_given(APPEND_CACHE_BATCH_IDX, a.cache.cache_batch_idx, false);
-  if (a.rotary_from_leftpad) { add_given(APPEND_LEFTPAD_K, a.leftpad_k, false); }
+  add_optional(APPEND_K_SCALE, a.cache.k_scale, has_row_scales(p.formats.k));
+  add_optional(APPEND_V_SCALE, a.cache.v_scale, has_row_scales(p.formats.v));
+  add_optional(APPEND_SEQLENS, a.cache_seqlens, false);
+  add_optional(APPEND_BLOCK_TABLE, a.cache.block_table, false);
+  add_optional(APPEND_CACHE_BATCH_IDX, a.cache.cache_batch_idx, false);
+  if (a.rotary_from_leftpad) { add_optional(APPEND_LEFTPAD_K, a.leftpad_k, false); }
   if (p.rotates_q()) { add(APPEND_Q, *a.q, true); }
   if (p.pairs > 0) {
     add(APPEND_COS, *a.rotary_cos, false);

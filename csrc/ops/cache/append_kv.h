@@ -1,4 +1,4 @@
-// metal_attn::append_kv: new keys and values into a cache, quantised if it is, and rotated.
+// metal_attn::append_kv: writes new keys and values to a cache, rotated and quantised.
 #pragma once
 
 #include "csrc/problem/cache.h"
@@ -7,20 +7,19 @@
 
 namespace metal_attn {
 
-// Throws std::invalid_argument for arguments other than csrc/problem/cache.h describes, before
-// anything is written. On mps the host does not see values of indices: rows that do not fit, and
-// those of batches or pages that do not exist, are not written, and rows of tables that do not
-// exist become NaN.
+// Refuses invalid arguments before anything is written. On mps the host does not read the values of
+// indices. There the kernel does not write rows outside of the cache, and rows that need a missing
+// row of the tables become NaN.
 void append_kv(const AppendKvArguments& arguments, Backend& backend);
 
-// For decode_step, which appends in a kernel of its own: the checks, which loads and stores are
-// whole, and the params of shaders/cache_write.h.
+// decode_step, whose kernel appends too, uses these functions.
 AppendKvProblem check_append_kv(const AppendKvArguments& arguments);
 
+// True if loads, stores and rotations have full vectors.
 struct AppendWidths {
   bool loads;
   bool stores;
-  bool rotary;  // if loads are
+  bool rotary;  // implies loads
 };
 
 AppendWidths append_widths(const AppendKvArguments& arguments, const AppendKvProblem& problem);

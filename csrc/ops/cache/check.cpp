@@ -1,8 +1,5 @@
 #include "csrc/ops/cache/check.h"
 
-#include <algorithm>
-#include <array>
-
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/strides.h"
@@ -33,21 +30,21 @@ int64_t last_size(const Tensor& tensor) {
   return tensor.dim() == 0 ? 0 : tensor.size(tensor.dim() - 1);
 }
 
-// The format with codes of so many bits: groups of 64 columns if there are so few scales.
+// The grouped format with codes of so many bits. The number of scales tells the group size.
 KvFormat grouped(int bits, const QuantisedOperand& operand) {
   const int64_t units = last_size(operand.data) / (bits == 3 ? 3 : 1);
   const int group = units > 0 && units == 4 * last_size(*operand.scale) ? 64 : 32;
   return static_cast<KvFormat>(KV_GROUPED(bits, group));
 }
 
-// q4_0 has 16 bytes a scale; of q3_g32 and q3_g64 two numbers have 12 and 24.
+// q4_0 has 16 bytes per scale. q3_g32 and q3_g64 have 6 and 12 bytes per number of the scales.
 bool has_3_bits(const QuantisedOperand& operand) {
   const int64_t bytes = last_size(operand.data);
   const int64_t numbers = last_size(*operand.scale);
   return bytes > 0 && (bytes == 6 * numbers || bytes == 12 * numbers);
 }
 
-// Half precision serves float32 queries too; nothing else is converted.
+// k and v must have q's dtype, or half precision if q has float32.
 void check_stored_dtype(ArgumentName name, const Tensor& data, ArgumentName q_name,
                         const Tensor& q) {
   const ScalarType dtype = dtype_of(data);
@@ -123,12 +120,12 @@ void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, 
 
 KvFormats check_kv_formats(const CacheOptions& o, const Tensor& q, const Tensor& k,
                            const Tensor& v) {
-  const auto [of_k, of_v] = quantised_operands(o, k, v);
-  const KvFormats formats{format_of(of_k, o.names.q, q), format_of(of_v, o.names.q, q)};
-  check((formats.k == KvFormat::kPlain) == (formats.v == KvFormat::kPlain), of_v.name, " is ",
-        format_name(formats.v), " and ", of_k.name, " ", format_name(formats.k),
+  const auto [k_operand, v_operand] = quantised_operands(o, k, v);
+  const KvFormats formats{format_of(k_operand, o.names.q, q), format_of(v_operand, o.names.q, q)};
+  check((formats.k == KvFormat::kPlain) == (formats.v == KvFormat::kPlain), v_operand.name, " is ",
+        format_name(formats.v), " and ", k_operand.name, " ", format_name(formats.k),
         "; both or neither must be quantised");
-  if (!formats.quantised()) { check_same_dtype(of_v.name, v, of_k.name, k); }
+  if (!formats.quantised()) { check_same_dtype(v_operand.name, v, k_operand.name, k); }
   return formats;
 }
 
@@ -187,8 +184,8 @@ const char* cache_layout(const CacheOptions& o) {
 int32_t check_cache_capacity(const CacheOptions& o, const Tensor& k, const Tensor& q,
                              int32_t batch) {
   check(!(o.block_table && o.cache_batch_idx),
-        "`cache_batch_idx` is given with `block_table`, which says already where each sequence is; "
-        "give one of them");
+        "`cache_batch_idx` is given with `block_table`, which already selects the rows of each "
+        "sequence; give one of them");
   check_length(o.names.k, k, 0, o.block_table ? "number of pages" : "batch");
   if (o.block_table) {
     check_block_table(o, k, q, batch);
@@ -204,13 +201,13 @@ int32_t check_cache_capacity(const CacheOptions& o, const Tensor& k, const Tenso
 void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vector<SeenKeys>& seen) {
   const int64_t size = k.size(0);
   const int64_t batch = static_cast<int64_t>(seen.size());
-  if (const int32_t* indices = o.cache_batch_idx ? values_on_cpu(*o.cache_batch_idx) : nullptr) {
+  if (const int32_t* indices = values_on_cpu(o.cache_batch_idx)) {
     for (int64_t b = 0; b < batch; ++b) {
       check(0 <= indices[b] && indices[b] < size, "`cache_batch_idx`[", b, "] is ", indices[b],
             "; it must be in 0..", size - 1, ", the batch of ", ArgumentName(o.names.k));
     }
   }
-  if (const int32_t* pages = o.block_table ? values_on_cpu(*o.block_table) : nullptr) {
+  if (const int32_t* pages = values_on_cpu(o.block_table)) {
     const int64_t page = k.size(2);
     for (int64_t b = 0; b < batch; ++b) {
       const int32_t* row = pages + b * o.block_table->stride(0);
@@ -226,7 +223,7 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
 
 std::vector<CachedRows> cached_rows(const CacheOptions& o, int64_t page_size,
                                     const std::vector<SeenKeys>& keys) {
-  const int32_t* const batches = o.cache_batch_idx ? values_on_cpu(*o.cache_batch_idx) : nullptr;
+  const int32_t* const batches = values_on_cpu(o.cache_batch_idx);
   std::vector<CachedRows> rows;
   for (int64_t b = 0; b < static_cast<int64_t>(keys.size()); ++b) {
     const auto [begin, end] = keys[static_cast<std::size_t>(b)];
@@ -247,7 +244,7 @@ std::vector<CachedRows> cached_rows(const CacheOptions& o, int64_t page_size,
 
 const char* place_text(const CacheOptions& o) { return o.block_table ? "page " : "batch "; }
 
-std::optional<Element> own_element(KvFormats formats, Element q_element, const Tensor& k) {
+std::optional<Element> differing_element(KvFormats formats, Element q_element, const Tensor& k) {
   if (formats.quantised()) { return std::nullopt; }
   const Element element = check_element("k", k);
   return element == q_element ? std::nullopt : std::optional(element);
@@ -256,7 +253,7 @@ std::optional<Element> own_element(KvFormats formats, Element q_element, const T
 CacheFeatures cache_features(const CacheOptions& o, KvFormats formats, Element q_element,
                              const Tensor& k) {
   CacheFeatures features{};
-  features.element = own_element(formats, q_element, k);
+  features.element = differing_element(formats, q_element, k);
   features.page_size = o.block_table ? static_cast<int>(k.size(2)) : 0;
   features.batch_idx = o.cache_batch_idx.has_value();
   features.formats = formats;
@@ -265,7 +262,7 @@ CacheFeatures cache_features(const CacheOptions& o, KvFormats formats, Element q
   return features;
 }
 
-bool begins(const Tensor& whole, const Tensor& part) {
+bool has_leading_columns(const Tensor& whole, const Tensor& part) {
   const int64_t last = part.dim() - 1;
   // Fake tensors have no address.
   bool same = part.numel() > 0 && part.const_data_ptr() != nullptr &&
@@ -278,13 +275,13 @@ bool begins(const Tensor& whole, const Tensor& part) {
 }
 
 bool v_in_k(const CacheOptions& o, KvFormats formats, const Tensor& k, const Tensor& v) {
-  // A scale that is not given is 1, so equal codes are other values if only one is given.
+  // A missing scale is 1, so the scales differ if only one is missing.
   const bool scaled = o.k_scale && o.v_scale;
-  const bool one_scale = scaled ? begins(*o.k_scale, *o.v_scale) : !o.k_scale && !o.v_scale;
-  return formats.k == formats.v && begins(k, v) && one_scale;
+  const bool same_scale =
+      scaled ? has_leading_columns(*o.k_scale, *o.v_scale) : !o.k_scale && !o.v_scale;
+  return formats.k == formats.v && has_leading_columns(k, v) && same_scale;
 }
 
-// By block or by head.
 RowStrides scale_strides(const OptionalTensor& scale) {
   if (!scale) { return {}; }
   if (scale->dim() < 3) {

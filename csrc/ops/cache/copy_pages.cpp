@@ -1,21 +1,13 @@
 #include "csrc/ops/cache/copy_pages.h"
 
-#include <algorithm>
 #include <bit>
-#include <cstdint>
-#include <unordered_map>
-#include <vector>
 
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/pages.h"
 
 namespace metal_attn {
 namespace {
-
-// --- Checks. ---
 
 void check_pages(ArgumentName name, const Tensor& pages, const Tensor& cache) {
   check_same_device(name, pages, "cache", cache);
@@ -27,7 +19,7 @@ void check_pages(ArgumentName name, const Tensor& pages, const Tensor& cache) {
         " lies in the memory of `cache`, which is written; call ", name, ".clone() first");
 }
 
-// The numbers, where the host can read them.
+// The values of a CPU tensor, which must be numbers of pages.
 std::vector<int64_t> page_numbers(ArgumentName name, const Tensor& pages, int64_t count) {
   std::vector<int64_t> numbers;
   for (int64_t i = 0; i < pages.size(0); ++i) {
@@ -71,8 +63,6 @@ void check_copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst)
   }
 }
 
-// --- How the kernel is specialised, and its grid. ---
-
 // The widest word that a thread copies.
 constexpr int64_t kMaxWordBytes = 16;
 
@@ -81,7 +71,7 @@ struct Run {
   int64_t size;
 };
 
-// The contiguous runs of a page, innermost first: neighbours in memory are joined.
+// The dimensions of a page, innermost first. Contiguous dimensions are joined.
 std::vector<Run> page_runs(const Tensor& cache) {
   std::vector<Run> dims;
   for (int64_t dim = 1; dim < cache.dim(); ++dim) {
@@ -100,7 +90,7 @@ std::vector<Run> page_runs(const Tensor& cache) {
   return runs;
 }
 
-// The widest power of two that every run of a page starts at and consists of.
+// The widest power of two that divides the starts and the sizes of all runs of a page in bytes.
 int64_t word_bytes(const Tensor& cache, const std::vector<Run>& runs) {
   const int64_t element = static_cast<int64_t>(cache.element_size());
   int64_t bytes = std::min(kMaxWordBytes, element);
@@ -126,7 +116,7 @@ struct CopyPagesSpecialisation {
   bool launches() const { return copies > 0 && page_words > 0; }
 };
 
-// Throws std::invalid_argument for pages of more words than Metal can count.
+// Refuses pages with more words than Metal can count.
 CopyPagesSpecialisation choose_copy_pages(const Tensor& cache, const Tensor& src) {
   CopyPagesSpecialisation s{};
   s.copies = src.size(0);
@@ -155,8 +145,6 @@ Defines copy_pages_defines(const CopyPagesSpecialisation& s) {
   const char* word = kWords[std::countr_zero(static_cast<uint64_t>(s.word_bytes))];
   return {{"WORD", word}, {"INDEX", s.long_indices ? "long" : "int"}};
 }
-
-// --- The launch. ---
 
 Launch copy_pages_launch(const Tensor& cache, const Tensor& src, const Tensor& dst,
                          const CopyPagesSpecialisation& s) {

@@ -1,15 +1,14 @@
-// metal_attn::copy_pages: pages of a cache copied onto others of it, for copy-on-write.
+// metal_attn::copy_pages: copies pages within a cache, for copy-on-write.
 #pragma once
 
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 
-// cache: (pages, ...), of any dtype, rank and strides; no two elements share memory. src and dst:
-// (N) int32 or int64 alike. Page dst[i] becomes a copy of page src[i], bit for bit. Throws
-// std::invalid_argument for others, and where the host can read them for values outside the pages,
-// a dst given twice, or one that is some src: then the result would depend on the order. On mps
-// what lies outside is skipped.
+// Copies page src[i] to page dst[i], bit for bit. cache: (pages, ...), any dtype, rank and strides,
+// but no two elements may share memory. src and dst: (N), both int32 or both int64. On the CPU,
+// refuses values outside of the cache, duplicates in dst, and pages that are in src and in dst: the
+// result would depend on the order. On mps, ignores values outside of the cache.
 void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst, Backend& backend);
 
 }  // namespace metal_attn

@@ -1,9 +1,7 @@
-// The schemas of append_kv and copy_pages, and how the dispatcher's arguments become
-// AppendKvArguments.
+// The schemas of append_kv and copy_pages, and the conversion of the dispatcher's arguments.
 #pragma once
 
 #include "csrc/ops/common/arguments.h"
-#include "csrc/problem/cache.h"
 
 // In the order of CacheOptions.
 #define FLASH_CACHE_OPTIONS                                  \
@@ -22,7 +20,6 @@
 
 namespace metal_attn {
 
-// `run` of append_kv's arguments, which the dispatcher gives one by one.
 template <auto run>
 struct AppendKv {
   static auto call(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
@@ -43,6 +40,6 @@ struct AppendKv {
 };
 
 template <auto run>
-using CopyPages = AsGiven<run, TensorArgument, TensorArgument, TensorArgument>;
+using CopyPages = Unchanged<run, TensorArgument, TensorArgument, TensorArgument>;
 
 }  // namespace metal_attn

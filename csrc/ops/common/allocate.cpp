@@ -3,12 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
-#include <limits>
 #include <numeric>
-#include <optional>
-#include <stdexcept>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
@@ -22,20 +17,20 @@ int32_t shim_dtype(ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }
 
-// torch's message names bytes; this adds the tensor.
+// Adds the tensor's shape and device to torch's message.
 [[noreturn]] void no_memory(const Tensor& like, const Dims& sizes, const void* failed) {
   throw std::runtime_error("metal_attn: allocating a tensor of shape " + list_text(sizes) + " on " +
                            device_text(like).str() + " failed: " + torch_error_text(failed));
 }
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
-// There the CPU's tensors stand for those on mps.
+// CPU tensors represent tensors on mps there.
 bool in_simulator(const Tensor&) { return false; }
 #else
 bool in_simulator(const Tensor& like) { return like.is_cpu(); }
 #endif
 
-// By the dispatcher: the direct way ignores torch's deterministic mode on the CPU.
+// On the CPU only the dispatcher respects torch's deterministic mode.
 Tensor dispatched(const Tensor& like, const Dims& sizes, const Dims& strides, ScalarType dtype) {
   using torch::stable::detail::from;
   std::array<StableIValue, 7> stack{from(like),
@@ -59,6 +54,11 @@ Dims sizes_of(const Tensor& tensor) {
   return {sizes.begin(), sizes.end()};
 }
 
+Dims lse_sizes(const Tensor& rows) {
+  const auto sizes = rows.sizes();
+  return rows.dim() == 3 ? Dims{sizes[1], sizes[0]} : Dims{sizes[0], sizes[1], sizes[2]};
+}
+
 Dims strides_like(const Tensor& like, const Dims& sizes) {
   const auto like_strides = like.strides();
   const auto step = [&](int64_t dim) {
@@ -67,7 +67,7 @@ Dims strides_like(const Tensor& like, const Dims& sizes) {
   };
   Dims order(sizes.begin(), sizes.end() - 1);  // outermost first
   std::iota(order.begin(), order.end(), int64_t{0});
-  // If steps are equal, the first dimension is the outer one.
+  // If steps are equal, the first dimension is outermost.
   std::sort(order.begin(), order.end(),
             [&](int64_t a, int64_t b) { return step(a) != step(b) ? step(a) > step(b) : a < b; });
   Dims strides = sizes;

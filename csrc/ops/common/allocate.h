@@ -1,4 +1,4 @@
-// Tensors that ops return or work in: on meta while launches are recorded (recorder.h).
+// Allocates the results and buffers of ops. They are on meta while launches are recorded.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +8,29 @@
 
 namespace metal_attn {
 
-// Sizes or strides of any tensor that an op makes.
+// Sizes or strides.
 using Dims = FixedVector<int64_t, 8>;
 
 Dims sizes_of(const Tensor& tensor);
 
-// Dense strides for `sizes`, whose dimensions but the last lie in memory in the order of `like`'s.
-// A broadcast dimension of `like` says nothing about order and goes outermost.
+// (B, H, L) for rows (B, H, L, D), or (H, T) for packed rows (T, H, D).
+Dims lse_sizes(const Tensor& rows);
+
+// Dense strides for `sizes` with the last dimension innermost, and the rest in the order of `like`.
+// Broadcast dimensions of `like` are outermost.
 Dims strides_like(const Tensor& like, const Dims& sizes);
 
-// The tensor with two dimensions swapped: a view of its memory that autograd knows nothing of.
+// A view with two dimensions swapped, which autograd does not track.
 Tensor swapped(const Tensor& tensor, int64_t one, int64_t other);
 
-// Uninitialised, on `like`'s device; torch's deterministic mode fills it as it fills its own
-// tensors. Throws std::runtime_error with torch's reason if there is no memory.
+// Uninitialised, on the device of `like`. torch's deterministic mode fills it. Throws
+// std::runtime_error with torch's reason if there is no memory.
 Tensor new_empty_strided(const Tensor& like, const Dims& sizes, const Dims& strides,
                          ScalarType dtype);
 // Contiguous.
 Tensor new_empty(const Tensor& like, const Dims& sizes, ScalarType dtype);
 Tensor new_zeros(const Tensor& like, const Dims& sizes, ScalarType dtype);
-// As `like` in dtype and sizes, dense, and with its order of dimensions.
+// Dense, with the dtype, the sizes and the order of dimensions of `like`.
 Tensor new_empty_like(const Tensor& like);
 
 }  // namespace metal_attn

@@ -1,9 +1,9 @@
-// How the arguments of an op, which the dispatcher gives one by one, become those of a function.
+// Converts the arguments of an op, which the dispatcher passes one by one, to those of `run`.
 #pragma once
 
 #include "csrc/problem/options.h"
 
-// An option's part of a schema, of a function's parameters, and of a struct's values.
+// The part of an option in a schema, in a function's parameters, and in a struct's values.
 #define OPTION_SCHEMA(TYPE, NAME, DEFAULT, STEP) ", " SCHEMA_##TYPE " " #NAME "=" #DEFAULT
 #define OPTION_PARAMETER(TYPE, NAME, DEFAULT, STEP) , metal_attn::TYPE NAME
 #define OPTION_VALUE(TYPE, NAME, DEFAULT, STEP) NAME,
@@ -12,13 +12,12 @@ namespace metal_attn {
 
 using TensorArgument = const Tensor&;
 
-// `run` of the arguments as they are.
-template <auto run, class... Given>
-struct AsGiven {
-  static auto call(Given... given) { return run(given...); }
+template <auto run, class... Arguments>
+struct Unchanged {
+  static auto call(Arguments... arguments) { return run(arguments...); }
 };
 
-// `run` of a struct that has them as its fields, in their order.
+// The arguments are the fields of a struct, in its order.
 template <auto run, class Struct, class... Fields>
 struct InStruct {
   static auto call(Fields... fields) { return run(Struct{fields...}); }

@@ -2,10 +2,6 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include <algorithm>
-#include <optional>
-#include <stdexcept>
-
 #include "csrc/runtime/torch_call.h"
 
 namespace {
@@ -35,7 +31,7 @@ namespace {
 
 using torch::headeronly::DeviceType;
 
-// The dtypes of most callers with torch's names, and Metal's if kernels can index them.
+// The usual dtypes with torch's names, and with Metal's if kernels can index them.
 struct Dtype {
   ScalarType type;
   const char* name;
@@ -53,7 +49,7 @@ constexpr std::array<Dtype, 11> kLikely{{{ScalarType::Float, "float32", "float"}
                                          {ScalarType::Short, "int16", "short"},
                                          {ScalarType::Float8_e4m3fn, "float8_e4m3fn", nullptr}}};
 
-// The dtypes of rows that the kernels compute with: kElementNames.
+// The dtypes of kElementNames.
 constexpr std::initializer_list<ScalarType> kElements{ScalarType::Float, ScalarType::Half,
                                                       ScalarType::BFloat16};
 
@@ -146,7 +142,7 @@ bool is_strided(const Tensor& tensor) {
 
 namespace {
 
-// A device in torch's numbers, which cost less than a torch::stable::Device.
+// A device in torch's numbers, which are faster than a torch::stable::Device.
 struct Place {
   int32_t type = 0;
   int32_t index = 0;
@@ -161,7 +157,7 @@ Place place_of(const Tensor& tensor) {
   return place;
 }
 
-// By torch's number; null if it is no likely one.
+// Null if the dtype is not in kLikely.
 const Dtype* likely_dtype(const Tensor& tensor) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
@@ -208,7 +204,7 @@ void check_same_device(ArgumentName name, const Tensor& tensor, ArgumentName oth
         "; they must be on one device");
 }
 
-// The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
+// The stable ABI throws for quantised, 4-bit and shell dtypes.
 void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allowed) {
   if (likely_dtype(tensor) != nullptr) { return; }
   try {
@@ -216,8 +212,7 @@ void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allo
   } catch (const std::runtime_error&) {
     int32_t number = 0;
     TORCH_CALL(aoti_torch_get_dtype(tensor.get(), &number));
-    check(false, name, " has a dtype without a name here (number ", number, "); it must be ",
-          allowed);
+    check(false, name, " has an unknown dtype (number ", number, "); it must be ", allowed);
   }
 }
 
@@ -256,8 +251,8 @@ void check_same_dtype(ArgumentName name, const Tensor& tensor, ArgumentName othe
 }
 
 void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
-                 const char* what) {
-  check(size == other, name, " has ", what, " of ", size, " and ", other_name, " of ", other,
+                 const char* noun) {
+  check(size == other, name, " has ", noun, " of ", size, " and ", other_name, " of ", other,
         "; they must be equal");
 }
 
@@ -266,11 +261,16 @@ void check_rank(ArgumentName name, const Tensor& tensor, int64_t rank, const cha
         shape_text(tensor), "; it must have ", rank, ": `", layout, "`");
 }
 
-int32_t check_length(ArgumentName name, const Tensor& tensor, int64_t dim, const char* what) {
+int32_t check_length(ArgumentName name, const Tensor& tensor, int64_t dim, const char* noun) {
   const int64_t length = tensor.size(dim);
-  check(length >= 0 && length <= kMaxLength, name, " has a ", what, " of ", length,
+  check(length >= 0 && length <= kMaxLength, name, " has a ", noun, " of ", length,
         "; it must be in 0..", kMaxLength);
   return static_cast<int32_t>(length);
+}
+
+void check_offset(ArgumentName name, int64_t offset) {
+  check(-kMaxLength <= offset && offset <= kMaxLength, name, " is ", offset, "; it must be in ",
+        -kMaxLength, "..", kMaxLength);
 }
 
 int check_head_dim(ArgumentName name, int64_t head_dim, int max) {
@@ -300,10 +300,13 @@ void check_broadcasts(ArgumentName name, const Tensor& tensor,
     const int64_t size = tensor.size(dim);
     fits = size == 1 || size == shape[static_cast<std::size_t>(4 - rank + dim)];
   }
-  if (!fits) {
-    check(false, name, " has shape ", shape_text(tensor), "; it must broadcast to ",
-          list_text(IntHeaderOnlyArrayRef(shape)));
-  }
+  if (fits) { return; }
+  check(false, name, " has shape ", shape_text(tensor), "; it must broadcast to ",
+        list_text(IntHeaderOnlyArrayRef(shape)));
+}
+
+const int32_t* values_on_cpu(const OptionalTensor& tensor) {
+  return tensor ? values_on_cpu(*tensor) : nullptr;
 }
 
 bool is_meta(const Tensor& tensor) {
@@ -379,7 +382,7 @@ Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name,
 }
 
 void check_rows(ArgumentName name, const Tensor& tensor) {
-  // The stride of a single column, or of no elements, means nothing, and contiguous() keeps it.
+  // contiguous() does not change the strides of a single column or of an empty tensor.
   const int64_t last = tensor.dim() - 1;
   check(tensor.size(last) == 1 || tensor.stride(last) == 1 || tensor.numel() == 0, name,
         " has strides ", stride_text(tensor), "; the last must be 1: call ", name,
@@ -398,7 +401,6 @@ void check_storage(ArgumentName name, const Tensor& tensor) {
   const auto strides = tensor.strides();
   for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
     if (sizes[dim] == 0) { return; }
-    // The element must be in the storage, so its position fits wherever the check passes.
     int64_t step = 0;
     const bool fits = !__builtin_mul_overflow(sizes[dim] - 1, strides[dim], &step) &&
                       !__builtin_add_overflow(last, step, &last);

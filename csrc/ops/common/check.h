@@ -1,36 +1,31 @@
-// Argument checks shared by the ops. Each throws std::invalid_argument, which Python sees as
-// ValueError (torch_metal_attn/runtime/refusals.py sees to that from torch 2.15), and names the
-// argument, what was given and what is allowed.
+// Argument checks shared by the ops. Each throws std::invalid_argument, which becomes a ValueError
+// in Python (from torch 2.15 on by torch_metal_attn/runtime/refusals.py). The message names the
+// argument, its value and the allowed values.
 #pragma once
 
-#include <array>
-#include <cstdint>
-#include <initializer_list>
 #include <limits>
-#include <sstream>
-#include <string>
 
 #include "csrc/problem/element.h"
-#include "csrc/problem/tensor.h"
+#include "csrc/runtime/compile_error.h"
 
 extern "C" {
 
-// This thread's last refusal with its marks (see refuse) if `text` is its text; else null.
+// This thread's last refusal with its marks (see refuse) if `text` is its text, or null.
 __attribute__((visibility("default"))) const char* metal_attn_refusal(const char* text);
-// Lets tensors on meta pass for ones on any device in this thread: `explain` of a backward has no
-// results of a forward. Launches may then only be recorded.
+// If 1, checks of this thread accept a tensor on meta together with tensors on another device,
+// because `explain` of a backward has no results of a forward. Launches may then only be recorded.
 __attribute__((visibility("default"))) void metal_attn_let_meta_pass(int32_t pass);
 
 }  // extern "C"
 
 namespace metal_attn {
 
-// Throws std::invalid_argument with the text without its backquotes. They mark arguments' names,
-// and shapes and layouts of the op's arguments: functions that call an argument otherwise, or have
-// its dimensions in another order, replace what is marked (torch_metal_attn/ops/names.py).
+// Throws std::invalid_argument with the text without its backquotes. They mark names, shapes and
+// layouts of arguments, which torch_metal_attn/ops/names.py replaces for functions with other names
+// or another order of dimensions.
 [[noreturn]] void refuse(const std::string& marked);
 
-// An argument's name in a message.
+// The name of an argument in a message.
 class ArgumentName {
  public:
   constexpr ArgumentName(const char* name) : name_(name) {}
@@ -43,14 +38,13 @@ class ArgumentName {
   const char* name_;
 };
 
-// Shaders count positions in 32 bits, and step past the end by less than a block.
+// Shaders count positions in 32 bits, and their last step may exceed the end by less than a block.
 inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 1023;
 
-// Columns of values, and so of attention's results.
+// The most columns of values.
 inline constexpr int kMaxHeadDimV = 512;
 
-// A tensor's description, written only if there is a message: checks that pass cost next
-// to nothing.
+// A description of a tensor that is written only if a check fails.
 class TensorText {
  public:
   using Write = void (*)(std::ostream&, const Tensor&);
@@ -76,7 +70,7 @@ TensorText stride_text(const Tensor& tensor);
 TensorText device_text(const Tensor& tensor);  // mps:0
 TensorText dtype_text(const Tensor& tensor);   // float16
 
-// A number with its noun, as a message shows it: "1 head", "2 heads", "3 queries", "2 passes".
+// A number with its noun in a message: "1 head", "2 heads", "3 queries", "2 passes".
 class Counted {
  public:
   constexpr Counted(int64_t count, const char* noun) : count_(count), noun_(noun) {}
@@ -107,105 +101,104 @@ std::string list_text(IntHeaderOnlyArrayRef values);
 
 bool same_sizes(const Tensor& tensor, IntHeaderOnlyArrayRef sizes);
 
-// Checks that the tensor is not None, is on mps, the CPU or meta (for fake kernels), and is
-// strided.
+// Checks that the tensor is not None, is strided, and is on mps, the CPU or meta.
 void check_device(ArgumentName name, const Tensor& tensor);
-// The same, and on the other's device.
+// Also checks that both tensors are on one device.
 void check_same_device(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                        const Tensor& other);
 
 inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
 
-// The same as tensor.scalar_type(), which asks torch for the number of one dtype after the other.
+// The same as tensor.scalar_type(), which is slower.
 ScalarType dtype_of(const Tensor& tensor);
 
-// Metal's name of what kernels index in the tensor; null for dtypes that they cannot.
+// The Metal type with which kernels index the tensor. Null for dtypes that they cannot index.
 const char* metal_element(const Tensor& tensor);
 
-// One of the dtypes; returns which.
 ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
                        std::initializer_list<ScalarType> allowed);
 
-// Call it before scalar_type(), which throws for some dtypes. `allowed` is for the message.
+// Must be called before scalar_type(), which throws for some dtypes. allowed: for the message.
 void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allowed);
 
-// float32, float16 or bfloat16.
 Element check_element(ArgumentName name, const Tensor& tensor);
 Element check_element(ArgumentName name, ScalarType dtype);
 void check_same_dtype(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                       const Tensor& other);
 
-// Sizes of two arguments; `what` they are, with its article: "a batch".
+// noun: with its article, such as "a batch".
 void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
-                 const char* what);
+                 const char* noun);
 
-// `layout` describes the dimensions in the message: "(batch, heads, length, head_dim)".
+// layout: such as "(batch, heads, length, head_dim)".
 void check_rank(ArgumentName name, const Tensor& tensor, int64_t rank, const char* layout);
 
-// tensor.size(dim) as int32, in 0..2^31-1.
-int32_t check_length(ArgumentName name, const Tensor& tensor, int64_t dim, const char* what);
+// Returns tensor.size(dim), which must be at most kMaxLength.
+int32_t check_length(ArgumentName name, const Tensor& tensor, int64_t dim, const char* noun);
+
+// Checks that the offset is in -kMaxLength..kMaxLength.
+void check_offset(ArgumentName name, int64_t offset);
 
 int check_head_dim(ArgumentName name, int64_t head_dim, int max);
 
 void check_shape(ArgumentName name, const Tensor& tensor,
                  std::initializer_list<IntHeaderOnlyArrayRef> allowed);
 
-// 1 to 4 dimensions that broadcast to `shape`.
 void check_broadcasts(ArgumentName name, const Tensor& tensor, const std::array<int64_t, 4>& shape);
 
-// True if the tensor has no data: fake kernels are checked on such.
 bool is_meta(const Tensor& tensor);
 
-// The numbers of an int32 tensor if they are at hand: those on mps are checked by the kernel.
+// The values of an int32 tensor on the CPU, or null. On mps the kernel checks the values.
 const int32_t* values_on_cpu(const Tensor& tensor);
+const int32_t* values_on_cpu(const OptionalTensor& tensor);
 
-// int32, contiguous, of one dimension, on `other`'s device.
+// Checks for int32, one dimension, contiguous, on the device of `other`.
 void check_index(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                  const Tensor& other);
 
-// The first row of each packed sequence, and the end of the last: on q's device, not empty.
+// check_index, and not empty.
 void check_ends(ArgumentName name, const Tensor& cu_seqlens, const Tensor& q);
 
-// Every sequence's length is in 0..longest, where the host can read it.
+// Checks on the CPU that the length of every sequence is in 0..longest.
 void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
                  ArgumentName longest_name);
 
-// The same, and they begin at 0 and end within so many rows.
+// check_steps, and the values begin at 0 and end at `total` or before.
 void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
                       ArgumentName longest_name);
 
-// float32 of this shape on `other`'s device: a number a row, as softmax_lse is.
+// Checks a tensor with a number per row, such as softmax_lse: float32, on the device of `other`.
 void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                       const Tensor& other, IntHeaderOnlyArrayRef shape);
 
-// One of the dtypes and one of the shapes, on `other`'s device, with rows whose last stride is 1.
+// Checks for one of the dtypes, one of the shapes, the device of `other`, and check_rows.
 ScalarType check_operand(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                          const Tensor& other, std::initializer_list<ScalarType> dtypes,
                          std::initializer_list<IntHeaderOnlyArrayRef> shapes);
 
-// learnable_sink, a number a query head.
+// Checks learnable_sink, a number per query head.
 Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name, const Tensor& other);
 
-// The last stride is 1, and check_storage.
+// Checks that the last stride is 1, and check_storage.
 void check_rows(ArgumentName name, const Tensor& tensor);
 
 // For a tensor that an op of this package returned.
 void check_contiguous(ArgumentName name, const Tensor& tensor);
 
-// Every element lies in the storage, which a caller may have shrunk under the tensor.
+// Checks that every element lies in the storage, which the caller may have shrunk.
 void check_storage(ArgumentName name, const Tensor& tensor);
 
-// The place of the first element: a Metal buffer begins at a page, a CPU storage anywhere.
+// The address of the first element on the CPU. On mps, its offset: a buffer begins at a page.
 uint64_t first_byte(const Tensor& tensor);
 
-// True if the tensor's first element and all its rows begin at a multiple of so many bytes.
+// True if every row begins at a multiple of so many bytes.
 bool rows_aligned(const Tensor& tensor, int multiple);
 bool rows_aligned_16(const Tensor& tensor);
 
-// The position of the last element of a tensor that has some, counted from its first.
+// The position of the last element relative to the first one. The tensor must not be empty.
 int64_t last_position(const Tensor& tensor);
 
-// True if the tensor, or a dense one of its shape, ends past 2^31 elements.
+// True if the tensor, or a dense one of its shape, extends past kMaxLength elements.
 bool has_long_offsets(const Tensor& tensor);
 bool has_long_offsets(const OptionalTensor& tensor);
 

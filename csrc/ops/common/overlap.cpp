@@ -1,8 +1,5 @@
 #include "csrc/ops/common/overlap.h"
 
-#include <algorithm>
-#include <cstdint>
-
 namespace metal_attn {
 namespace {
 
@@ -12,8 +9,8 @@ struct Dimension {
   int64_t other_size;
 };
 
-// The bytes of a tensor, counted from `base`: address 0 on the CPU, where storages may overlap; the
-// buffer on mps, whose handle is no address.
+// The bytes of a tensor, counted from `base`. On the CPU storages may overlap, so the base is
+// address 0. On mps it is the buffer, whose handle is no address.
 struct Span {
   uintptr_t base;
   int64_t first;
@@ -31,7 +28,7 @@ Span span_of(const Tensor& tensor) {
   return span;
 }
 
-// True if every stride steps over all that the smaller ones span.
+// True if every stride exceeds the span of the smaller strides.
 bool nested(std::vector<Dimension> dims) {
   std::sort(dims.begin(), dims.end(),
             [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
@@ -80,10 +77,10 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
     return true;
   }
 
-  // Both have these strides, so an element of one is an element of the other where
-  // sum(low_index * stride) = shift + sum(high_index * stride). There is none if
-  // - the strides up to `shift` reach less than `shift` in the low one, and
-  // - every larger stride is larger than what the smaller ones and `shift` reach together.
+  // Both tensors have these strides, so they share an element if
+  // sum(low_index * stride) = shift + sum(high_index * stride). They share none if
+  // - the strides up to `shift` reach less than `shift` in the low tensor, and
+  // - every larger stride exceeds the reach of the smaller strides and `shift` together.
   const int64_t shift = difference / bytes;
   std::vector<Dimension> dims;
   for (int64_t dim = 0; dim < low.dim(); ++dim) {

@@ -1,8 +1,6 @@
-// Checks of ops that write in place: tensors must not share memory.
+// Checks for ops that write in place: tensors must not share memory.
 #pragma once
 
-#include <initializer_list>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -19,22 +17,21 @@ struct Named {
 std::vector<Named> present(
     std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all);
 
-// True if two elements may share memory, and for a few odd layouts in which none do: each stride
-// must step over everything that the smaller ones span.
+// True unless each stride exceeds the span of the smaller strides, so that no two elements share
+// memory. Also true for a few odd layouts whose elements share none.
 bool may_overlap_itself(const Tensor& tensor);
 
-// Refuses a tensor that is written in place and may overlap itself.
 void check_no_overlap(ArgumentName name, const Tensor& tensor);
 
-// True if `a` and `b` may share an element, and for a few odd layouts that do not. Neither may
+// True if `a` and `b` may share an element, and for a few odd layouts that share none. Neither may
 // overlap itself. False for parts of one packed tensor, such as q and k of a joint projection.
 bool may_overlap(const Tensor& a, const Tensor& b);
 
-// True if the spans from the first to the last byte have a byte in common.
+// True if the ranges from the first to the last byte overlap.
 bool spans_overlap(const Tensor& a, const Tensor& b);
 
-// Written tensors have one element a place and share none with `read`. Their spans share no byte
-// with `read_anywhere`, whose rows are not those of the written tensor.
+// Checks that written tensors do not overlap themselves, each other or `read`, and that their
+// ranges of bytes do not overlap those of `read_anywhere`.
 void check_written(const std::vector<Named>& written, const std::vector<Named>& read,
                    const std::vector<Named>& read_anywhere);
 

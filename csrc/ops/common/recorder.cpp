@@ -13,9 +13,9 @@ thread_local bool t_recording = false;
 
 bool is_recording() { return t_recording; }
 
-Recorder::Recorder() : outer_(std::exchange(t_recording, true)) {}
+Recorder::Recorder() : was_recording_(std::exchange(t_recording, true)) {}
 
-Recorder::~Recorder() { t_recording = outer_; }
+Recorder::~Recorder() { t_recording = was_recording_; }
 
 void Recorder::run(const Launch& launch) {
   int64_t written = 0;

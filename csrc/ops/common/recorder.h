@@ -1,19 +1,15 @@
-// The backend of `explain` and of fake kernels: launches are kept instead of run, and tensors that
-// ops allocate have no data.
+// The backend of `explain` and of fake kernels. It records launches, and tensors that ops allocate
+// have no data.
 #pragma once
 
-#include <array>
-#include <cstdint>
-#include <cstring>
-#include <string>
 #include <vector>
 
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 
-// A text as ops return it: eight bytes an int, filled up with spaces. Torch (2.13) leaks each
-// string that an op returns. torch_metal_attn/runtime/extension.py reads it.
+// A text that an op returns: eight bytes per int, padded with spaces, because torch (2.13) leaks
+// each string that an op returns. torch_metal_attn/runtime/extension.py reads it.
 using PackedText = std::vector<int64_t>;
 
 inline PackedText packed_text(const std::string& text) {
@@ -23,7 +19,7 @@ inline PackedText packed_text(const std::string& text) {
   return words;
 }
 
-// Names and strings hold neither quotes, backslashes nor control characters.
+// Names and strings must not contain quotes, backslashes or control characters.
 class JsonObject {
  public:
   JsonObject& add(const std::string& name, const std::string& value) {
@@ -53,7 +49,7 @@ class JsonObject {
     return field(name, "[" + list + "]");
   }
 
-  // The fields of another one.
+  // Appends the fields of another object.
   JsonObject& append(const JsonObject& other) {
     fields_ += (fields_.empty() || other.fields_.empty() ? "" : ", ") + other.fields_;
     return *this;
@@ -72,7 +68,7 @@ class JsonObject {
   std::string fields_;
 };
 
-// While one lives in this thread, tensors that ops make are on meta.
+// While a Recorder exists, tensors that ops allocate in its thread are on meta.
 class Recorder final : public Backend {
  public:
   Recorder();
@@ -83,25 +79,24 @@ class Recorder final : public Backend {
   void run(const Launch& launch) override;
   bool records() const override { return true; }
 
-  // The note of the next launch.
-  void note(const JsonObject& more) { note_ = more; }
+  // Sets the note of the next launch.
+  void note(const JsonObject& fields) { note_ = fields; }
 
-  // The launches as a list.
   PackedText packed() const { return packed_text("[" + launches_ + "]"); }
 
  private:
   std::string launches_;
   JsonObject note_;
-  const bool outer_;  // whether another one lived before
+  const bool was_recording_;
 };
 
-// True if tensors that ops make in this thread have no data.
+// True if a Recorder exists in this thread.
 bool is_recording();
 
-// Adds what `tell` returns, a JsonObject, to the next launch. Where launches run it is not called.
-template <class Tell>
-void note(Backend& backend, const Tell& tell) {
-  if (backend.records()) { static_cast<Recorder&>(backend).note(tell()); }
+// If the backend records, adds the fields of make(), a JsonObject, to the next launch.
+template <class Make>
+void note(Backend& backend, const Make& make) {
+  if (backend.records()) { static_cast<Recorder&>(backend).note(make()); }
 }
 
 }  // namespace metal_attn

@@ -2,19 +2,12 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <map>
-#include <vector>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/flash_decode.h"
 
 namespace metal_attn {
@@ -26,13 +19,14 @@ struct DecodeStepCall {
   FlashDecodeAppend append;
 };
 
-// Each sequence's keys once the new ones are there, where the host can read them.
+// The number of keys of each sequence after the append if the lengths are on the CPU. Otherwise the
+// kernel adds the new keys.
 Tensor lengths_after(const AppendKvArguments& append, int32_t new_keys) {
   const Tensor& cache_seqlens = *append.cache_seqlens;
   const int32_t* ends = append.packed ? values_on_cpu(append.packed->cu_seqlens_k_new) : nullptr;
   const int32_t* before = values_on_cpu(cache_seqlens);
   if (before == nullptr) { return cache_seqlens; }
-  // With data, also while launches are recorded.
+  // The tensor has data also while launches are recorded.
   Tensor after =
       is_recording() ? torch::stable::empty_like(cache_seqlens) : new_empty_like(cache_seqlens);
   auto* lengths = static_cast<int32_t*>(after.mutable_data_ptr());
@@ -42,7 +36,7 @@ Tensor lengths_after(const AppendKvArguments& append, int32_t new_keys) {
   return after;
 }
 
-// In one dispatch nothing orders a write before another sequence's read.
+// Within a dispatch, writes and another sequence's reads have no order.
 void check_reads(const AppendKvArguments& append, const AppendKvProblem& problem,
                  const FlashFwdArguments& forward, const FlashFwdCall& call) {
   const int32_t* before = values_on_cpu(*append.cache_seqlens);
@@ -77,7 +71,6 @@ Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, b
   return defines;
 }
 
-// Returns the problem of the new rows.
 AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
   check(a.append.packed || !a.counts_new_keys,
         "`cu_seqlens_k_new` is given and `cu_seqlens_q` is not; give both or neither");
@@ -89,10 +82,10 @@ AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
         "`q` has shape ", shape_text(q), " and `k` ", shape_text(a.append.k),
         "; with `parents` or `tree_mask` each new row has a query, and `cu_seqlens_k_new` is None");
   check(problem.writes(), "`k` has shape ", shape_text(a.append.k),
-        ", no new rows; decode_step appends some: use flash_decode");
-  // The kernel reads both as one element, and a quantised cache takes new rows of any.
+        ", no new rows; decode_step needs at least one: use flash_decode");
+  // A quantised cache accepts new rows of any dtype, but the kernel reads both with one dtype.
   check_same_dtype("q", q, "k", a.append.k);
-  // Each by itself, as values may be columns of the keys.
+  // One call for each cache, because v_cache may be columns of k_cache.
   check_written({{"k_cache", &a.append.k_cache}}, {{"q", &q}}, {});
   check_written({{"v_cache", &a.append.v_cache}}, {{"q", &q}}, {});
   return problem;
@@ -119,7 +112,7 @@ DecodeStepCall check_and_choose(const DecodeStepArguments& a) {
     forward.problem.features.rotary->first = problem.first_rotated;
   }
   DecodeStepCall call{choose_flash_decode(forward, decode, true), decode.forward, {}};
-  // The kernel adds the new keys itself.
+  // The kernel adds the new keys to these lengths.
   call.forward.options.seqused_k = append.cache_seqlens;
   call.append = {append_defines(append, widths, call.decode.specialisation.wide_loads),
                  append.k,

@@ -8,7 +8,7 @@
 
 namespace metal_attn {
 
-// The same result as the three ops.
+// Has the same result as the three ops.
 std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& arguments, Backend& backend);
 
 }  // namespace metal_attn

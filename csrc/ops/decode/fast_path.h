@@ -1,12 +1,8 @@
-// The calls of our functions that need no derivative and no rare option, as ops of few arguments:
-// each argument of a schema costs a call time. They run what the ops of metal_attn run. What these
-// refuse, our functions ask of those.
+// Ops of few arguments for calls without derivatives and rare options, because each argument of a
+// schema costs time. If such an op refuses a call, our functions call the op of metal_attn.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
-
-#include <cstdint>
-#include <optional>
 
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/common/allocate.h"
@@ -14,7 +10,6 @@
 #include "csrc/ops/decode/decode_step.h"
 #include "csrc/ops/decode/flash_decode.h"
 #include "csrc/ops/decode/schema.h"
-#include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 
@@ -24,7 +19,7 @@ void define_fast_path(Library& m) {
   m.def("flash_decode(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> " FLASH_FWD_RESULT);
   m.def(
       "sdpa(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False) -> Tensor");
-  // Tensors of the others are (B, L, H, D), as flash-attn's.
+  // The tensors of the following ops are (B, L, H, D), as in flash-attn.
   m.def("flash_attn(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> Tensor");
   m.def(
       "flash_attn_cached(Tensor q, Tensor k, Tensor v, Tensor? seqused_k=None, "
@@ -48,8 +43,8 @@ struct FastPath {
                                     backend());
   }
 
-  // torch's shapes and its diagonal, without broadcasting: of what it refuses, flash_fwd takes
-  // some.
+  // Has torch's shapes and causal diagonal. Refuses shapes and dtypes that flash_fwd supports and
+  // torch does not, and broadcasting.
   static Tensor sdpa(const Tensor& q, const Tensor& k, const Tensor& v,
                      std::optional<double> softmax_scale, bool causal) {
     check(q.dim() == 4 && same_sizes(k, v.sizes()) && k.dim() == 4 && q.size(1) == k.size(1) &&
@@ -62,7 +57,7 @@ struct FastPath {
 
   static Tensor flash_attn(const Tensor& q, const Tensor& k,
                            const Tensor& v FLASH_FIRST_PARAMETERS) {
-    check_same_dtype("k", k, "q", q);  // which flash_fwd does not ask of half precision
+    check_same_dtype("k", k, "q", q);  // flash_fwd would accept half precision with float32 q
     check_same_dtype("v", v, "q", q);
     return to_blhd(metal_attn::flash_fwd(
         {to_bhld(q), to_bhld(k), to_bhld(v), std::nullopt, {FLASH_FIRST_VALUES}, {}}, backend()));
@@ -88,7 +83,6 @@ struct FastPath {
         ROTARY_VALUES, {FLASH_FIRST_VALUES}, {.block_table = block_table}, 0));
   }
 
-  // Gives each op to `impl`, by name.
   template <typename Library>
   static void implement(Library& m) {
     m.impl("flash_fwd", TORCH_BOX(&FastPath::flash_fwd));
@@ -104,7 +98,7 @@ struct FastPath {
     return metal_attn::decode_step(arguments, backend());
   }
 
-  // (B, H, L, D) of (B, L, H, D): a view.
+  // A (B, H, L, D) view of a (B, L, H, D) tensor.
   static Tensor to_bhld(const Tensor& rows) {
     check(rows.dim() == 4, "a tensor has ", Counted{rows.dim(), "dimension"}, "; it must have 4");
     return swapped(rows, 1, 2);

@@ -1,8 +1,5 @@
 #include "csrc/ops/decode/flash_decode.h"
 
-#include <algorithm>
-#include <limits>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
@@ -12,39 +9,28 @@
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/visible.h"
 #include "csrc/ops/merge/merge.h"
-#include "csrc/problem/gpu.h"
-#include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/callbacks.h"
-#include "csrc/runtime/launch.h"
-#include "shaders/params/decode.h"
-#include "shaders/params/kv_formats.h"
 
 namespace metal_attn {
 namespace {
 
-// The most rows of a KV head. The kernel's steps over rows must not pass the end of int32.
+// The most rows of a KV head, so that the kernel's row numbers do not exceed int32.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
 
-// Keys that the queries of one sequence read, at most.
+// The most keys that the queries of a sequence, or of a list, read.
 int64_t keys_read(const FlashDecodeArguments& a, const FlashFwdCall& call) {
-  if (a.lists.indices) {
-    return listed_keys(a.lists);  // each as often as it is listed
-  }
-  return keys_seen(a.forward, call, call.q_length);
+  return a.lists.indices ? listed_keys(a.lists) : keys_seen(a.forward, call, call.q_length);
 }
 
-// Waves of threadgroups among which a number of splits is looked for.
+// The most waves of threadgroups for which choose_splits tries a number of splits.
 constexpr int kMostWaves = 4;
 
-// Splits are merged by a launch of its own, which is estimated as so many keys of a threadgroup.
+// The estimated time of the launch that merges splits, in keys of a threadgroup.
 constexpr int64_t kMergeKeys = 64;
 
-// The bytes of a key or a value of `columns` columns, with its scales.
+// The bytes of a row of k or v with its scales.
 int row_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format, int columns) {
   constexpr int kScaleBytes = 2;
   const int format = static_cast<int>(kv_format);
@@ -54,27 +40,26 @@ int row_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format, int column
   return columns * kv_bits(format) / 8 + scales * kScaleBytes;
 }
 
-// The bytes of a key and its value.
+// The bytes of a row of k and v.
 int key_bytes(const FlashDecodeSpecialisation& s) {
   const auto [k, v] = s.features.cache.formats;
   return row_bytes(s, k, s.head_dim_qk) + (s.v_in_k ? 0 : row_bytes(s, v, s.head_dim_v));
 }
 
-// Into how many parts the keys are split. `groups`: threadgroups without splits; `rows`: of each;
-// `keys`: that one sequence reads, at most. At least 1, and none of them is empty at `keys`.
+// The number of parts into which the keys are split. groups: threadgroups without splits. rows: of
+// a threadgroup. keys: the most of a sequence, for which no part is empty.
 //
-// Whole waves of threadgroups: the last one takes as long as the others however few it has. Of the
-// numbers of splits that make such waves the fastest is taken, if a wave takes as long as what its
-// threadgroups read and write: keys, once a pass, queries and float32 results, written and read
-// again.
+// A wave takes the same time even if it is not full, so the candidates fill whole waves. The time
+// of a wave is estimated from the bytes of a threadgroup: the keys in each pass, the queries, and
+// the float32 results, which are written and read again.
 int64_t choose_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_t rows,
                       int64_t keys, int cores) {
   const int64_t steps = (keys + s.step_keys() - 1) / s.step_keys();
   if (steps == 0 || groups == 0) { return 1; }
   const int64_t q_bytes = s.head_dim_qk * element_bytes(s.element);
-  const int64_t own = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
+  const int64_t row_cost = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
   const int64_t key = s.passes(rows) * key_bytes(s);
-  const int64_t most = std::clamp<int64_t>(keys * key / own, 1, std::min(steps, kMaxSplits));
+  const int64_t most = std::clamp<int64_t>(keys * key / row_cost, 1, std::min(steps, kMaxSplits));
   const int64_t slots = std::max<int64_t>(kSimdgroupsPerCore * cores * 32 / s.threads(), 1);
   int64_t best = 1;
   double best_time = std::numeric_limits<double>::infinity();
@@ -82,7 +67,7 @@ int64_t choose_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_
     const int64_t splits = std::clamp<int64_t>(waves * slots / groups, 1, most);
     const auto needed = static_cast<double>((splits * groups + slots - 1) / slots);
     const double merge = splits > 1 ? double(kMergeKeys * key) : 0.0;
-    const double time = needed * double(keys * key + splits * own) / double(splits) + merge;
+    const double time = needed * double(keys * key + splits * row_cost) / double(splits) + merge;
     if (time < best_time) {
       best_time = time;
       best = splits;
@@ -92,10 +77,10 @@ int64_t choose_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_
   return (steps + split_steps - 1) / split_steps;
 }
 
-// A threadgroup multiplies its rows with the keys of a split, and reads these once a pass.
+// The products of a threadgroup's rows and a split's keys, and the reads of the keys in each pass.
 double threadgroup_work(const FlashDecodeCall& call) {
   const FlashDecodeSpecialisation& s = call.specialisation;
-  // By judgement, not by a measurement.
+  // An estimate, not a measurement.
   constexpr double kProductsPerByte = 20;
   const int64_t rows = divide_up(call.list_rows(), call.row_groups / call.list_count());
   const double bytes = double(s.passes(rows)) * key_bytes(s);
@@ -103,22 +88,22 @@ double threadgroup_work(const FlashDecodeCall& call) {
   return double(divide_up(call.keys, call.splits)) * (products + kProductsPerByte * bytes);
 }
 
-// The most row groups of a sequence: they fill any GPU, and a grid stays far below 2^32.
+// The most row groups of a sequence: enough to fill any GPU, with a grid far below 2^32.
 constexpr int64_t kMostGroups = 1 << 16;
 
 Defines flash_decode_defines(const FlashDecodeCall& call, const FlashDecodeAppend* append) {
   const FlashDecodeSpecialisation& s = call.specialisation;
-  Defines own{
+  Defines specific{
       {"KEY_FRAGMENTS", s.key_fragments},
       {"KEY_SIMDGROUPS", s.key_simdgroups()},
       {"COLUMN_SIMDGROUPS", s.column_simdgroups()},
   };
-  define_if(call.splits > 1, own, "SPLIT");
-  define_if(s.row_simdgroups() > 1, own, "ROW_SIMDGROUPS", s.row_simdgroups());
-  define_if(s.v_in_k, own, "V_IN_K");
-  define_if(s.vector_rows > 0, own, "VECTOR_ROWS", s.vector_rows);
-  define_if(s.vector_rows > 0, own, "KEY_LANES", s.key_lanes());
-  Defines defines = all_defines(s, own);
+  define_if(call.splits > 1, specific, "SPLIT");
+  define_if(s.row_simdgroups() > 1, specific, "ROW_SIMDGROUPS", s.row_simdgroups());
+  define_if(s.v_in_k, specific, "V_IN_K");
+  define_if(s.vector_rows > 0, specific, "VECTOR_ROWS", s.vector_rows);
+  define_if(s.vector_rows > 0, specific, "KEY_LANES", s.key_lanes());
+  Defines defines = all_defines(s, specific);
   define_if(call.row_groups / call.list_count() < s.passes(call.list_rows()), defines, "ROW_LOOP");
   define_if(call.lists.indices.has_value(), defines, "INDEX_BLOCK", call.lists.kv_block_size);
   if (append != nullptr) { defines.append(append->defines.begin(), append->defines.end()); }
@@ -132,7 +117,7 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
   params.problem = flash_problem(call.forward, a);
   params.out_strides = row_strides(out);
   params.lse_strides = split ? row_strides(lse) : statistics_strides(lse);
-  if (a.packing) {  // the partial results are of one batch
+  if (a.packing) {  // partial results have one batch
     params.out_strides.batch = params.lse_strides.batch = 0;
   }
   params.out_split_stride = split ? out.stride(3) : 0;
@@ -171,7 +156,7 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
   return launch;
 }
 
-// A tensor of flash_decode's results, with a dimension of splits behind that of queries.
+// A tensor of results with a dimension of splits after the dimension of queries.
 Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t columns) {
   const FlashFwdCall& f = call.forward;
   const bool packed = f.problem.features.packed_q;
@@ -233,7 +218,7 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
       tuned(choose_flash_decode(forward.problem, rows, v_in_k(f.cache, formats, f.k, f.v), gpu()),
             rows, call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;
-  // Only the threadgroups that write new keys see them.
+  // New keys are visible only to the threadgroup that writes them, so the rows are not divided.
   const int64_t most = std::max<int64_t>(kMostGroups / (forward.kv_heads * call.list_count()), 1);
   const int64_t list_groups = appends ? 1 : std::min(s.passes(rows), most);
   call.row_groups = call.list_count() * list_groups;
@@ -241,10 +226,10 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
         Counted{call.list_count(), "list"}, " a KV head; with ", Counted{forward.kv_heads, "head"},
         " it may have ", kMaxLength / (forward.kv_heads * list_groups));
   const int64_t groups = int64_t{forward.batch} * forward.kv_heads * call.row_groups;
-  const int64_t own_rows = divide_up(rows, list_groups);
-  call.splits =
-      a.num_splits > 0 ? a.num_splits : choose_splits(s, groups, own_rows, call.keys, gpu().cores);
-  // Each split writes its own partial results: they are as many times as long as out.
+  const int64_t group_rows = divide_up(rows, list_groups);
+  call.splits = a.num_splits > 0 ? a.num_splits
+                                 : choose_splits(s, groups, group_rows, call.keys, gpu().cores);
+  // Each split writes partial results, so these are `splits` times as long as out.
   if (double(forward.queries()) * forward.heads * s.head_dim_v * call.splits > kMaxLength) {
     call.specialisation.features.long_offsets = true;
   }

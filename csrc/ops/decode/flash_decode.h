@@ -1,29 +1,24 @@
 // metal_attn::flash_decode: attention of few queries over long caches, split over the keys.
 #pragma once
 
-#include <algorithm>
-#include <array>
-#include <cstdint>
 #include <tuple>
 
 #include "csrc/problem/decode.h"
 #include "csrc/runtime/backend.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/tiles/flash_decode.h"
 #include "shaders/params/append.h"
 
 namespace metal_attn {
 
-// As flash_fwd, without dropout and without rotation of k.
+// Like flash_fwd, without dropout and without rotation of k.
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& arguments, Backend& backend);
 
 // metal_attn::flex_fwd: flash_fwd, or flash_decode for few queries.
 std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& arguments, Backend& backend);
 
-// Throws std::invalid_argument.
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& arguments);
 
-// One call of flash_decode or decode_step, checked, and the kernel that was chosen for it.
+// A checked call of flash_decode or decode_step, and the kernel that was chosen for it.
 struct FlashDecodeCall {
   FlashFwdCall forward;
   KeyLists lists;
@@ -34,13 +29,10 @@ struct FlashDecodeCall {
   int64_t row_groups;  // threadgroups that share the rows of a KV head
   std::array<uint32_t, 3> threadgroups;
 
-  // The most rows of a sequence: the queries of all heads that share a KV head.
-  int64_t rows() const {
-    return std::max<int64_t>(forward.q_length, 1) * (forward.heads / forward.kv_heads);
-  }
-  // The rows that share a list of keys.
+  // The most rows with one list of keys. A row is a query of one of the heads that share a KV head.
   int64_t list_rows() const {
-    return lists.indices ? list_queries() * (forward.heads / forward.kv_heads) : rows();
+    const int64_t queries = lists.indices ? list_queries() : std::max<int64_t>(forward.q_length, 1);
+    return queries * (forward.heads / forward.kv_heads);
   }
   int64_t list_count() const {
     return lists.indices ? divide_up(forward.q_length, list_queries()) : 1;
@@ -50,7 +42,7 @@ struct FlashDecodeCall {
   int64_t list_queries() const { return std::min<int64_t>(lists.q_block_size, forward.q_length); }
 };
 
-// New keys and values that the launch appends first: none without defines.
+// New keys and values that the launch appends first.
 struct FlashDecodeAppend {
   Defines defines;
   Tensor k;
@@ -60,11 +52,11 @@ struct FlashDecodeAppend {
   bool rotate_q_by_token;
 };
 
-// forward: checked. appends: the launch writes new keys first. Without a launch nothing is chosen.
+// forward: checked. appends: the launch writes new keys first. Chooses nothing without a launch.
 FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward,
                                     const FlashDecodeArguments& arguments, bool appends);
 
-// flash_decode of a call that was checked, which may append new rows first.
+// Runs a checked call, which may append new rows first.
 std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArguments& arguments,
                                const FlashDecodeAppend* append, Backend& backend);
 

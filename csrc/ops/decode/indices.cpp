@@ -1,7 +1,6 @@
 #include "csrc/ops/decode/visible.h"
 
-#include "csrc/ops/common/check.h"
-#include "csrc/runtime/launch.h"
+#include "csrc/ops/attention/flex.h"
 
 namespace metal_attn {
 namespace {
@@ -15,17 +14,17 @@ void check_block_sizes(const KeyLists& a) {
         "; it must be in 1..", kMaxLength, ", 1 for a list of each query");
 }
 
-// Refuses options that count keys by their neighbours in a tile.
+// Refuses options that need neighbouring keys in a tile.
 void check_options(const FlashFwdOptions& o) {
-  for (const auto& [name, given] : {std::pair{ArgumentName("attn_mask"), &o.attn_mask},
-                                    {"attn_bias", &o.attn_bias},
-                                    {"alibi_slopes", &o.alibi_slopes}}) {
-    check(!*given, name,
-          " is given with `indices`; they have none: leave keys that are hidden out of the lists");
+  for (const auto& [name, option] : {std::pair{ArgumentName("attn_mask"), &o.attn_mask},
+                                     {"attn_bias", &o.attn_bias},
+                                     {"alibi_slopes", &o.alibi_slopes}}) {
+    check(!*option, name,
+          " is given with `indices`, which do not support it: leave hidden keys out of the lists");
   }
 }
 
-// Entries that are on the CPU are in range.
+// Checks that entries on the CPU are in range.
 void check_entries(const Tensor& indices, int64_t blocks) {
   const int32_t* const values = values_on_cpu(indices);
   if (values == nullptr) { return; }
@@ -76,22 +75,16 @@ void check_indices(const KeyLists& a, const FlashFwdArguments& f, const FlashFwd
 int64_t listed_keys(const KeyLists& a) { return a.indices->size(3) * a.kv_block_size; }
 
 void fill_list_params(const KeyLists& a, const FlashFwdCall& call, FlexParams& params) {
-  const auto stride = [&](int64_t dim) {
-    return a.indices->size(dim) == 1 ? 0 : a.indices->stride(dim);
-  };
-  params.partial = {{},
-                    {stride(0), stride(1), stride(2), a.indices->stride(3)},
-                    static_cast<int32_t>(a.indices->size(3))};
+  params.partial = block_list_params(std::nullopt, *a.indices);
   params.existing_blocks = static_cast<int32_t>(divide_up(call.kv_length, a.kv_block_size));
 }
 
 std::string describe_indices(const KeyLists& a, const FlashFwdCall& call) {
   if (!a.indices) { return ""; }
-  std::ostringstream text;
-  text << "; keys are those of " << Counted{divide_up(call.q_length, a.q_block_size), "list"}
-       << " of " << a.indices->size(3);
-  if (a.kv_block_size > 1) { text << " blocks of " << a.kv_block_size << " keys"; }
-  return text.str();
+  const std::string text =
+      text_of("; keys are those of ", Counted{divide_up(call.q_length, a.q_block_size), "list"},
+              " of ", a.indices->size(3));
+  return a.kv_block_size == 1 ? text : text_of(text, " blocks of ", a.kv_block_size, " keys");
 }
 
 }  // namespace metal_attn

@@ -1,8 +1,5 @@
-// The schemas of decoding's ops, and how the dispatcher's arguments become structs.
+// The schemas of decoding's ops, and the conversion of the dispatcher's arguments to structs.
 #pragma once
-
-#include <cstdint>
-#include <optional>
 
 #include "csrc/ops/attention/schema.h"
 #include "csrc/problem/decode.h"
@@ -12,7 +9,7 @@
   ", SymInt num_splits=0, Tensor? indices=None, " \
   "SymInt kv_block_size=1, SymInt q_block_size=1" DECODE_OPTIONS(OPTION_SCHEMA)
 
-// Expands only the options that decode_step has, too.
+// Expands only the options that decode_step has.
 #define STEP_STEP(MADE) MADE
 #define STEP_NO_STEP(MADE)
 #define STEP_SCHEMA(TYPE, NAME, DEFAULT, STEP) STEP_##STEP(OPTION_SCHEMA(TYPE, NAME, DEFAULT, STEP))
@@ -32,7 +29,6 @@
 
 namespace metal_attn {
 
-// `run` of an op's arguments, which the dispatcher gives one by one.
 template <auto run>
 struct FlashDecode {
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
@@ -60,7 +56,7 @@ struct DecodeStep {
                 num_splits, DECODE_VALUES, cu_seqlens_k_new);
   }
 
-  // `options` are attention's, but leftpad_k, which is the append's.
+  // leftpad_k of `options` becomes an option of the append.
   static auto step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
                    const Tensor& v_cache, const Tensor& cache_seqlens, const RotaryOptions& rotary,
                    FlashFwdOptions options, CacheOptions cache, int64_t num_splits,

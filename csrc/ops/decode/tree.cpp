@@ -1,19 +1,15 @@
 #include "csrc/ops/decode/visible.h"
 
-#include <cstdint>
-#include <sstream>
-#include <vector>
-
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 
 namespace metal_attn {
 namespace {
 
-// One sequence's tokens: where its first is in packed rows, and how many there are.
+// The tokens of a sequence.
 struct Tokens {
   int64_t sequence;
-  int64_t first;
+  int64_t first;  // in packed rows
   int64_t count;
 };
 
@@ -27,23 +23,22 @@ std::vector<Tokens> tokens_of(const FlashFwdArguments& f, const FlashFwdCall& ca
   return all;
 }
 
-// The token's place in messages.
+// The name of a token in messages.
 std::string place_of(int64_t token, const Tokens& tokens) {
-  std::ostringstream text;
-  text << "token " << token << " of sequence " << tokens.sequence;
-  return text.str();
+  return text_of("token ", token, " of sequence ", tokens.sequence);
 }
 
 void check_parents(const Tensor& parents, const Tokens& tokens) {
   const int64_t first = parents.dim() == 2 ? tokens.sequence * parents.stride(0) : tokens.first;
-  const int32_t* own = values_on_cpu(parents) + first;
+  const int32_t* parent = values_on_cpu(parents) + first;
   for (int64_t i = 0; i < tokens.count; ++i) {
-    check(-1 <= own[i] && own[i] < i, "`parents` is ", own[i], " for ", place_of(i, tokens),
-          "; it must be an earlier token of the sequence, or -1 for none");
+    check(-1 <= parent[i] && parent[i] < i, "`parents` is ", parent[i], " for ",
+          place_of(i, tokens), "; it must be an earlier token of the sequence, or -1 for none");
   }
 }
 
-// A forest: each token sees itself, and what the last one before it sees that it sees.
+// Checks that the mask is a forest. A token's parent is the last earlier token that it sees. It
+// sees itself and the tokens that its parent sees.
 void check_mask(const Tensor& mask, const Tokens& tokens) {
   const int64_t row = mask.stride(mask.dim() - 2);
   const int64_t first = mask.dim() == 3 ? tokens.sequence * mask.stride(0) : tokens.first * row;
@@ -68,7 +63,7 @@ void check_mask(const Tensor& mask, const Tokens& tokens) {
   }
 }
 
-// The tokens are the sequence's last keys.
+// Checks that the sequence has at least as many keys as tokens, which are its last keys.
 void check_keys(const FlashFwdArguments& f, const FlashFwdCall& call, const Tokens& tokens) {
   const auto value = [&](const OptionalTensor& lengths, int64_t otherwise) {
     return lengths ? values_on_cpu(*lengths)[tokens.sequence] : otherwise;
@@ -94,15 +89,15 @@ void check_tree_layout(ArgumentName name, const Tensor& tree, const FlashDecodeA
             : check_operand(name, tree, "q", f.q, {dtype}, {shared, each});
 }
 
-// Refuses options that count keys by their index, or whose queries are not those of the last keys.
+// Refuses options that depend on the index of a key, or that move queries away from the last keys.
 void check_options(ArgumentName name, const FlashDecodeArguments& a) {
   const FlashFwdOptions& o = a.forward.options;
   check(!o.q_offset, "`q_offset` is given with ", name,
         "; leave it out: the queries are those of "
         "the last keys");
   check(!o.alibi_slopes, "`alibi_slopes` is given with ", name,
-        "; slopes count keys by their index, and a tree by depth");
-  check(!a.lists.indices, "`indices` is given with ", name, "; lists of keys take no tree");
+        "; slopes depend on the index of a key, which is not its position in a tree");
+  check(!a.lists.indices, "`indices` is given with ", name, "; lists of keys exclude a tree");
 }
 
 }  // namespace
@@ -127,22 +122,22 @@ void check_tree(const FlashDecodeArguments& a, FlashFwdCall& call) {
   FlashFwdFeatures& features = call.problem.features;
   features.tree_parents = o.parents.has_value();
   features.tree_mask = o.tree_mask.has_value();
-  // The tree says which tokens after a query it does not see.
+  // The tree hides later tokens from a query, so only the left window needs a band.
   features.band = f.options.window_size_left >= 0;
 }
 
 std::string describe_tree(const DecodeOptions& o) {
   return !o.has_tree() ? ""
-                       : std::string("; of its new tokens a query sees those that ") +
-                             (o.parents ? "parents" : "tree_mask") + " says";
+                       : std::string("; a query sees the new tokens that ") +
+                             (o.parents ? "parents" : "tree_mask") + " allows";
 }
 
 void fill_tree_params(const DecodeOptions& o, FlashDecodeParams& params) {
   if (!o.has_tree()) { return; }
-  params.problem.window_right = NO_WINDOW;  // a tree hides more
+  params.problem.window_right = NO_WINDOW;  // the tree hides later tokens
   const Tensor& tree = o.parents ? *o.parents : *o.tree_mask;
-  const int64_t own_dims = o.parents ? 1 : 2;
-  params.tree_batch_stride = tree.dim() > own_dims ? tree.stride(0) : 0;
+  const int64_t token_dims = o.parents ? 1 : 2;
+  params.tree_batch_stride = tree.dim() > token_dims ? tree.stride(0) : 0;
   params.tree_row_stride = o.tree_mask ? tree.stride(tree.dim() - 2) : 0;
 }
 

@@ -1,14 +1,11 @@
 #include "csrc/ops/indexer/index_scores.h"
 
 #include <cmath>
-#include <limits>
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/problem/element.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/index_scores.h"
 
 namespace metal_attn {
@@ -16,7 +13,7 @@ namespace {
 
 constexpr int kMaxHeadDim = 256;
 constexpr int kMostSimdgroups = 4;
-// Keys of a tile, whose rows may have so many bytes in all: wider ones would spill on M1.
+// The most keys of a tile, and bytes of their rows. Larger tiles would spill registers on M1.
 constexpr int kMostBlockKeys = 32;
 constexpr int kBlockBytes = 8192;
 
@@ -67,11 +64,9 @@ IndexScoresCall check_index_scores(const IndexScoresArguments& a) {
   const double scale = a.softmax_scale.value_or(1.0 / std::sqrt(double(call.head_dim)));
   call.scale = static_cast<float>(scale);
   check(std::isfinite(call.scale), "`softmax_scale` is ", scale, "; it must be finite in float32");
-  const int64_t offset = a.q_offset.value_or(0);
-  check(-kMaxLength <= offset && offset <= kMaxLength, "`q_offset` is ", offset,
-        "; it must be in -", kMaxLength, "..", kMaxLength);
-  check(!a.q_offset || a.causal, "`q_offset` is ", offset,
-        " and `causal` is False, which hides nothing; leave it at None");
+  check_offset("q_offset", a.q_offset.value_or(0));
+  check(!a.q_offset || a.causal, "`q_offset` is ", a.q_offset.value_or(0),
+        " and `causal` is False; it only matters with causal=True: leave it at None");
   const double bytes = 4.0 * call.batch * call.q_length * call.kv_length;
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`q` has shape ",
         shape_text(a.q), " and `k` ", shape_text(a.k), "; the scores would be over 2^63 bytes");
@@ -81,7 +76,7 @@ IndexScoresCall check_index_scores(const IndexScoresArguments& a) {
 Launch index_scores_launch(const IndexScoresArguments& a, const IndexScoresCall& call,
                            const Tensor& out) {
   IndexScoresParams params{};
-  // Rows are the heads of one query.
+  // A row is a head of a query.
   params.q_strides = {a.q.stride(0), a.q.stride(2), a.q.stride(1)};
   params.k_strides = {a.k.stride(0), 0, a.k.stride(1)};
   params.weight_strides = {a.weights.stride(0), a.weights.stride(2), a.weights.stride(1)};
@@ -103,7 +98,7 @@ Launch index_scores_launch(const IndexScoresArguments& a, const IndexScoresCall&
   define_if(has_long_offsets(a.q) || has_long_offsets(a.k) || has_long_offsets(a.weights), defines,
             "LONG_OFFSETS");
   Launch launch("index_scores", defines);
-  // Without heads nothing of q and weights is read.
+  // Without heads, q and weights have no memory, and the kernel does not read them.
   const bool none = call.heads == 0;
   launch.buffers = {{INDEX_SCORES_Q, none ? a.k : a.q, false},
                     {INDEX_SCORES_K, a.k, false},

@@ -1,4 +1,4 @@
-// The schema of the indexer's op, and how the dispatcher's arguments become a struct.
+// The schema of the indexer's op, and the conversion of the dispatcher's arguments to a struct.
 #pragma once
 
 #include "csrc/ops/common/arguments.h"

@@ -1,16 +1,9 @@
 #include "csrc/ops/merge/merge.h"
 
-#include <algorithm>
-#include <cstdint>
-#include <vector>
-
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/launch.h"
-#include "shaders/params/merge.h"
 
 namespace metal_attn {
 namespace {
@@ -20,27 +13,22 @@ struct MergeSpecialisation {
   Grid grid;
 };
 
-// --- Checks. ---
-
-// Rows of `columns` columns, counted through batch, head and row of a head.
+// Checks that the number of rows of all batches and heads is at most kMaxLength.
 MergeShape merge_shape(ArgumentName name, const Tensor& tensor, int64_t batch, int64_t heads,
                        int64_t length, int columns) {
   int64_t rows = 0;
   const bool countable = !__builtin_mul_overflow(batch, heads, &rows) &&
                          !__builtin_mul_overflow(rows, length, &rows) && rows <= kMaxLength;
   check(countable || batch == 0 || heads == 0 || length == 0, name, " has shape ",
-        shape_text(tensor), ", in which more than ", kMaxLength,
-        " rows lie; there may be at most that many");
+        shape_text(tensor), ", with more than ", kMaxLength,
+        " rows; there may be at most that many");
   return {countable ? static_cast<uint32_t>(rows) : 0u, static_cast<uint32_t>(heads),
           static_cast<uint32_t>(length), columns};
 }
 
 void check_state(ArgumentName name, const Tensor& out, ArgumentName lse_name, const Tensor& lse) {
   check_rows(name, out);
-  const bool packed = out.dim() == 3;
-  check_statistics(
-      lse_name, lse, name, out,
-      packed ? Dims{out.size(1), out.size(0)} : Dims{out.size(0), out.size(1), out.size(2)});
+  check_statistics(lse_name, lse, name, out, lse_sizes(out));
 }
 
 MergeProblem check_operands(const MergeStateArguments& a) {
@@ -109,18 +97,14 @@ MergeProblem check_merge_splits(const MergeSplitsArguments& a) {
   return p;
 }
 
-// --- How kernels are specialised, and their grids. ---
-
 constexpr int kChunkBytes = 16;
-constexpr int64_t kStateThreads = 256;  // of a threadgroup, at least where rows are narrow
+constexpr int64_t kStateThreads = 256;  // of a threadgroup, unless rows are wider
 
-// True if rows of a dense out are aligned to 16 bytes.
 bool dense_rows_aligned_16(const MergeProblem& p) {
   return p.shape.columns * element_bytes(p.element) % kChunkBytes == 0;
 }
 
 MergeSpecialisation choose_merge_state(const MergeStateArguments& a, const MergeProblem& p) {
-  // The result's rows are dense, so aligned if whole chunks make one.
   const bool wide_loads =
       rows_aligned_16(a.out_a) && rows_aligned_16(a.out_b) && dense_rows_aligned_16(p);
   const int64_t across =
@@ -130,10 +114,10 @@ MergeSpecialisation choose_merge_state(const MergeStateArguments& a, const Merge
           {extent(1, divide_up(p.shape.rows, down), p.shape.rows > 0), extent(across, down)}};
 }
 
-// `out_aligned`: every row of out begins at a multiple of 16 bytes.
+// out_aligned: rows of out are 16-byte aligned.
 MergeSpecialisation choose_merge_splits(const Tensor& partial_out, const MergeProblem& p,
                                         bool out_aligned) {
-  // Four columns of a split, and those of out that come of them, are one vector.
+  // Four columns of a split, and of out, are one vector.
   const bool wide_loads =
       out_aligned && rows_aligned_16(partial_out) && partial_out.size(4) % 4 == 0;
   const int64_t lane_columns = wide_loads ? kChunkBytes / sizeof(float) : 1;
@@ -154,8 +138,6 @@ Defines merge_defines(const MergeProblem& p, const MergeSpecialisation& s) {
   define_if(p.some_rows, defines, "SOME_ROWS");
   return defines;
 }
-
-// --- Launches: params and buffers. ---
 
 RowStrides mask_strides(const Tensor& mask) {
   return mask.dim() == 1 ? RowStrides{0, 0, mask.stride(0)}
@@ -178,7 +160,7 @@ void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, B
   backend.run(launch);
 }
 
-// `out` and `lse`: in place those of a.
+// out and lse: in place, out_a and lse_a.
 void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor& out,
                const Tensor& lse, Backend& backend) {
   if (p.shape.rows == 0) { return; }

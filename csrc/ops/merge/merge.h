@@ -1,7 +1,6 @@
-// metal_attn::merge_state and merge_splits: attention over a union of disjoint sets of keys.
+// metal_attn::merge_state and merge_splits: merge results of attention over disjoint sets of keys.
 #pragma once
 
-#include <optional>
 #include <tuple>
 
 #include "csrc/problem/merge.h"
@@ -9,23 +8,23 @@
 
 namespace metal_attn {
 
-// All throw std::invalid_argument for arguments other than csrc/problem/merge.h describes, and sum
-// in float32. A set whose lse is -inf counts for nothing, whatever its out holds; rows of no keys
-// are 0 with -inf. With infinity_is_empty an lse of +inf means the same, as in flash-attn and vLLM.
+// All accumulate in float32. A state whose lse is -inf is empty, and its out is ignored. Rows whose
+// states are all empty are 0 with an lse of -inf. With infinity_is_empty an lse of +inf means
+// empty, too, as in flash-attn and vLLM.
 
-// out like out_a in dtype and memory order, and lse. Of an empty state and another, the other to
-// the bit.
+// Returns out, with the dtype and the memory order of out_a, and lse. If one state is empty, the
+// result is a bitwise copy of the other state.
 std::tuple<Tensor, Tensor> merge_state(const MergeStateArguments& arguments, Backend& backend);
 
-// The same into out_a and lse_a, which share no memory with each other or with what is read. mask:
-// bool, (B, L) or packed (T,); where it is false state a stays as it is, to the bit.
+// Writes to out_a and lse_a, which must not overlap each other or the inputs. mask: bool, (B, L) or
+// packed (T,). Rows whose mask is false keep state a, bit for bit.
 void merge_state_inplace(const MergeStateArguments& arguments, Backend& backend);
 
-// out (B, H, L, Dv) and lse (B, H, L), contiguous.
+// Returns out (B, H, L, Dv) and lse (B, H, L), contiguous.
 std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& arguments, Backend& backend);
 
-// The same into out, of any of the three dtypes and any strides, the last 1, and lse, float32 of
-// any strides. For other ops: these two are not checked.
+// For other ops: writes to out, of any of the three dtypes, the last stride 1, and to lse, float32.
+// Does not check them.
 void merge_splits(const Tensor& partial_out, const Tensor& partial_lse, const OptionalTensor& sink,
                   Tensor& out, Tensor& lse, Backend& backend);
 

@@ -1,4 +1,4 @@
-// The schemas of merge's ops, and how the dispatcher's arguments become structs.
+// The schemas of merge's ops, and the conversion of the dispatcher's arguments to structs.
 #pragma once
 
 #include "csrc/ops/common/arguments.h"

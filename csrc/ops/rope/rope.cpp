@@ -1,18 +1,11 @@
 #include "csrc/ops/rope/rope.h"
 
-#include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdint>
-#include <limits>
-#include <vector>
 
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/rope/rotation.h"
-#include "csrc/runtime/launch.h"
 #include "shaders/params/rope.h"
 
 namespace metal_attn {
@@ -22,13 +15,10 @@ struct RopeSpecialisation {
   int vector;  // pairs of columns that a thread rotates
   HeadShares shares;
   int32_t pair_units;  // vectors of a row's pairs
-  int32_t units;       // and of the columns that are copied
+  int32_t units;       // vectors of a row's pairs and of its copied columns
   Grid grid;
 };
 
-// --- Checks. ---
-
-// (P, R / 2), (1, P, R / 2) or (B, P, R / 2).
 void check_table(ArgumentName name, const Tensor& table, int32_t batch, int32_t head_dim) {
   const int64_t rank = table.dim();
   check(rank == 2 || rank == 3, name, " has ", Counted{rank, "dimension"}, ", shape ",
@@ -42,7 +32,7 @@ void check_table(ArgumentName name, const Tensor& table, int32_t batch, int32_t 
   check_storage(name, table);
 }
 
-// Returns Metal's name of the dtype.
+// Returns the Metal type.
 const char* check_row_index(ArgumentName name, const Tensor& tensor,
                             std::initializer_list<ScalarType> allowed) {
   const ScalarType dtype = check_dtype(name, tensor, allowed);
@@ -63,10 +53,9 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
     check(fits, "`positions` has shape ", shape_text(positions), "; it must be (", p.length,
           ",), (1, ", p.length, ") or (", p.batch, ", ", p.length, ")");
     check(a.seqlen_offset == 0, "`seqlen_offset` is ", a.seqlen_offset,
-          " and `positions` is given, which says everything: leave `seqlen_offset` 0");
-    check(
-        !a.seqlen_offsets.has_value(),
-        "`seqlen_offsets` is given and so is `positions`, which says everything: give one of them");
+          " and `positions` is given, which selects the rows: leave `seqlen_offset` at 0");
+    check(!a.seqlen_offsets.has_value(),
+          "`seqlen_offsets` is given and so is `positions`; give one of them");
     return;
   }
   if (a.seqlen_offsets.has_value()) {
@@ -75,8 +64,7 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
     p.row_element = check_row_index("seqlen_offsets", offsets, {ScalarType::Int});
     check(offsets.dim() == 1 && offsets.size(0) == p.batch, "`seqlen_offsets` has shape ",
           shape_text(offsets), "; it must be (", p.batch, ",)");
-    check(a.seqlen_offset >= -kMaxLength && a.seqlen_offset <= kMaxLength, "`seqlen_offset` is ",
-          a.seqlen_offset, "; it must be in -", kMaxLength, "..", kMaxLength);
+    check_offset("seqlen_offset", a.seqlen_offset);
     return;
   }
   const int64_t most = int64_t{p.table_rows} - p.length;
@@ -157,7 +145,7 @@ RopeTablesProblem check_rope_tables(const RopeTablesArguments& a) {
   RopeTablesProblem p{};
   check_device("inv_freq", a.inv_freq);
   check(check_element("inv_freq", a.inv_freq) == Element::kFloat, "`inv_freq` has dtype ",
-        dtype_text(a.inv_freq), "; it must be float32, which fewer digits than that would spoil");
+        dtype_text(a.inv_freq), "; it must be float32, because fewer digits give wrong angles");
   check_rank("inv_freq", a.inv_freq, 1, "(R / 2)");
   p.columns = check_length("inv_freq", a.inv_freq, 0, "length");
   check_storage("inv_freq", a.inv_freq);
@@ -182,9 +170,7 @@ RopeTablesProblem check_rope_tables(const RopeTablesArguments& a) {
   return p;
 }
 
-// --- How kernels are specialised, and their grids. ---
-
-// `sizes` threads in threadgroups of up to ROPE_THREADS, filled from the first dimension on.
+// A grid of `sizes` threads in threadgroups of up to ROPE_THREADS. The first dimension fills first.
 Grid checked_grid(const char* name, std::array<int64_t, 3> sizes) {
   Grid grid{};
   int64_t room = ROPE_THREADS;
@@ -201,7 +187,7 @@ Grid checked_grid(const char* name, std::array<int64_t, 3> sizes) {
   return grid;
 }
 
-// The outputs are dense, so they are aligned if their columns are a multiple of the vector.
+// Outputs are dense, so they are aligned if the head dim is a multiple of the vector.
 int choose_vector(const RopeArguments& a, const RopeProblem& p) {
   int64_t vector = std::min(
       {int64_t{kMaxVector}, aligned_vector(a.q), aligned_vector(a.cos), aligned_vector(a.sin)});
@@ -241,8 +227,6 @@ Defines rope_defines(const RopeProblem& p, const RopeSpecialisation& s) {
   };
 }
 
-// --- Launches: params and buffers. ---
-
 ColumnStrides column_strides(const Tensor& tensor) {
   return {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)};
 }
@@ -255,7 +239,7 @@ RotaryStrides table_strides(const Tensor& table) {
 
 Launch rope_launch(const RopeArguments& a, const RopeProblem& p, const RopeSpecialisation& s,
                    const Tensor& q_out, const Tensor& k_out) {
-  // A slot whose tensor is missing or has no memory holds another one, and no thread reads it.
+  // A tensor that is missing or has no memory is replaced by another one, which no thread reads.
   const bool only_k = p.q_heads == 0;
   const bool only_q = p.heads == p.q_heads;
   const Tensor& q = only_k ? *a.k : a.q;
@@ -333,8 +317,6 @@ Launch rope_tables_launch(const RopeTablesArguments& a, const RopeTablesProblem&
   launch.threads = grid.threads;
   return launch;
 }
-
-// --- The ops. ---
 
 void run(const Launch& launch, const RopeSpecialisation& s, Backend& backend) {
   note(backend, [&s] {

@@ -8,18 +8,17 @@
 
 namespace metal_attn {
 
-// All throw std::invalid_argument for arguments other than csrc/problem/rope.h describes. A row
-// that values of positions or seqlen_offsets put outside the tables gives NaN, and is not read.
+// If positions or seqlen_offsets select a row outside of the tables, the result is NaN.
 
-// New tensors like q and k in dtype and in order of dimensions, the last one innermost; without k
-// the second one is empty, (0).
+// Returns new tensors with the dtypes and the orders of dimensions of q and k, the last dimension
+// innermost. Without k the second tensor is empty, (0).
 std::tuple<Tensor, Tensor> rope(const RopeArguments& arguments, Backend& backend);
 
-// In place. Throws also where q and k may overlap themselves, each other or another argument.
+// In place. Also refuses q and k that may overlap themselves, each other or another argument.
 void rope_inplace(const RopeArguments& arguments, Backend& backend);
 
-// cos and sin of positions times inv_freq, times attention_factor: (*positions.shape, N),
-// contiguous, float32 unless dtype says float16 or bfloat16.
+// Returns cos and sin of positions * inv_freq, times attention_factor: (*positions.shape, N),
+// contiguous. dtype: float32 by default, float16 or bfloat16.
 std::tuple<Tensor, Tensor> rope_tables(const RopeTablesArguments& arguments, Backend& backend);
 
 }  // namespace metal_attn

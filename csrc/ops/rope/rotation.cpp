@@ -1,20 +1,18 @@
 #include "csrc/ops/rope/rotation.h"
 
-#include <algorithm>
 #include <bit>
 
 #include "csrc/ops/common/check.h"
-#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {
 
-// A thread keeps cos and sin for at most this many heads: with 8, loading the tables is an eighth
-// of a load a head. These numbers are estimates from published facts about the hardware.
+// The most heads for which a thread reuses cos and sin. With 8, a head costs an eighth of the loads
+// of the tables. Both numbers are estimates from published facts about the hardware.
 constexpr int64_t kMaxHeads = 8;
 
-// Heads are shared out only where at least this many threads stay: a GPU of 80 cores holds 61440 of
-// them at 24 SIMD groups a core.
+// The fewest threads of a grid whose threads process several heads. A GPU of 80 cores holds 61440
+// threads at 24 SIMD groups per core.
 constexpr double kManyThreads = 65536;
 
 }  // namespace
@@ -34,7 +32,7 @@ int64_t aligned_vector(const Tensor& tensor) {
 HeadShares share_heads(double threads, int32_t heads) {
   const int64_t most = std::clamp<int64_t>(static_cast<int64_t>(threads * heads / kManyThreads), 1,
                                            std::min<int64_t>(kMaxHeads, std::max(heads, 1)));
-  // As many groups as that takes, of nearly one size.
+  // Groups have nearly the same size.
   const int64_t groups = divide_up(heads, most);
   return {static_cast<int>(divide_up(heads, std::max<int64_t>(groups, 1))),
           static_cast<int32_t>(groups)};

@@ -1,4 +1,4 @@
-// How rows are rotated from memory to memory (shaders/rotate_rows.h), for rope and append_kv.
+// The division of rotations into threads (shaders/rotate_rows.h), for rope and append_kv.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,18 @@
 
 namespace metal_attn {
 
-// Elements of the widest vector type of Metal.
+// The elements of Metal's widest vector type.
 inline constexpr int64_t kMaxVector = 4;
 
-// Elements of the vectors that first elements and strides of `tensor` are all aligned to.
+// The largest power of two, in elements, to which the first element and all strides are aligned.
 int64_t aligned_vector(const Tensor& tensor);
 
 struct HeadShares {
-  int heads;       // of a thread, which loads cos and sin once for them
-  int32_t groups;  // of heads
+  int heads;       // heads of a thread, which loads cos and sin once
+  int32_t groups;  // groups of heads
 };
 
-// `threads`: of one head.
+// threads: of one head.
 HeadShares share_heads(double threads, int32_t heads);
 
 }  // namespace metal_attn

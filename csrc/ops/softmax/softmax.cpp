@@ -3,22 +3,15 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
-#include <optional>
-
-#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/problem/element.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/runtime/torch_call.h"
 #include "shaders/params/softmax.h"
 
 namespace metal_attn {
 namespace {
 
-// A tensor as rows along its last dimension. wide_loads: they begin at 16 bytes, without gaps.
+// The rows of a tensor along its last dimension.
 struct SoftmaxRows {
   Element element;
   int64_t count;
@@ -27,7 +20,7 @@ struct SoftmaxRows {
 };
 
 struct SoftmaxCall {
-  Tensor x;  // the axis last
+  Tensor x;  // the axis is the last dimension
   SoftmaxRows rows;
 };
 
@@ -49,9 +42,7 @@ struct SoftmaxSpecialisation {
   }
 };
 
-// --- Checks. ---
-
-// True if rows begin at 16 bytes, without gaps.
+// True if rows are contiguous and 16-byte aligned.
 bool wide_rows(const Tensor& tensor) {
   return tensor.stride(tensor.dim() - 1) == 1 && rows_aligned_16(tensor);
 }
@@ -62,7 +53,7 @@ Element check_operand(ArgumentName name, const Tensor& tensor) {
   return check_element(name, tensor);
 }
 
-// `tensor` has its rows along the last dimension already; messages show the shape of `original`.
+// Messages show the shape of `original`.
 SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& original,
                        Element element) {
   SoftmaxRows rows{element, 1, tensor.size(tensor.dim() - 1), false};
@@ -73,14 +64,14 @@ SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& or
     countable = countable && !__builtin_mul_overflow(rows.count, tensor.size(dim), &rows.count);
   }
   check(empty || (countable && rows.count <= kMaxLength), name, " has shape ", shape_text(original),
-        ", in which more than ", kMaxLength, " rows of ", rows.length,
-        " values lie; there may be at most that many");
+        ", with more than ", kMaxLength, " rows of ", rows.length,
+        " values; there may be at most that many");
   rows.count = empty ? 0 : rows.count;
   rows.wide_loads = wide_rows(tensor);
   return rows;
 }
 
-// x with the axis as its last dimension; a number is a row of one.
+// x with the axis as its last dimension. A scalar becomes a row of length 1.
 Tensor axis_last(const Tensor& x, int64_t dim) {
   const int64_t rank = std::max<int64_t>(x.dim(), 1);
   check(dim >= -rank && dim < rank, "`dim` is ", dim, "; `x` has ", Counted{x.dim(), "dimension"},
@@ -101,8 +92,7 @@ SoftmaxRows check_causal_mask(const Tensor& scores, int64_t q_offset) {
   const Element element = check_operand("scores", scores);
   check(scores.dim() >= 2, "`scores` has ", Counted{scores.dim(), "dimension"}, ", shape ",
         shape_text(scores), "; it must have 2 or more: (..., q_length, kv_length)");
-  check(q_offset >= -kMaxLength && q_offset <= kMaxLength, "`q_offset` is ", q_offset,
-        "; it must be in ", -kMaxLength, "..", kMaxLength);
+  check_offset("q_offset", q_offset);
   check_length("scores", scores, scores.dim() - 2, "q_length");
   check_length("scores", scores, scores.dim() - 1, "kv_length");
   const SoftmaxRows rows = check_rows("scores", scores, scores, element);
@@ -110,17 +100,15 @@ SoftmaxRows check_causal_mask(const Tensor& scores, int64_t q_offset) {
   return rows;
 }
 
-// --- How kernels are specialised, and their grids. ---
-
-// Rows of up to this many values are one SIMD group's: a barrier would cost more than it saves.
+// Rows of up to this many values have one SIMD group: a barrier would cost more than it saves.
 constexpr int64_t kShortRow = 1024;
-// Those share threadgroups of this size, and somewhat longer rows have one each.
+// The threadgroup of several short rows, or of one longer row.
 constexpr int kUsualSimdgroups = 8;
-// From here on a row has Metal's largest threadgroup, 1024 threads, each with 16 values or more.
+// From this length on a row has Metal's largest threadgroup, 1024 threads with 16 values or more.
 constexpr int64_t kLongRow = 16384;
 constexpr int kMaxSimdgroups = 32;
 
-// Metal counts threads along each dimension of the grid in 32 bits, and at most 1024 are a group.
+// Metal counts the threads of each dimension in 32 bits, and a threadgroup has up to 1024.
 constexpr int64_t kMaxGroupsAcross = 4096;
 
 SoftmaxSpecialisation choose_softmax(const SoftmaxRows& rows) {
@@ -137,10 +125,8 @@ std::array<uint32_t, 3> softmax_threadgroups(const SoftmaxRows& rows,
   return extent(across, down, down > 0);
 }
 
-// --- Launches: params and buffers. ---
-
-// The dimensions of `tensor` but its last. Neighbours are joined where one stride serves both, but
-// the innermost one not if the kernel asks for its positions.
+// All dimensions of `tensor` but the last. Contiguous dimensions are joined. The innermost one is
+// not joined if the kernel needs its positions.
 RowDims row_dims(const Tensor& tensor, bool keep_innermost) {
   RowDims dims{};
   for (int64_t dim = tensor.dim() - 2; dim >= 0; --dim) {
@@ -167,7 +153,7 @@ Launch launch_of(const char* kernel, const SoftmaxRows& rows, const SoftmaxSpeci
   return launch;
 }
 
-// `out`: the axis last. In place it is call.x.
+// out: the axis is the last dimension. In place it is call.x.
 Launch softmax_launch(const SoftmaxCall& call, const SoftmaxSpecialisation& s, const Tensor& out) {
   SoftmaxParams params{};
   params.x_rows = row_dims(call.x, false);
@@ -199,9 +185,7 @@ Launch causal_mask_launch(const SoftmaxRows& rows, const SoftmaxSpecialisation& 
   return launch;
 }
 
-// --- The ops. ---
-
-// True if any score is masked: the first query sees the fewest keys.
+// True if any score is masked. The first query sees the fewest keys.
 bool masks(const SoftmaxRows& rows, const Tensor& scores, int64_t q_offset) {
   return rows.count > 0 && q_offset + 1 < scores.size(scores.dim() - 1);
 }
@@ -226,7 +210,7 @@ void run_softmax(const SoftmaxCall& call, const Tensor& out, Backend& backend) {
   run(softmax_launch(call, s, out), rows, s, backend);
 }
 
-// As torch's: a result has the layout of its argument.
+// As in torch, a result has the layout of its argument.
 Tensor new_like(const Tensor& x) {
   using torch::stable::detail::from;
   const torch::stable::Device meta(torch::headeronly::DeviceType::Meta);

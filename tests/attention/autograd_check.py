@@ -75,11 +75,7 @@ def rotary(q_tables=None, k_tables=None, interleaved=False):
 
 ROTARY = rotary(tables(11, 6), tables(13, 6, seed=8))
 # A sequence with a part of its keys, and one without keys.
-LENGTHS = {
-    "seqused_k": ints(13, 4),
-    "leftpad_k": ints(2, 4),
-    "causal": True,
-}
+LENGTHS = {"seqused_k": ints(13, 4), "leftpad_k": ints(2, 4), "causal": True}
 # Options for make_packed's sequences, with a table each.
 PACKED = {"seqused_k": ints(3, 0, 0, 12), "causal": True} | rotary(
     tables(10, 8, batch=4), (tables(12, 8, batch=4)[0], tables(13, 8)[1]), interleaved=True

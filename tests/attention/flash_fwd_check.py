@@ -10,14 +10,7 @@ from torch_metal_attn.reference import attention
 from torch_metal_attn.testing import Attention
 from torch_metal_attn.testing.attention_problem import Problem
 from torch_metal_attn.testing.attention_run import judge
-from torch_metal_attn.testing.judge import (
-    ACCUMULATION,
-    DTYPES,
-    ROUNDING,
-    near,
-    near_statistic,
-    on,
-)
+from torch_metal_attn.testing.judge import ACCUMULATION, DTYPES, ROUNDING, near, near_statistic, on
 from torch_metal_attn.testing.oracle import visible_keys
 
 ops = torch.ops.metal_attn

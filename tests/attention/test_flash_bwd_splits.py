@@ -112,13 +112,13 @@ MUTANTS = {
         sum: a part left out: int split = {~1 => 2~};
         sum: sums of the first head: {~head * params.part_strides.head + =>~}
         sum: sums of the first sequence: {~batch * params.part_strides.batch + =>~}
-    """,
+    """
 }
 TENSOR_MUTANTS = {
     partial(dense, shape=TENSOR_SHAPE): """
         all parts in one place [race]: {~split * params.dv_split_stride => 0~}
         all parts of the first heads: {~keys.split * members + =>~} member
-    """,
+    """
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(

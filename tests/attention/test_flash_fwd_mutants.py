@@ -60,10 +60,7 @@ PROBLEMS = {
         dense(attn_mask="bool bhqk", mask_layout=("order 3210",)),
         *(dense(attn_mask="bool bhqk", kv_length=keys) for keys in (100, 101)),
     ],
-    "biases": [
-        dense(attn_bias="float32 bhqk"),
-        dense(attn_mask="float16 bhqk", kv_length=100),
-    ],
+    "biases": [dense(attn_bias="float32 bhqk"), dense(attn_mask="float16 bhqk", kv_length=100)],
     "softcap": [dense(softcap=1.5, softmax_scale=0.5)],
     "alibi": [dense(dtype="float32", alibi_slopes="bh", q_offset=offset) for offset in (None, 60)],
     "sinks": [dense(dtype="float32", learnable_sink="float32", causal=True, q_offset=-2)],

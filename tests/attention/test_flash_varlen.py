@@ -4,12 +4,7 @@ import math
 
 import torch
 
-from tests.attention.flash_bwd_check import (
-    backward,
-    exact_forward,
-    make_gradients,
-    run,
-)
+from tests.attention.flash_bwd_check import backward, exact_forward, make_gradients, run
 from tests.attention.flash_fwd_check import make_packed, unpacked
 from tests.attention.held_cases import HOME
 from tests.attention.test_flash_bwd import assert_same

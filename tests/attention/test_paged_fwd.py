@@ -5,11 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import (
-    check_flash_fwd,
-    make_packed,
-    make_qkv,
-)
+from tests.attention.flash_fwd_check import check_flash_fwd, make_packed, make_qkv
 from tests.attention.held_cases import case
 from tests.cache.kv_caches import paged
 from tests.helpers.cases import each_case

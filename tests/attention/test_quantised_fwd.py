@@ -40,8 +40,7 @@ def every_code(kv_format):
 
 
 @pytest.mark.parametrize(
-    "kv_format, dtype",
-    [*zip(FORMATS, (torch.float32, torch.float16, torch.bfloat16), strict=True)],
+    "kv_format, dtype", [*zip(FORMATS, (torch.float32, torch.float16, torch.bfloat16), strict=True)]
 )
 def test_values_have_the_bits_of_dequantise(kv_format, dtype, device):
     data, scale = every_code(kv_format)

@@ -6,27 +6,9 @@ import pytest
 import torch
 
 from tests.attention import held_cases
-from tests.attention.flash_bwd_check import (
-    backward,
-    exact_forward,
-    hold_gradients,
-    make_gradients,
-)
-from tests.attention.flash_fwd_check import (
-    ACCUMULATION,
-    check_either_precision,
-    make_qkv,
-)
-from tests.attention.held_cases import (
-    FORWARD,
-    HOME,
-    LENGTHS,
-    PACKED,
-    SCORES,
-    SIZES,
-    hold,
-    rotated,
-)
+from tests.attention.flash_bwd_check import backward, exact_forward, hold_gradients, make_gradients
+from tests.attention.flash_fwd_check import ACCUMULATION, check_either_precision, make_qkv
+from tests.attention.held_cases import FORWARD, HOME, LENGTHS, PACKED, SCORES, SIZES, hold, rotated
 from tests.attention.test_flash_bwd_sharp import check_sharp
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, simulate, tf32_allowed

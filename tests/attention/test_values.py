@@ -393,7 +393,7 @@ STORED = {
         stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0], seed=1),
     ],
     "packed keys in half precision": [
-        packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True),
+        packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True)
     ],
     "half precision under float32": [
         stored(cache, cache_dtype=cache_dtype, dtype="float32", head_dim=head_dim, **options)

@@ -82,9 +82,7 @@ def test_values(name):
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [*({"format": format, "dtype": "float32"} for format in FORMATS), *ROUNDED],
-    ids=str,
+    "fields", [*({"format": format, "dtype": "float32"} for format in FORMATS), *ROUNDED], ids=str
 )
 def test_values_that_are_special(fields):
     check_special(**fields)

@@ -11,11 +11,7 @@ import torch
 
 from tests.attention.flash_fwd_check import hold_results
 from tests.attention.test_flash_fwd_device_lengths import results_of
-from tests.decode.flash_decode_problems import (
-    check_alone,
-    packed_q,
-    results_of_zeros,
-)
+from tests.decode.flash_decode_problems import check_alone, packed_q, results_of_zeros
 from tests.helpers.judged import arguments
 from tests.helpers.steps import check_step, step, tensors_of
 from torch_metal_attn.reference import attention

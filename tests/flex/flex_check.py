@@ -5,11 +5,7 @@ import math
 
 import torch
 from torch._higher_order_ops.flex_attention import math_attention
-from torch.nn.attention.flex_attention import (
-    _create_empty_block_mask,
-    _identity,
-    create_block_mask,
-)
+from torch.nn.attention.flex_attention import _create_empty_block_mask, _identity, create_block_mask
 
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of, make_leaves

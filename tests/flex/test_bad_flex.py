@@ -77,7 +77,7 @@ REFUSED = {
         "indexes EMPTY, which is empty": lambda s, b, h, q, kv: s + EMPTY[h],
     },
     IndexError: {
-        "has 2 indices for BIAS, which has 1 dimension": lambda s, b, h, q, kv: s + BIAS[h, q],
+        "has 2 indices for BIAS, which has 1 dimension": lambda s, b, h, q, kv: s + BIAS[h, q]
     },
     TypeError: {
         "indexes BIAS with torch.float32": lambda s, b, h, q, kv: s + BIAS[q / 2],

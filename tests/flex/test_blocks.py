@@ -60,11 +60,7 @@ def test_no_separate_full_blocks():
     blocks = block_mask().to_dense()
     indices = blocks.sort(dim=-1, descending=True, stable=True).indices.int()
     mask = BlockMask.from_kv_blocks(
-        blocks.sum(-1).int(),
-        indices,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=causal,
-        seq_lengths=SIZES,
+        blocks.sum(-1).int(), indices, BLOCK_SIZE=BLOCK, mask_mod=causal, seq_lengths=SIZES
     )
     assert mask.full_kv_num_blocks is None
     check_flex(*home(), None, mask)
@@ -161,7 +157,7 @@ def an_odd_block_size():
 GRADIENT_MUTANTS = {
     an_odd_block_size: """
         flash_bwd_dq, flash_bwd_dkv: slope forgotten: {~gradients.multiply(slopes); =>~}
-    """,
+    """
 }
 
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(

@@ -293,7 +293,7 @@ SLOPE_MUTANTS = {
             {~visible.apply<true>(slopes, lane_key, lane_query, 0.0f); =>~}
         flash_bwd_dq, flash_bwd_dkv: masked keys: {~slope = 0.0f; =>~}
         flash_bwd_captures: captured tensors: exists {~&& score.y != -INFINITY =>~}
-    """,
+    """
 }
 
 

@@ -167,7 +167,7 @@ MUTANTS = {
         a split's first block: result.begin = {~=> STEP_K +~} keys.begin +
         a split too short: min((split + 1) * split_steps{~=> - 1~}
         a shorter list: return {0, {~count => (count - 1)~} * BLOCK}
-    """,
+    """
 }
 
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from tests.flex.flex_check import alibi_of_slopes, block_mask, check_flex, home, tanh_softcap
-from tests.flex.test_blocks import (
-    LIST_MUTANTS,
-    SEEN,
-    contradictory,
-    entries_after_the_checks,
-)
+from tests.flex.test_blocks import LIST_MUTANTS, SEEN, contradictory, entries_after_the_checks
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, flex_attention, simulate
 

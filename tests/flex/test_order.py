@@ -37,9 +37,7 @@ def mask_of(batch=2, heads=HEADS, sizes=(QUERIES, KEYS)):
         counts.append(chosen.sum(-1, dtype=torch.int32))
         entries.append(chosen.int().argsort(dim=-1, descending=True, stable=True).int())
     return BlockMask.from_kv_blocks(
-        *(counts[0], entries[0], counts[1], entries[1]),
-        BLOCK_SIZE=BLOCK,
-        seq_lengths=sizes,
+        *(counts[0], entries[0], counts[1], entries[1]), BLOCK_SIZE=BLOCK, seq_lengths=sizes
     )
 
 

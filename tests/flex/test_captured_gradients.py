@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.attention.autograd_check import normal
 from tests.flex.flex_check import (
     assert_within_twice,
     block_mask,
@@ -15,6 +14,7 @@ from tests.flex.flex_check import (
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention, scores, simulate
 from torch_metal_attn.flex import reference
+from torch_metal_attn.testing.judge import normal
 
 TOKENS = torch.arange(96) * 7 % 5
 

@@ -5,9 +5,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask
 
-from tests.attention.autograd_check import normal
 from tests.flex.flex_check import BLOCK, block_mask, home
 from torch_metal_attn import flex_attention, simulate
+from torch_metal_attn.testing.judge import normal
 
 TABLE, OTHER = normal(2, 200), normal(2, 200, seed=1)  # one shape and dtype
 ON = torch.tensor([True])

@@ -9,10 +9,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from tests.attention.autograd_check import normal
 from tests.flex.flex_check import check_flex, home
 from tests.helpers.cases import each_case
 from torch_metal_attn import block_mask, flex_attention, masks, scores
+from torch_metal_attn.testing.judge import normal
 
 N = 24
 LENGTHS = torch.tensor([5, 11])

@@ -130,7 +130,7 @@ def test_rows_masked_by_the_lowest_float_have_no_gradient():
         torch.testing.assert_close(a.double(), e, rtol=0, atol=2e-5)
 
 
-class TestRefusals:
+class TestErrors:
     @pytest.mark.parametrize("name", ["q_rotary_cos", "k_rotary_sin"])
     def test_no_gradient(self, name):
         options = dict(ROTARY)

@@ -64,7 +64,7 @@ def test_large_scores(softcap, device):
     capped = SCORES | {"softcap": softcap} if softcap else {}
     (q, k, v), options = problem("causal", **capped)
     arguments = (100 * q, 100 * k, v)
-    dq, dk, _, _ = check_flash_bwd(*arguments, **options, own_forward=True, device=device)
+    dq, dk, _, _ = check_flash_bwd(*arguments, **options, run_forward=True, device=device)
     assert dq.isfinite().all()
     assert dk.isfinite().all()
 

@@ -162,16 +162,10 @@ def test_weights_of_huge_scores_add_up(device):
 
 
 def test_packed(device):
-    lengths = [(21, 70), (0, 3), (5, 1)]
-    sequences = [
-        [x.half() for x in sharp_qkv(q_length=rows, kv_length=keys)] for rows, keys in lengths
-    ]
-    q, cu_seqlens_q, max_seqlen_q = pack([sequence[0] for sequence in sequences])
-    k, cu_seqlens_k, max_seqlen_k = pack([sequence[1] for sequence in sequences])
-    v, _, _ = pack([sequence[2] for sequence in sequences])
-    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    sequences = [sharp_qkv(q_length=q, kv_length=k) for q, k in ((21, 70), (0, 3), (5, 1))]
+    q, k, v, *packing = pack([x.half() for x in sequence] for sequence in sequences)
     q = torch.cat([q, q[:2]])
-    check_flash_bwd(q, k, v, *packing, own_forward=True, device=device)
+    check_flash_bwd(q, k, v, *packing, run_forward=True, device=device)
 
 
 HALF = {"dtype": torch.float16, "device": "cpu"}

@@ -51,13 +51,13 @@ def home(q_length=45, kv_length=90):
 
 
 def either_precision(device):
-    check_either_precision(lambda: backward(*home(), None, device, {}, own_forward=True))
+    check_either_precision(lambda: backward(*home(), None, device, {}, run_forward=True))
 
 
 def one_key(device):
     """The only weight is 1, so the output is the value, rounded to 11 bits."""
     q, k, v, dout = home(1, 1)
-    out, *_, dv, _ = backward(q, k, v, dout, None, device, {}, own_forward=True)
+    out, *_, dv, _ = backward(q, k, v, dout, None, device, {}, run_forward=True)
     assert torch.equal(out, rounded_to_tf32(v))
     assert torch.equal(dv, rounded_to_tf32(dout))
 
@@ -160,7 +160,7 @@ def test_bound():
 
 def results():
     with simulate(check=True) as run:
-        actual = backward(*home(), None, CPU, {}, own_forward=True)
+        actual = backward(*home(), None, CPU, {}, run_forward=True)
     return actual, set(run.counters)
 
 

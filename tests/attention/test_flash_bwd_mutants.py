@@ -1,4 +1,4 @@
-"""Planted faults in the gradient kernels' text: the tests' own check must see every one of them."""
+"""Planted faults in the gradient kernels. The checks of the tests must notice each one."""
 
 from tests.attention.flash_bwd_features import packed, run
 from tests.helpers.mutants import mutant_tests

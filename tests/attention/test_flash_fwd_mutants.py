@@ -1,6 +1,4 @@
-"""Planted faults in the text of flash_fwd, and small problems that must show them."""
-
-from itertools import product
+"""Planted faults in flash_fwd, and small problems that must notice them."""
 
 import torch
 
@@ -43,19 +41,19 @@ def codes_of_fp8():
 
 
 PROBLEMS = {
-    # A diagonal off the corner.
+    # A diagonal that does not end in the corner.
     "plain": [dense(batch=1, head_dim=64, causal=True, q_offset=30)],
     "windows": [
         dense(window_size_left=left, window_size_right=right, q_offset=offset)
         for left, right, offset in ((20, 13, None), (30, 45, None), (20, 13, 5))
     ],
-    # Chunks that begin behind the padding, and queries before the first of them.
+    # Chunks that begin after the padding, and queries before the first chunk.
     "chunks": [
         dense(attention_chunk=21, leftpad_k=(7, 40), **visible)
         for visible in ({}, {"causal": True, "q_offset": 0})
     ],
     "lengths": [dense(seqused_k=(90, 50), leftpad_k=(5, 35))],
-    # With any strides, and with an even width, which is read in pairs.
+    # Any strides, and odd and even widths. An even width is read in pairs.
     "masks": [
         dense(attn_mask="bool bhqk", mask_layout=("order 3210",)),
         *(dense(attn_mask="bool bhqk", kv_length=keys) for keys in (100, 101)),
@@ -65,39 +63,38 @@ PROBLEMS = {
     "alibi": [dense(dtype="float32", alibi_slopes="bh", q_offset=offset) for offset in (None, 60)],
     "sinks": [dense(dtype="float32", learnable_sink="float32", causal=True, q_offset=-2)],
     "large sinks": large_sinks,
-    # Both pairings, and pairs of columns: wide and narrow loads. Where a fragment has columns of
-    # one half alone, another one stays.
+    # Both pairings, with wide and narrow loads. In a head dim of 24, one fragment has columns of
+    # the first half only, and another one is not rotated.
     "rotary": [
-        dense(
-            **rotated(columns, interleaved),
-            dtype="float32",
-            head_dim=24 if columns == 16 and not interleaved else 16,
+        dense(**rotated(columns, interleaved), dtype="float32", head_dim=head_dim)
+        for columns, interleaved, head_dim in (
+            *((8, False, 16), (14, False, 16), (16, False, 24)),
+            *((8, True, 16), (14, True, 16), (16, True, 16)),
         )
-        for columns, interleaved in product((8, 14, 16), (False, True))
     ],
     "slices of v": [dense(batch=1, v_head_dim=264, causal=True)],
-    # Two SIMD groups have half of the columns each.
+    # Two SIMD groups share rows: each has half of the columns.
     "shared rows": [dense(batch=1, head_dim=208, causal=True)],
     # Rows with NaN around each.
     "odd head dims": [
         dense(head_dim=11, v_head_dim=5, **PADDED, **rotary)
         for rotary in ({}, {"rotary": "q", "rotary_columns": 8})
     ],
-    # One of them empty, spare rows, and options that count from a first row.
+    # An empty sequence, spare rows, and options that count from the first row of a sequence.
     "packed": [case(**PACKED | FORWARD | rotated(8), attn_mask="bool bqk", window_size_left=40)],
-    # Pages of 3 keys, so that a sequence has more than a SIMD group holds; k is rotated.
+    # Pages of 3 keys: a sequence has more of them than a SIMD group holds. k is rotated.
     "pages": [
         dense(
             q_length=20,
             kv_length=320,
+            seqused_k=(31, 300),
             cache="paged",
             page=3,
-            seqused_k=(31, 300),
             rotary="k",
             rotary_columns=16,
         )
     ],
-    # With windows, so that walks begin after the first pages.
+    # With a window, so that loops begin after the first pages.
     "pages of packed": [
         case(
             **PACKED | FORWARD | {"packed": ((40, 50), (77, 300)), "dtype": "float32"},
@@ -107,7 +104,7 @@ PROBLEMS = {
         )
     ],
     "indices": [dense(cache="indexed")],
-    # Float32 queries read 4 columns at a time, which are half of a word of codes.
+    # Queries in float32 read 4 columns at a time, which is half of a word of codes.
     "halves of words": [dense(**FEW, dtype="float32", head_dim=64, format="q2_g64")],
     "formats": [
         dense(**FEW, head_dim=64, cache="paged", format=kv_format, seqused_k=(90, 50))

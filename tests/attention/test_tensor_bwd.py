@@ -49,7 +49,7 @@ def causal():
 
 
 def home():
-    """Two blocks of queries and of keys, and SIMD groups without any; the features' head dim."""
+    """Two blocks of queries and of keys. Some SIMD groups have no rows."""
     return make_qkv(q_length=45, kv_length=90, head_dim=HOME, dtype=F16)
 
 
@@ -64,7 +64,7 @@ def either_precision():
 
 
 def one_key():
-    """Weights of 11 bits do not change: dv is the sum of dout."""
+    """The only weight is 1, which 11 bits hold, so dv is dout."""
     q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=HOME, dtype=F16)
     dout, _ = make_gradients(q, v, q.shape[:3])
     *_, dv, _ = backward(q, k, v, dout, None, CPU, {})
@@ -82,7 +82,7 @@ def infinite_gradient():
 
 
 def impossible():
-    """A length that only the kernels see: what its sequence touches is NaN."""
+    """An invalid length that only the kernels see makes the gradients of its sequence NaN."""
     (q, k, v), _ = problem("plain")
     _, options = problem("nan outside")
     dout, dlse = make_gradients(q, v, q.shape[:3])
@@ -93,7 +93,7 @@ def impossible():
         assert one[1].isnan().all()
 
 
-# Problems without mutants; the unchanged kernels pass the others.
+# Problems without mutants. test_the_unchanged_kernels_pass runs the others.
 def together():
     qkv, options = all_of_scores()
     check_flash_bwd(*qkv, **options, device=CPU)
@@ -130,9 +130,9 @@ def test_explanations(monkeypatch, gpu):
     assert set(training(F16).kernels) == KERNELS
     matrix_tiles = training(torch.float32)
     assert set(matrix_tiles.kernels) == {"flash_bwd_dq", "flash_bwd_dkv"}
-    reasons = {kernel.reason for kernel in matrix_tiles.kernels.values()}
     why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
-    assert reasons == {f"no tensor tiles, as {why}"}
+    for kernel in matrix_tiles.kernels.values():
+        assert kernel.reason == f"no tensor tiles, as {why}"
     gpu("Apple M4")
     assert not KERNELS & set(training(F16).kernels)
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")

@@ -1,4 +1,6 @@
-"""Planted faults in the text of append_kv: the tests' own checks must see each."""
+"""Planted faults in append_kv. The checks of the tests must notice each one."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -106,9 +108,9 @@ MUTANTS = {
 
 
 def after(name, values, **fields):
-    """Calls the op with impossible values of argument `name`, past the checks."""
+    """Calls the op with impossible values of argument `name`, set after the op's checks."""
     call = arguments(append(**{"length": 5, "lengths": (0, 1), "capacity": 32} | fields))
-    # The caches end where their memory does.
+    # No memory follows the caches.
     call |= {cache: call[cache].clone() for cache in ("k_cache", "v_cache")}
     before = call["k_cache"].view(torch.int16).clone()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -117,7 +119,7 @@ def after(name, values, **fields):
     return call, before
 
 
-def one_written(name, values, **fields):
+def nothing_written(name, values, **fields):
     call, before = after(name, values, **fields)
     assert torch.equal(call["k_cache"].view(torch.int16), before)
 
@@ -140,19 +142,10 @@ SPECIAL = {
     "q3_g32": {"format": "q3_g32", "v_format": "q3_g64", "dtype": "float32"},
     "fp8": {"format": "fp8_e4m3"},
 }
-CHECKS = {
-    **{name: lambda name=name: judge(append(**SIZES | CASES[name])) for name in CASES},
-    **{name: lambda name=name: check_special(**SPECIAL[name]) for name in SPECIAL},
-    "no room": lambda: one_written("cache_seqlens", [32, 2**31 - 1]),
-    "below nothing": lambda: one_written("cache_seqlens", [-40, -(2**31)]),
-    "no page": lambda: one_written("block_table", [[-1] * 4, [11] * 4], cache="paged", page=8),
-    "no batch": lambda: one_written("cache_batch_idx", [-7, 9], cache="indexed"),
-    "no table row": lambda: no_table_row(),
-}
 
 
 def no_table_row():
-    """Rows of the tables that do not exist give NaN in k and in q, and are not read."""
+    """Missing rows of the tables give NaN in k and q, and are not read."""
     call, _ = after("leftpad_k", [9, -70], **ROTATED | {"leftpad_k": (0, 0)})
     k, v = call["k_cache"], call["v_cache"]
     assert k[0, :, 3:8].isnan().all()
@@ -161,6 +154,15 @@ def no_table_row():
     assert torch.equal(v[0, :, 3:8], call["v"][0])
 
 
+CHECKS = {
+    **{name: partial(judge, append(**SIZES | fields)) for name, fields in CASES.items()},
+    **{name: partial(check_special, **fields) for name, fields in SPECIAL.items()},
+    "no room": lambda: nothing_written("cache_seqlens", [32, 2**31 - 1]),
+    "below nothing": lambda: nothing_written("cache_seqlens", [-40, -(2**31)]),
+    "no page": lambda: nothing_written("block_table", [[-1] * 4, [11] * 4], cache="paged", page=8),
+    "no batch": lambda: nothing_written("cache_batch_idx", [-7, 9], cache="indexed"),
+    "no table row": no_table_row,
+}
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "append_kv", run=lambda name: CHECKS[name]()
 )

@@ -1,4 +1,4 @@
-"""Planted faults in the text of flash_decode: the tests' own checks must see every one of them."""
+"""Planted faults in flash_decode. The checks of the tests must notice each one."""
 
 from tests.decode import flash_decode_problems as problems
 from tests.helpers.mutants import mutant_tests

@@ -14,13 +14,13 @@ ops = torch.ops.metal_attn
 
 
 def test_rules():
-    """The unchanged kernels pass the other problems, see the end."""
+    """test_the_unchanged_kernels_pass runs the other problems."""
     with simulate(check=True):
         problems.rules()
 
 
 def test_reference():
-    """The CPU kernels compute the same by masks, without the simulator."""
+    """The CPU kernels, which compute trees by masks."""
     problems.trees()
     problems.windows()
     problems.rules()
@@ -34,7 +34,7 @@ def test_many_rows_of_a_kv_head(device):
 
 
 def test_room_in_threadgroup_memory(device):
-    """With the tree, keys that SIMD groups exchange would need 28 bytes more than there are."""
+    """A tree and the keys that SIMD groups exchange would need 28 bytes too many."""
     tile = "ROW_FRAGMENTS=2 KEY_FRAGMENTS=2 SPANS=1 VECTOR_ROWS=0"
     shape = {"heads": 8, "kv_heads": 1, "head_dim": 128, "dtype": torch.float32}
     with tiles.forced({"flash_decode": tile}):
@@ -58,8 +58,8 @@ def test_strides(device):
         part.copy_(tree)
         there = on(device, tensors)
         expected = ops.flash_decode(**there, **on(device, {form: tree}))
-        found = ops.flash_decode(**there, **{form: part if device == "cpu" else part.to(device)})
-        assert all(map(torch.equal, found, expected))
+        actual = ops.flash_decode(**there, **{form: part if device == "cpu" else part.to(device)})
+        assert all(map(torch.equal, actual, expected))
 
 
 def test_no_queries(device):

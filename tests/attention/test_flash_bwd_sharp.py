@@ -186,5 +186,4 @@ MUTANTS = {
     """,
 }
 
-
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_bwd_{}")

@@ -246,7 +246,6 @@ MUTANTS = {
     """,
 }
 
-
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "flash_bwd_{}_tensor", run=run, together=True
 )

@@ -207,7 +207,6 @@ MUTANTS = {
     """,
 }
 
-
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, KERNEL, run=problems.run, together=True
 )

@@ -136,7 +136,6 @@ REFUSED = [
     *CALLS,
 ]
 
-
 WRONG = [
     ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
     ({"v": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "v has strides"),

@@ -372,7 +372,6 @@ MUTANTS = {
     """,
 }
 
-
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "flash_decode", run=problems.run
 )

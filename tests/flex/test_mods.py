@@ -168,7 +168,6 @@ MODS |= {
     "float64": lambda s, b, h, q, kv: s * DOUBLES[q].to(s.dtype),
 }  # fmt: skip
 
-
 # shaders/flex.h needs the defines of a kernel.
 _DEFINES = "#define ELEMENT half\n#define HEAD_DIM_QK 16\n#define HEAD_DIM_V 16\n#define FLEX 1\n"
 HEADER = shaders._CHECKOUT / "flex.h"

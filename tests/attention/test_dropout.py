@@ -127,12 +127,10 @@ def values():
 MUTANTS = {
     masks: """
         flash_bwd_dq: other numbers in backward: uint4(key_index / 4, query{~=> + 1~}, head, batch)
-        flash_fwd: row and column swapped:
-            uint4({~key_index / 4, query => query, key_index / 4~}, head, batch)
+        flash_fwd: transposed: uint4({~key_index / 4, query => query, key_index / 4~}, head, batch)
         flash_bwd_dq: head ignored: uint4(key_index / 4, query, {~head => 0~}, batch)
         flash_bwd_dkv: batch ignored: uint4(key_index / 4, query, head, {~batch => 0~})
-        flash_fwd: head and batch swapped:
-            uint4(key_index / 4, query, {~head, batch => batch, head~})
+        flash_fwd: head, batch swapped: uint4(key_index / 4, query, {~head, batch => batch, head~})
         flash_bwd_dkv: head of dk and dv not moved: head = {~query_head => 0~}
         flash_bwd_dq: seed's high word ignored: {~uint(seed >> 32) => 0~}
         flash_bwd_dkv: offset ignored: {~ulong(rng_state[1]) => 0~}
@@ -145,10 +143,8 @@ MUTANTS = {
             {~simd_shuffle_xor(word_of(words, other), ushort(2 * step) => word_of(words, other~})
     """,
     values: """
-        flash_bwd_dq, flash_bwd_dkv: another mask in the backward:
-            uint4(key_index / 4, query, head, batch{~=> + 1~})
-        flash_bwd_dkv, flash_fwd, flash_bwd_dq: no 1 / (1 - p):
-            {~tile.scale(keep_scale); =>~}
+        flash_bwd_dq, flash_bwd_dkv: other mask: uint4(key_index / 4, query, head, batch{~=> + 1~})
+        flash_bwd_dkv, flash_fwd, flash_bwd_dq: no 1 / (1 - p): {~tile.scale(keep_scale); =>~}
         flash_fwd: forward without dropout: if ({~DROPOUT => false~}) { //
         flash_bwd_dkv: dv of all weights: {~dropout.apply(dropped, kept); =>~}
         flash_bwd_dkv: dk of all products: {~dropout.apply(gradients, kept); =>~}

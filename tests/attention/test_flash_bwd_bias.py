@@ -100,8 +100,7 @@ MUTANTS = {
             {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
     "pairs of keys": """
-        keys of a pair swapped:
-            (DBIAS_ELEMENT(value.{~x), DBIAS_ELEMENT(value.y => y), DBIAS_ELEMENT(value.x~}))
+        swapped: (DBIAS_ELEMENT(value.{~x), DBIAS_ELEMENT(value.y => y), DBIAS_ELEMENT(value.x~}))
     """,
     "bias hqk": """
         head of the wrong place [race]: own_head * params.dbias_strides.{~head => query~}
@@ -118,8 +117,7 @@ MUTANTS = {
         wrong KV head: head {~/ problem.queries_per_kv => % 2~}
     """,
     "bias k": """
-        rows past the last summed:
-            const bool exists = {~lane_query + i * FRAGMENT <= last_query => true~}
+        rows after the last: const bool exists = {~lane_query + i * FRAGMENT <= last_query => true~}
         query tiles one short [out_of_bounds]: if (++q_tile < q_tiles.end{~=> - 1~})
         column sum over half the rows: {~x += simd_shuffle_xor(x, ushort(4)); =>~}
         one SIMD group left out: for (short i = {~0 => 1~}; i < SIMDGROUPS; i++) { total
@@ -143,10 +141,8 @@ MUTANTS = {
         distance in the block at 0: rules.distance {~- block =>~}
     """,
     "packed": """
-        rows of the first sequence:
-            operand.reset(dout, strides, batch, head, {~sequence.q_start => 0~})
-        statistics of the first sequence:
-            row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
+        rows of sequence 0: operand.reset(dout, strides, batch, head, {~sequence.q_start => 0~})
+        statistics of sequence 0: row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
     """,
 }
 

@@ -179,8 +179,7 @@ MUTANTS = {
     """,
     partial(check_sharp, "large sinks", **HALF): """
         dq: sink not in the sum of weights: {~row_sum += sink_weight; =>~}
-        bias: rounded lse_log2 of a bias's weights:
-            {~fma(-M_LN2_F, rounded_off(lse, lse_log2), 1.0f) => 1.0f~}
+        bias: rounded lse_log2: {~fma(-M_LN2_F, rounded_off(lse, lse_log2), 1.0f) => 1.0f~}
         dq: normaliser not stored: Fragment<float>({~error.normaliser => 1.0f~}, 0.0f)
         bias: weights of a bias not divided by their sum: {~weight *= weight_factors[i]; =>~}
     """,

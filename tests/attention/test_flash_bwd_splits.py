@@ -168,10 +168,8 @@ def test_lists_of_blocks():
 
 SHARED_MUTANTS = {
     partial(test_parts_of_queries_and_of_keys, tile=BOTH): """
-        all parts are the first's:
-            {~i / PART_ROWS * (COLUMNS / PART_COLUMNS) + j / PART_COLUMNS => 0~}
-        parts in another order:
-            i / PART_ROWS {~* (COLUMNS / PART_COLUMNS) =>~} + j / PART_COLUMNS {~=> * 2~}
+        only the first part: {~i / PART_ROWS * (COLUMNS / PART_COLUMNS) + j / PART_COLUMNS => 0~}
+        other order: i / PART_ROWS {~* (COLUMNS / PART_COLUMNS) =>~} + j / PART_COLUMNS {~=> * 2~}
         first fragment of a part twice: {~i % PART_ROWS * PART_COLUMNS => 0~}
         parts of the first group: {~simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS => 0~}
         queries of the first part [race]: {~keys.part % QUERY_PARTS => 0~} * OWN_QUERY
@@ -182,15 +180,13 @@ SHARED_MUTANTS = {
         no barrier before parts are read [race or uninitialised]:
             // The parts are there.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
-        score of another query's statistics:
-            block_statistics.lane_query = {~part_query + =>~} column
+        statistics of another query: block_statistics.lane_query = {~part_query + =>~} column
         visibility of the first part: lane_query = block + {~part_query + =>~} column
     """,
     **{
         partial(test_slices_after_the_last_column, head_dim=q, v_head_dim=v, columns=columns): """
             a fragment [threadgroup_out_of_bounds]: {~WHOLE ? d : min(d, rows.last) => d~}
-            one more than the last [threadgroup_out_of_bounds]:
-                (COLUMNS - first) / FRAGMENT {~- 1 =>~}
+            one after the last [threadgroup_out_of_bounds]: (COLUMNS - first) / FRAGMENT {~- 1 =>~}
         """
         for q, v, columns in SLICED
     },

@@ -212,8 +212,7 @@ MUTANTS = {
         pair's second byte lost: uchar(both {~>> 8 => & 0xff~})
         mask's query past the end read [out_of_bounds]:
             Offset({~min(row + i * FRAGMENT, last_row) => row + i * FRAGMENT~}) * row_stride
-        mask's key past the end read [out_of_bounds]:
-            {~min(column + 1, last_column => (column + 1~})
+        mask's key past the end [out_of_bounds]: {~min(column + 1, last_column => (column + 1~})
         mask's pair past the end read [out_of_bounds]: {~min(column, last_column - 1) => column~}
     """,
     "biases": """
@@ -249,8 +248,7 @@ MUTANTS = {
         maximum without the sink: {~max(sink_log2, MASKED_ROW_MAX) => MASKED_ROW_MAX~}
     """,
     "large sinks": """
-        sink rounded in base 2:
-            {~(scaled - other) + rounded_off(float(logit), scaled) => scaled - other~}
+        sink rounded: {~(scaled - other) + rounded_off(float(logit), scaled) => scaled - other~}
         log2(e) in one float: {~+ value * LOG2E_REST =>~}
     """,
     "rotary": """
@@ -265,10 +263,8 @@ MUTANTS = {
         pairs of q not rotated:
             return {~rotary.rotated_pair(tensor, offset(row), row, first, lane_column) =>
             Fragment<T>(tensor[offset(row) + column], tensor[offset(row) + column + 1])~}
-        pairs of q's row of the first query:
-            rotary.rotated_pair(tensor, offset(row), {~row => 0~}, first
-        pairs behind the rotated ones rotated [wrong or out_of_bounds]:
-            (whole_row || {~is_rotated(column) => true~})
+        pairs of the first query's row: rotary.rotated_pair(tensor, offset(row), {~row => 0~}, first
+        pairs after the last [wrong or out_of_bounds]: (whole_row || {~is_rotated(column) => true~})
         entry of the fragment: (first - ROTARY_FIRST) / 2 {~+ lane_column / 2 =>~};
         every fragment of the first half [wrong or out_of_bounds]:
             is_x = {~first < ROTARY_FIRST + ROTARY_PAIRS => true~};
@@ -276,12 +272,10 @@ MUTANTS = {
         entry of the second half's columns [wrong or out_of_bounds]:
             pair = {~min(first, partner) => first~} - ROTARY_FIRST
         entry of the column before: float(cosine[pair {~+ 1 =>~}])
-        fragments behind the rotated ones rotated [wrong or out_of_bounds]:
-            (halves && {~is_rotated(first) => true~})
+        fragments after the last [wrong or out_of_bounds]: (halves && {~is_rotated(first) => true~})
         row of every other key: Offset(position{~=> / 2~}) * cosines_stride
         sine's row of every other key: Offset(position{~=> / 2~}) * sines_stride
-        q's tables of the first sequence:
-            q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, {~batch => 0~}
+        q's first tables: q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, {~batch => 0~}
         k's tables of the first sequence: {~Offset(batch) * Offset(sin_strides.batch) => 0~}
         q not rotated:
             {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
@@ -293,16 +287,14 @@ MUTANTS = {
     """,
     "slices of v": """
         slice of v not moved [everywhere]: first_value_column = {~slice * V_SLICE => 0~}
-        slice of out not moved [race]:
-            row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
+        out's slice not moved [race]: row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
         read behind the last slice [out_of_bounds]:
             if ({~ROW_COLUMNS == GRID_SLICES * COLUMNS || column < ROW_COLUMNS => true~})
     """,
     "shared rows": """
         own part twice: other = simdgroup {~^ 1 =>~}
         columns of q of the first: return {~simdgroup % COLUMN_SIMDGROUPS => 0~} * OWN_QK_FRAGMENTS
-        columns of v of the first [race or wrong]:
-            return {~simdgroup % COLUMN_SIMDGROUPS => 0~} * OWN_V_FRAGMENTS
+        v's columns [race or wrong]: return {~simdgroup % COLUMN_SIMDGROUPS => 0~} * OWN_V_FRAGMENTS
         no barrier before the sum [race]:
             {~and written its part of the scores. threadgroup_barrier(mem_flags::mem_threadgroup);
             =>~}
@@ -313,15 +305,12 @@ MUTANTS = {
         q's columns behind the last not zeroed: {~exists => true~} ? tensor[offset(row) + column]
         rotated q's columns behind the last not zeroed:
             {~exists => true~} ? rotary.rotated(tensor, offset(row), row, column)
-        k's even columns behind the last not zeroed:
-            {~whole || column < COLUMNS => true~} ? bits[row + column]
-        k's odd columns behind the last not zeroed:
-            {~whole || column + 1 < COLUMNS => true~} ? bits[row + column + 1]
+        even columns not zeroed: {~whole || column < COLUMNS => true~} ? bits[row + column]
+        odd columns not zeroed: {~whole || column + 1 < COLUMNS => true~} ? bits[row + column + 1]
         column behind the last stored [race]: if ({~column + 1 < columns => true~})
     """,
     "packed": """
-        first query of the first sequence:
-            operand.reset(q, params.q_strides, batch, head, {~sequence.q_start => 0~})
+        q of sequence 0: operand.reset(q, params.q_strides, batch, head, {~sequence.q_start => 0~})
         first key of the first sequence:
             {~place(operand, k, params.k_strides, batch, kv_head, sequence, params) => operand = {k
             + kv_head * params.k_strides.head, params.k_strides.row}~}
@@ -341,10 +330,8 @@ MUTANTS = {
         row not within its page [out_of_bounds]: uint(row) {~% PAGE_ROWS =>~}
         row as if pages were powers of two: {~uint(row) % PAGE_ROWS => row & (PAGE_ROWS - 1)~}
         pairs of keys in one page: pages.page_of(row{~=> & ~1~})
-        window never moved [simd_lane]:
-            {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
-        window moved too late [simd_lane]:
-            {~last_place => first_place~} < window + SIMD_LANES{~=> + 1~}
+        window not moved [simd_lane]: {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
+        window moved late [simd_lane]: {~last_place => first_place~} < window + SIMD_LANES{~=> + 1~}
         numbers of the window before: numbers[place{~=> % SIMD_LANES~}]
         every lane the first number: window {~+ lane =>~};
         numbers behind the last block read [out_of_bounds]:
@@ -372,8 +359,7 @@ MUTANTS = {
         nibbles from 0 up: float(int(code & 15) {~- 8 =>~})
         bytes without a sign: float({~as_type<char>(uchar(code & 0xff)) => code & 0xff~})
         scale of the first block: place.scales + {~column / kv_scale_columns(FORMAT) => 0~} *
-        scale of blocks of 16:
-            place.scales + {~column / kv_scale_columns(FORMAT => min(column / 16, 1~}) *
+        blocks of 16: place.scales + {~column / kv_scale_columns(FORMAT => min(column / 16, 1~}) *
         scales of the first page: scales.row({~page => 0~}, page_row)
         scales of a page's first row: scales.row(page, {~page_row => 0~})
         k's scales for v:

@@ -102,22 +102,19 @@ def test_values_that_do_not_exist_count_as_zero(device):
 
 MUTANTS = {
     test_values_that_do_not_exist_count_as_zero: """
-        values that do not exist:
-            exist[j] = key >= sequence.first_key {~&& key < sequence.kv_length =>~}
+        missing values: exist[j] = key >= sequence.first_key {~&& key < sequence.kv_length =>~}
     """,
     test_padded: """
         values before the first:
             exist[j] = key {~>= sequence.first_key && key =>~} < sequence.kv_length
         key past the end read [out_of_bounds]:
             keys.find({~min(key + 1, sequence.kv_length - 1) => key + 1~})
-        value past the end read [out_of_bounds]:
-            values.find({~min(key, sequence.kv_length - 1) => key~})
+        value past the end [out_of_bounds]: values.find({~min(key, sequence.kv_length - 1) => key~})
         a key twice: pair.zip(keys.chunk(even, key_column), keys.chunk({~odd => even~}, key_column))
         columns of q in order: source.element(position, first + {~KEY_CHUNK => 1~})
         one chain: begin < {~SPANS => CHAIN~}; begin += CHAIN
         first span of v: column) {~+ s * SPAN_COLUMNS =>~}
-        columns of out in order [race]:
-            first_unit_column(column) + {~span_offset(d) => d * FRAGMENT~}
+        out in order [race]: first_unit_column(column) + {~span_offset(d) => d * FRAGMENT~}
         not rescaled: part = part {~* corrections[i] =>~} +
     """,
 }

@@ -123,8 +123,7 @@ MUTANTS = {
         flash_fwd, flash_bwd_dq, flash_bwd_dkv: full and partial swapped:
             masked = {~=> !~} mask_block_is_partial(block)
         flash_bwd_dq: another tile's list: queries.place.first_query / LIST_Q_BLOCK{~=> / 2~},
-        flash_bwd_dq: another head's list:
-            batch, {~head => 0~}, queries.place.first_query / LIST_Q_BLOCK
+        flash_bwd_dq: list of head 0: batch, {~head => 0~}, queries.place.first_query / LIST_Q_BLOCK
         flash_bwd_dkv: another tile's list: keys.tile_key / LIST_KV_BLOCK{~=> / 2~},
         flash_bwd_dkv: another head's list: batch, {~head => 0~}, keys.tile_key / LIST_KV_BLOCK
     """,

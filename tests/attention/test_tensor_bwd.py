@@ -169,8 +169,7 @@ def test_inner_loop(kernel, head_dim, products, loads, shuffles):
 
 MUTANTS = {
     small: """
-        dkv: a unit of family 9 [misaligned]:
-            fragment_column(lane) * (TENSOR_TILES ? {~4 => 2~} : 1)
+        dkv: unit of family 9 [misaligned]: fragment_column(lane) * (TENSOR_TILES ? {~4 => 2~} : 1)
         dkv: queries of a lane in another order: key / 2 * {~4 + key % 2 * 16 => 16 + key % 2 * 4~}
         dkv: slots of a left operand off by one:
             left.fragments[{~s / LANE_COLUMNS][s => (s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s
@@ -178,10 +177,8 @@ MUTANTS = {
         dkv: sums not accumulated: mode::{~multiply_accumulate => multiply~}
         dkv: scores without transposition: tensor_mma<{~true => false~}>(result
         dq: gradients with a transposition: tensor_mma<{~false => true~}>(block
-        dkv: statistics of the lane's first column:
-            columns_of(own_lse_log2, column {~+ column_offset(j) =>~})
-        dkv: delta of another query:
-            columns_of(own_delta, {~=> (~} column + column_offset(j)){~=> ^ 2)~}
+        dkv: lse of the first column: columns_of(own_lse_log2, column {~+ column_offset(j) =>~})
+        dkv: another delta: columns_of(own_delta, {~=> (~} column + column_offset(j)){~=> ^ 2)~}
         dkv: q in k's place: dk_tile, {~gradients => weights~}, queries, q_places
         dkv: a SIMD group leaves early [divergent_barrier]: if (!seen) { {~continue => return~};
         dq: a SIMD group leaves early [divergent_barrier]:
@@ -203,8 +200,7 @@ MUTANTS = {
         dq, dkv: impossible lengths as clamped: ({~impossible || =>~} batch == params.batch)
     """,
     packed: """
-        dq, dkv: rows of no sequence as of a short one:
-            {~(impossible || batch == params.batch) => impossible~}
+        dq, dkv: spare rows computed: {~(impossible || batch == params.batch) => impossible~}
     """,
     infinite_gradient: """
         dkv: queries that do not exist: exist[i] = {~key >= begin && key < end => true~}
@@ -236,8 +232,7 @@ MUTANTS = {
         dkv: numbers of 11 bits changed: CUT_CENTRE = {~1.00048828125f => 1.0015f~}
     """,
     partial(check_sharp, "everything", F16, CPU): """
-        dkv: draws of 8x8 tiles:
-            column + {~column_offset(number % COLUMNS) => number % COLUMNS * FRAGMENT~}
+        dkv: 8x8 draws: column + {~column_offset(number % COLUMNS) => number % COLUMNS * FRAGMENT~}
         dkv: weights kept: {~dropout.apply(weights, kept); =>~}
     """,
     partial(check_sharp, "offset values", F16, CPU): """

@@ -174,8 +174,7 @@ MUTANTS = {
             {~s / SPAN_FRAGMENTS => (1 - s / SPAN_FRAGMENTS)~} * TENSOR_HALF + s % TENSOR_HALF
         sums not accumulated: mode::{~multiply_accumulate => multiply~}
         output not rescaled: total {~* corrections[i] =>~} +
-        cut sum not rescaled:
-            {~lane_sum *= correction; =>~} UNROLL for (short j = 0; j < SPAN_FRAGMENTS
+        sum not rescaled: {~lane_sum *= correction; =>~} UNROLL for (short j = 0; j < SPAN_FRAGMENTS
         a SIMD group leaves early [divergent_barrier]:
             {~=> if (simdgroup_query > tile.last_query) { return; }~}for (int kv_block =
             blocks.first();
@@ -187,8 +186,7 @@ MUTANTS = {
         values that do not exist: exist[i] = {~key >= begin && key < end => true~}
     """,
     equal_values: """
-        divided by the sum before the cut:
-            {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
+        divided by the sum before the cut: {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
     """,
     either_precision: """
         weights not cut: {~weights[j] = cut(weights[j]); =>~}
@@ -200,8 +198,7 @@ MUTANTS = {
             {~COLUMNS == GRID_COLUMNS || column < COLUMNS => true~}
     """,
     scores: """
-        sink not in the sum:
-            keep_scale / {~with_sink( =>~}values_sum{~, sink_weight) =>~}
+        sink not in the sum: keep_scale / {~with_sink( =>~}values_sum{~, sink_weight) =>~}
         kept weights not scaled: {~TENSOR_TILES && DROPOUT ? dropout.keep_scale : =>~} 1.0f
         words of a draw reversed: bit(words[{~=> 3 -~}i], 2 * pair + i)
     """,

@@ -286,19 +286,16 @@ def test_autograd_and_compiled_graphs_follow(gpu):
 MUTANTS = {
     one_key: """
         fwd, bwd_dkv: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
-        fwd: columns of the other chunk:
-            fragments[{~i => (1 - i)~} * PAIRS + j] = chunk_pair<T>(exists
+        fwd: columns of one chunk: fragments[{~i => (1 - i)~} * PAIRS + j] = chunk_pair<T>(exists
     """,
     nan_and_infinity: """
         fwd: NaN made a number: {~=> fmax(~}scale * unit_roundoff<half>() + x{~=> , LOWEST_FLOAT)~}
     """,
     equal_values: """
-        fwd: divided by the sum before the cut:
-            {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
+        fwd: divided by the sum before the cut: {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
     """,
     either_precision: """
-        fwd, bwd_dkv: operands left to the GPU:
-            {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
+        fwd, bwd_dkv: not rounded: {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
         fwd: operands of 12 bits: KEPT_BITS = {~0xffffe000u => 0xfffff000u~}
         bwd_dq: gradients left to the GPU: {~round_to_cut(gradients); =>~}
         bwd_dkv: weights left to the GPU: {~round_to_cut(weights); =>~}
@@ -310,8 +307,7 @@ MUTANTS = {
             column_offset(j)) ^ 2~})
     """,
     second_pass: """
-        bwd_dq: no second pass:
-            if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
+        bwd_dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
     """,
 }
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(

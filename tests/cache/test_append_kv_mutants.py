@@ -29,11 +29,9 @@ MUTANTS = {
     "paged": """
         wrong stride of pages [race]: cache_batch_stride = cache_strides.{~batch => head~}
         row of the sequence in a page [race]: uint(row) % {~PAGE_ROWS => (PAGE_ROWS / 2)~}
-        row as if pages were powers of two [race]:
-            {~uint(row) % PAGE_ROWS => row & (PAGE_ROWS - 1)~}
+        row as if pages were powers of 2 [race]: {~uint(row) % PAGE_ROWS => row & (PAGE_ROWS - 1)~}
         eight rows in one page [simd_lane]: pages.page_of(position{~=> / 8 * 8~})
-        pages of the first sequence [race]:
-            block_table {~+ batch * params.append.block_table_stride =>~}
+        pages of sequence 0 [race]: block_table {~+ batch * params.append.block_table_stride =>~}
         page of the first row [simd_lane]: pages.page_of({~position => place.first~})
     """,
     "rounded": """
@@ -41,8 +39,7 @@ MUTANTS = {
     """,
     "no page": """
         pages that are none [out_of_bounds]: {~batch != NO_PAGE => true~}
-        pages past the last [out_of_bounds]:
-            number {~< cache_size ? max(number, NO_PAGE) : NO_PAGE =>~}
+        pages too high [out_of_bounds]: number {~< cache_size ? max(number, NO_PAGE) : NO_PAGE =>~}
     """,
     "no batch": """
         batch that is none [out_of_bounds]: {~batch >= 0 && batch < params.cache_size => true~}
@@ -75,8 +72,7 @@ MUTANTS = {
     "q8_0": """
         codes not clamped [wrong or float_to_integer]:
             uchar(char({~clamp(quotients[i], -127.0f, 127.0f) => quotients[i]~}))
-        scale of another block:
-            {~column / SHARED => (column / SHARED + 1) % (COLUMNS / SHARED)~} * NUMBERS + i
+        other scale: {~column / SHARED => (column / SHARED + 1) % (COLUMNS / SHARED)~} * NUMBERS + i
         scale of a lane: distance < {~BLOCK_LANES => 2~}
         scale of two blocks: distance < {~=> 2 *~} BLOCK_LANES
         a step that is not rounded: usable ? {~float(scale) => fabs(extreme) / 127.0f~} : 1.0f

@@ -170,8 +170,7 @@ test_mutants, test_unchanged = mutant_tests(
         "eight rows": """
             flash_decode: sums of other keys left out: {~add_sums(i); =>~} } multiply_by_hadamard
             flash_decode: out, columns of another lane: lane.index, {~column_lane(4) => 4~}
-            flash_decode: out, spans not joined:
-                {~join_spans(out.fragments[i] + f, memory, lane); =>~}
+            flash_decode: spans not joined: {~join_spans(out.fragments[i] + f, memory, lane); =>~}
         """,
         "columns, two blocks": """
             flash_decode: out, signs of spans: pair {~* hadamard_sign(n, span - first) =>~}

@@ -92,8 +92,7 @@ MUTANTS = {
         the even key for both: column + column_offset(j) {~+ e =>~}
         tree of the tile's first row: tree.token({~query => 0~})
         tree never applied: } else if (TREE && {~hides => false~})
-        tree of the diagonal:
-            {~seen_by_first.end = task.visible.existing.end - task.tree.count; =>~}
+        tree as a diagonal: {~seen_by_first.end = task.visible.existing.end - task.tree.count; =>~}
     """,
     problems.large_trees: """
         tokens of one word: {~token < 32 ? uint2(bit, 0) : uint2(0, bit => uint2(bit, 0~})
@@ -117,22 +116,19 @@ MUTANTS = {
         queries rotated by their row: {~queries.rotary.start_at(depth - row.query, true); =>~}
     """,
     problems.impossible_trees: """
-        impossible tokens as if possible:
-            if ({~TREE && task.tree.depth_of(result.rows[i].query) < 0 => false~})
+        impossible tokens: if ({~TREE && task.tree.depth_of(result.rows[i].query) < 0 => false~})
         later parents followed: possible = parent {~>= -1 && parent =>~} < next;
         a mask's later tokens: (i == token ? shown : {~i < token || !shown => true~})
         a mask's token itself: (i {~== token ? shown : i < => <=~} token || !shown)
     """,
     problems.impossible_lengths: """
-        more tokens than keys:
-            {~sequence.kv_length - sequence.q_length < sequence.first_key => false~};
+        too few keys: {~sequence.kv_length - sequence.q_length < sequence.first_key => false~};
     """,
     problems.impossible_sequences: """
         a token more [uninitialised]: return token {~< => <=~} count ? int(tokens[token].w)
     """,
     problems.impossible_step: """
-        keys in no tree as the first:
-            {~possible ? =>~} result.seen.count_before(index) {~: NO_DEPTH =>~}
+        keys in no tree: {~possible ? =>~} result.seen.count_before(index) {~: NO_DEPTH =>~}
     """,
 }
 

@@ -274,8 +274,7 @@ MUTANTS = {
     gradient_of_the_table: """
         flash_bwd_captures: another copy [wrong or race]: {~split * SIMDGROUPS + =>~} simdgroup
         flash_bwd_captures: no last flush: {~sums.flush(lane); =>~} }
-        flash_bwd_captures: no flush between elements:
-            if ({~simd_max(leaves ? 1.0f : 0.0f) > 0.0f => false~})
+        flash_bwd_captures: no early flush: if ({~simd_max(leaves ? 1.0f : 0.0f) > 0.0f => false~})
         flash_bwd_captures: rows past the last: {~exists && =>~} score.y
         flash_bwd_captures: no share: gradient.x {~* share =>~}
         flash_bwd_captures: place of the next key: flex.place(product.y, i, key {~+ 1 =>~}

@@ -101,8 +101,7 @@ MUTANTS = {
         the diagonal hidden: key {~<= => <~} last_seen
         no barrier [race or uninitialised]: {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         queries after the last [race or out_of_bounds]: if ({~query > last_query => false~}) {
-        keys after the last [wrong or out_of_bounds or race]:
-            row == 0 {~&& key < params.kv_length =>~}
+        missing keys [wrong or out_of_bounds or race]: row == 0 {~&& key < params.kv_length =>~}
     """,
     nan: """
         NaN as 0: score {~< 0.0f ? 0.0f : score => > 0.0f ? score : 0.0f~}

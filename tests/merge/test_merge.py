@@ -241,8 +241,7 @@ MUTANTS = {
         maximum of one lane: {~simd_max( =>~}max(normaliser.row_max, own_lse){~) =>~}
         partials in half: sum += weights[i] * {~loaded[i] => (rint(loaded[i] * 1024.0f) / 1024.0f)~}
         dead partial read [out_of_bounds]: {~weights[i] >= 0.0f && =>~} in_row
-        dead partial read, weight 0 [out_of_bounds]:
-            {~own_lse == -INFINITY ? NO_KEYS : =>~} own_weight
+        dead partial, weight 0 [out_of_bounds]: {~own_lse == -INFINITY ? NO_KEYS : =>~} own_weight
         splits swapped [out_of_bounds]: simd_shuffle(shared_weight, {~split => ushort(split ^ 1)~})
         last block skipped: block {~< => + 32 <=~} params.splits; block
         split past the last [out_of_bounds]: {~block + lane < params.splits => true~} ?

@@ -258,10 +258,8 @@ MUTANTS = {
             block {~=> + ROW_BLOCK~} < length; block += ROW_BLOCK) { load_items
         one SIMD group's part: row_max[{~lane => 0~}];
         no barrier [uninitialised]: {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
-        barrier orders nothing [race]:
-            threadgroup_barrier(mem_flags::{~mem_threadgroup => mem_none~});
-        past the row read [out_of_bounds]:
-            {~position < length => true~} ? float(row[position * stride])
+        barrier of mem_none [race]: threadgroup_barrier(mem_flags::{~mem_threadgroup => mem_none~});
+        past the row [out_of_bounds]: {~position < length => true~} ? float(row[position * stride])
         past the row read, wide [out_of_bounds]: first {~+ ITEMS <= => <~} length
         past the row stored [race]: position >= begin {~&& position < length =>~}
         past the last row [everywhere, race]: if ({~row >= params.rows => false~})

@@ -50,7 +50,6 @@ def large_sinks():
 # Functions that return (q, k, v) and the options.
 SHARP = {
     "values to 9": lambda: (sharp_qkv(), {}),
-    # Like torch's OpInfo sample with a mask.
     "torch's sample": lambda: (
         sharp_qkv(batch=4, kv_heads=4, q_length=3, kv_length=7),
         {"attn_mask": uniform(3, 7, seed=4)},

@@ -81,7 +81,6 @@ def close(actual, expected):
 
 
 SINK = "learnable_sink"
-# The op refuses wrong values, and the function wrong types.
 WRONG_VALUES = [
     ({"softcap": -1.0}, "softcap is -1; it must be 0"),
     ({"softmax_scale": -(10**400)}, r"scale is -inf; its product with log2\(e\) must be finite"),

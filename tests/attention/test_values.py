@@ -196,7 +196,6 @@ DENSE = {
         )
         for mask, bias in zip(shapes, shapes[1:] + shapes[:1], strict=True)
     ],
-    # An even number of keys is read in pairs, if the memory allows it.
     "masks in memory": [
         case(**GROUPED, kv_length=keys, attn_mask=f"{dtype} bhqk", mask_layout=layout, **options)
         for dtype, keys, options in (

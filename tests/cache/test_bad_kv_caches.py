@@ -23,7 +23,6 @@ ROWS, TABLE = some_rows(), torch.ones(40, 2)
 TABLES = {"rotary_cos": TABLE, "rotary_sin": TABLE}
 PACKED = ROWS[0].transpose(0, 1)
 SMALL = {"num_pages": 4, "page_size": 4, "num_kv_heads": 2, "head_dim": 64}
-# Options of a PagedKVCache, in addition to SMALL.
 MADE = [
     *(
         ({size: 2**31}, f"{size} is 2147483648; .*in 1")

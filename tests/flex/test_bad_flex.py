@@ -37,7 +37,7 @@ def unknown_op(score, b, h, q_idx, kv_idx):
     return torch.erfinv(score)
 
 
-# The message and the function, by type of error. The messages of the functions above quote a line.
+# The message and the function, by type of error. Messages about the functions above quote a line.
 REFUSED = {
     RuntimeError: {
         r"asks for the value.*torch.where(?s:.*)if q_idx > kv_idx:": branches,

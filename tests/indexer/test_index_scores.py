@@ -59,11 +59,11 @@ def test_one_key_and_one_batch_for_all(device):
     assert torch.equal(scores(q, k, weights), scores(q, k.contiguous(), weights.contiguous()))
 
 
-def sizes():
-    judge(*(IndexScores(**HOME | fields) for fields in SIZES))
+def sizes(device):
+    judge(*(IndexScores(**HOME | fields) for fields in SIZES), device=device)
 
 
-def nan(device="cpu"):
+def test_nan(device):
     """NaN in a key and in a head. Hidden keys stay -inf."""
     q, k, weights = make()
     k[:, 30] = math.nan
@@ -74,10 +74,6 @@ def nan(device="cpu"):
     result = scores(*(x.to(device) for x in (q, k, weights)), causal=True, q_offset=20).cpu()
     assert result[0, 1, :20].isnan().all()
     assert not result[0, 0, :20].isnan().any()
-
-
-def test_nan(device):
-    nan(device)
 
 
 @pytest.mark.parametrize("queries", [1, 4, 5])
@@ -103,8 +99,10 @@ MUTANTS = {
         queries after the last [race or out_of_bounds]: if ({~query > last_query => false~}) {
         missing keys [wrong or out_of_bounds or race]: row == 0 {~&& key < params.kv_length =>~}
     """,
-    nan: """
+    test_nan: """
         NaN as 0: score {~< 0.0f ? 0.0f : score => > 0.0f ? score : 0.0f~}
     """,
 }
-test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "index_scores")
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "index_scores", run=lambda problem: problem("cpu")
+)

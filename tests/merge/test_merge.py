@@ -37,7 +37,7 @@ CASES = {
         for sizes in (PACKED, BATCH, BATCH | {"layout": ("order 210",)})
         for empty in (EMPTY, INFINITE)
     ],
-    # As in FlashInfer. Masked rows keep their bits.
+    # As in FlashInfer: rows that the mask leaves out keep their bits.
     "masks": [
         IN_PLACE | sizes | empty | {"head_dim": 64, "masked": True, "dtype": dtype}
         for sizes in (PACKED, BATCH)

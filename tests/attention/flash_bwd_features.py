@@ -58,7 +58,7 @@ FEATURES = {
     "nan outside": {"seqused_k": (90, 50), "leftpad_k": (5, 35)},
     # In dq two SIMD groups share rows: each computes half of the columns.
     "shared rows": FEW | {"heads": 1, "kv_heads": 1, "head_dim": 192, "causal": True},
-    # The walk over the keys does not repair delta.
+    # The loop over the keys does not correct delta.
     "plain, unrefined": {"call": "flash_bwd", "through_lse": False},
     "dlse, unrefined": {"call": "flash_bwd"},
 }

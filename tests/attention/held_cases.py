@@ -6,7 +6,7 @@ from torch_metal_attn import testing
 from torch_metal_attn.testing import Attention
 from torch_metal_attn.testing.attention import OPS
 
-HOME = 16  # the head dim of tests about something else, which then share kernels
+HOME = 16  # the head dim of tests that need no other, which therefore share kernels
 FORWARD = {"backward": False, "through_lse": False}
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101}
 LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}

@@ -20,7 +20,7 @@ MUTANTS = {
         dkv: dk without delta: {~( =>~}gradients.fragments[i][j] {~- delta) =>~}
         dq: delta added: (gradients.fragments[i][j] {~- => +~} deltas[i])
         delta: delta past the end [race]: if ({~row >= params.problem.q_total => false~})
-        dq: log-sum-exp taken for base 2: lse {~* M_LOG2E_F =>~}
+        dq: log-sum-exp read in base 2: lse {~* M_LOG2E_F =>~}
         dq: log-sum-exp of another head:
             buffers.statistics(params.lse_strides, place.batch, place.{~head => kv_head~},
             sequence)
@@ -98,10 +98,10 @@ MUTANTS = {
         dkv: chunk ends one early: chunk_start - q_offset + chunk{~=> - 1~}
     """,
     "seqused_k": """
-        dkv: dk and dv behind the keys unwritten: if (key {~>= sequence.kv_rows => > last()~})
+        dkv: dk and dv after the keys unwritten: if (key {~>= sequence.kv_rows => > last()~})
     """,
     "nan outside": """
-        dq: keys behind the last not zeroed: if ({~ZEROED => false~})
+        dq: keys after the last not zeroed: if ({~ZEROED => false~})
         dq: keys before the first not zeroed: row {~>= begin && row =>~} < end ? even
         dkv: gradients of missing keys: {~key >= sequence.first_key && key <= last() => true~};
         dkv: gradients of keys before the first: key {~>= sequence.first_key && key =>~} <= last();
@@ -158,7 +158,7 @@ MUTANTS = {
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
     """,
     "odd head dim": """
-        dkv: column behind the last stored [race]: if ({~column + 1 < columns => true~})
+        dkv: column after the last stored [race]: if ({~column + 1 < columns => true~})
     """,
     "plain, unrefined": """
         delta: delta of one lane: {~sum = simd_sum(sum); =>~}

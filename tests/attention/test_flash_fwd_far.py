@@ -90,7 +90,7 @@ def test_results(dim, monkeypatch):
         for name, result in far.items():
             strides = getattr(params, f"{name}_strides")
             strides.batch, strides.head, strides.row = result.stride()[:3]
-            assert name == "out" or strides.row == 1, "rows of softmax_lse lie side by side"
+            assert name == "out" or strides.row == 1, "rows of softmax_lse are contiguous"
             buffer = by_slot[slots[name]]
             buffer.storage, buffer.offset = result.data_ptr(), 0
             buffer.bytes = result.untyped_storage().nbytes()

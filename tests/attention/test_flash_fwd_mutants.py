@@ -217,7 +217,7 @@ MUTANTS = {
     """,
     "biases": """
         bias dropped: {~score += Fragment<float>(base_2(added.x), base_2(added.y)); =>~}
-        bias taken for a bool:
+        bias read as bool:
             Fragment<float>({~base_2(added.x), base_2(added.y) => added.x != 0 ? 0.0f : -INFINITY,
             added.y != 0 ? 0.0f : -INFINITY~})
         bias in base 2: value {~* M_LOG2E_F =>~}
@@ -282,13 +282,13 @@ MUTANTS = {
         k not rotated:
             return {~rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position =>
             load_chunk<COLUMNS>(tensor, place.row~}, column)
-        columns behind the rotated ones rotated [out_of_bounds]:
+        columns after the rotated ones rotated [out_of_bounds]:
             if ({~!is_rotated(column) => false~}) { return tensor[row + column];
     """,
     "slices of v": """
         slice of v not moved [everywhere]: first_value_column = {~slice * V_SLICE => 0~}
         out's slice not moved [race]: row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
-        read behind the last slice [out_of_bounds]:
+        read after the last slice [out_of_bounds]:
             if ({~ROW_COLUMNS == GRID_SLICES * COLUMNS || column < ROW_COLUMNS => true~})
     """,
     "shared rows": """
@@ -302,12 +302,12 @@ MUTANTS = {
             stage_values(); {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
     "odd head dims": """
-        q's columns behind the last not zeroed: {~exists => true~} ? tensor[offset(row) + column]
-        rotated q's columns behind the last not zeroed:
+        q's columns after the last not zeroed: {~exists => true~} ? tensor[offset(row) + column]
+        rotated q's columns after the last not zeroed:
             {~exists => true~} ? rotary.rotated(tensor, offset(row), row, column)
         even columns not zeroed: {~whole || column < COLUMNS => true~} ? bits[row + column]
         odd columns not zeroed: {~whole || column + 1 < COLUMNS => true~} ? bits[row + column + 1]
-        column behind the last stored [race]: if ({~column + 1 < columns => true~})
+        column after the last stored [race]: if ({~column + 1 < columns => true~})
     """,
     "packed": """
         q of sequence 0: operand.reset(q, params.q_strides, batch, head, {~sequence.q_start => 0~})
@@ -334,7 +334,7 @@ MUTANTS = {
         window moved late [simd_lane]: {~last_place => first_place~} < window + SIMD_LANES{~=> + 1~}
         numbers of the window before: numbers[place{~=> % SIMD_LANES~}]
         every lane the first number: window {~+ lane =>~};
-        numbers behind the last block read [out_of_bounds]:
+        numbers after the last block read [out_of_bounds]:
             {~place < count ? numbers[place] : NO_PAGE => numbers[place]~}
         table of the first sequence: block_table {~+ batch * params.block_table_stride =>~}
         pages of the first head: operand.reset(tensor, strides, kv_batch(batch), {~kv_head => 0~},
@@ -370,7 +370,7 @@ MUTANTS = {
     "scales of fp8": """
         scale of the first sequence: float(tensor[{~batch * strides.batch + =>~}
         scale of the first head: {~+ head * strides.head =>~}]);
-        columns behind the last read [everywhere, out_of_bounds]:
+        columns after the last read [everywhere, out_of_bounds]:
             {~COLUMNS % FRAGMENT == 0 || column + i < COLUMNS => true~}
     """,
     "codes of fp8": """

@@ -110,7 +110,7 @@ def same_results():
 MUTANTS = {
     same_output: """
         mask_blocks: last block dropped: params.blocks - first_block{~=> - 1~})
-        mask_blocks: partial block taken for a full one: {~(state.hides ? 2 : 1) => 1~}
+        mask_blocks: partial block marked as full: {~(state.hides ? 2 : 1) => 1~}
         mask_blocks: list of the tile before: owned = threadgroup_position.x{~=> / 2~};
         mask_blocks: head 0's list: {~threadgroup_position.y * params.head_stride => 0~}
         mask_blocks: sides swapped: params.along_inner ? {~block : owned => owned : block~}
@@ -218,7 +218,7 @@ def test_explain_says_what_is_skipped():
         (torch.ones(264, 2047, dtype=torch.bool), {}, "as a pre-pass would read too much"),
     ],
 )
-def test_where_it_does_not_pay(mask, options, why):
+def test_masks_for_which_a_pre_pass_does_not_pay(mask, options, why):
     actual = explained(mask, **options)
     assert list(actual.kernels) == ["flash_fwd"]
     assert "MASK_BLOCKS" not in actual.specialisation

@@ -208,7 +208,7 @@ MUTANTS = {
     shared_rows: """
         dkv: own part twice: other = simdgroup {~^ 1 =>~}
         dkv: columns of k of the first: {~keys.part => 0~} * OWN_QK_COLUMNS
-        dkv: columns behind the row [out_of_bounds]:
+        dkv: columns after the row [out_of_bounds]:
             return {~columns == COLUMN_SIMDGROUPS * own_spans(columns) * SPAN_COLUMNS => true~};
         dkv: no barrier before the sum [race or uninitialised or wrong]:
             {~// The parts are there. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
@@ -217,7 +217,7 @@ MUTANTS = {
             threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
     slices: """
-        dkv: columns of the last slice behind the row [out_of_bounds]:
+        dkv: columns of the last slice after the row [out_of_bounds]:
             {~COLUMNS == GRID_COLUMNS || column < COLUMNS => true~}
         dkv: second chain dropped: {~result.add(chain); =>~}
         dkv: second chain past the own spans: {~min(SPANS, =>~} short(first + CHAIN){~) =>~}

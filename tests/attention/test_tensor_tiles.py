@@ -194,7 +194,7 @@ MUTANTS = {
     """,
     wide_rows: """
         second chain dropped: {~result.add(chain); =>~}
-        columns of the last slice behind the row [out_of_bounds]:
+        columns of the last slice after the row [out_of_bounds]:
             {~COLUMNS == GRID_COLUMNS || column < COLUMNS => true~}
     """,
     scores: """

@@ -38,11 +38,11 @@ MUTANTS = {
         neighbours swapped as they are rounded: Element(elements[i{~=> ^ 1~}])
     """,
     "no page": """
-        pages that are none [out_of_bounds]: {~batch != NO_PAGE => true~}
+        invalid pages [out_of_bounds]: {~batch != NO_PAGE => true~}
         pages too high [out_of_bounds]: number {~< cache_size ? max(number, NO_PAGE) : NO_PAGE =>~}
     """,
     "no batch": """
-        batch that is none [out_of_bounds]: {~batch >= 0 && batch < params.cache_size => true~}
+        invalid batch [out_of_bounds]: {~batch >= 0 && batch < params.cache_size => true~}
     """,
     "indexed": """
         index ignored: {~cache_batch_idx[batch] => batch~}
@@ -64,7 +64,7 @@ MUTANTS = {
         partner in the first columns: row, {~ROTARY_FIRST + =>~} rotary_partner(offset,
     """,
     "no table row": """
-        table row that is none [out_of_bounds]: {~rotary_row < table_rows => true~}
+        missing table row [out_of_bounds]: {~rotary_row < table_rows => true~}
     """,
     "rotated at once": """
         q's tokens counted: {~params.rotate_q_by_token != 0 ? token : 0 => token~}

@@ -306,7 +306,7 @@ def test_pages_outside_a_window():
 
 
 def test_an_imported_sequence_is_truncated():
-    """Its last rows are matched with pages of the cache, among them those that a query sees."""
+    """Also if its last rows match pages that are already in the cache."""
     cache, tokens = make(20, windows=[-1, 5]), [*range(40)]
     id = cache.allocate()
     append(cache, {id: []}, {id: tokens[:16]})

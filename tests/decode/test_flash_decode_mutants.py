@@ -96,16 +96,16 @@ MUTANTS = {
         scales of keys [uninitialised]: v_scales[j] = *kv.scale_of(kv.{~value_unit => key_unit~}(j
         scales where the codes are [wrong or race]: (unit + {~SPAN_FRAGMENTS => 0~} * SIMD_LANES)
         products without their scale: {~chain.scale(*kv.scale_of(kv.key_unit(j, begin))); =>~}
-        scales of spans that nobody has [uninitialised]:
+        scales of missing spans [uninitialised]:
             K_SPAN_SCALES && {~span_exists(kv.lane.span(begin), QK_SPANS) => true~}
-        codes that nobody has loaded [uninitialised]: if (!V_IN_K {~&& ROW_SIMDGROUPS == 1 =>~})
+        codes that are not loaded [uninitialised]: if (!V_IN_K {~&& ROW_SIMDGROUPS == 1 =>~})
     """,
     problems.vectors: """
         units of one lane [wrong or race or uninitialised]: u * LANES {~+ lane.index % LANES =>~}
         values of first keys: blocks.row(block.first + n * LOAD_KEYS {~+ lane.index / LANES =>~})
         first weights: weights[{~(n * LOAD_KEYS + lane.index / LANES) => n * LOAD_KEYS~} * ROWS + r]
         values outside the lengths not cleared: {~&& kv.is_valid(key) =>~}
-        values behind the length not cleared: {~kv.is_valid(key) => key >= kv.sequence.first_key~}
+        values after the length not cleared: {~kv.is_valid(key) => key >= kv.sequence.first_key~}
         nothing seen where a share is 0: share {~< => <=~} 0.0f
         nothing seen, something shared: {~share < 0.0f ? 0.0f : =>~} sums[n] * share
         correction of the first row: weights[BLOCK_K * ROWS {~+ r =>~}]
@@ -143,7 +143,7 @@ MUTANTS = {
         values of the padding not zeroed: {~row >= sequence.first_key && =>~}
     """,
     problems.infinite_value: """
-        values behind the length not zeroed: {~&& row < sequence.kv_length =>~};
+        values after the length not zeroed: {~&& row < sequence.kv_length =>~};
     """,
     "windows": """
         window begins a block late: seen.begin / BLOCK * BLOCK{~=> + BLOCK~}
@@ -220,7 +220,7 @@ MUTANTS = {
         odd codes before even ones: codes[i] >> ({~=> 8 -~}j * BITS)
     """,
     "codes_of_odd_rows": """
-        columns behind the last read [everywhere, out_of_bounds]:
+        columns after the last read [everywhere, out_of_bounds]:
             {~COLUMNS % FRAGMENT == 0 || column + i < COLUMNS => true~}
     """,
     problems.packed_lists: """
@@ -260,7 +260,7 @@ MUTANTS = {
         neighbours: blocks.row({~first_row + kv.lane.row) => first + kv.lane.row) + j * FRAGMENT~}
         values of neighbours [wrong or out_of_bounds]:
             blocks.row(block.first {~=> )~} + n * LOAD_KEYS + lane.index / LANES{~) =>~}
-        places behind the list read [wrong or out_of_bounds]: {~place < count * BLOCK => true~} ?
+        places after the list read [wrong or out_of_bounds]: {~place < count * BLOCK => true~} ?
         -1 as the first key [wrong or out_of_bounds]: {~max(row, 0) => row~} : row
         rows of columns swapped: ? vec<T, 2>({~number, other => other, number~})
     """,
@@ -314,9 +314,9 @@ MUTANTS = {
     """,
     problems.impossible_step: """
         rows before the tables [out_of_bounds]: {~first_rotary < 0 || =>~}
-        rows behind the tables [out_of_bounds]:
+        rows after the tables [out_of_bounds]:
             {~first_rotary + rotary_rows > params.append.table_rows => false~}
-        one row behind the tables [out_of_bounds]:
+        one row after the tables [out_of_bounds]:
             first_rotary + rotary_rows > params.append.table_rows{~=> + 1~}
         lengths below nothing counted from: {~used < 0 ? used : =>~}
     """,

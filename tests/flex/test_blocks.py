@@ -143,7 +143,7 @@ MUTANTS = {
     check_full_and_partial: LIST_MUTANTS,
     entries_after_the_checks: """
         entry before the first block: {~block >= 0 && =>~} block < blocks
-        entry behind the last block: block {~< => <=~} blocks
+        entry after the last block: block {~< => <=~} blocks
         entries out of range skipped: {~impossible = true; =>~}
     """,
 }

@@ -1,4 +1,4 @@
-"""Shared by the tests of the gradient kernels: calls of the ops on tensors, and their judge."""
+"""Helpers for tests of the gradient kernels: they call the ops and check the results."""
 
 import torch
 
@@ -14,22 +14,22 @@ def run(name, device, *arguments, **options):
 
 
 def make_gradients(q, v, lse_shape, *, dlse=True, seed=7):
-    """dout of out's shape in q's dtype, and dlse or None."""
+    """Normal dout, of out's shape and q's dtype, and dlse or None."""
     generator = torch.Generator().manual_seed(seed)
     dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator).to(q.dtype)
     return dout, torch.randn(lse_shape, generator=generator) if dlse else None
 
 
 def unrotated(q, k, options):
-    """q and k as the options rotate them, and options that do not."""
+    """q and k rotated as the options say, and the options without the rotation."""
     plain = {name: value for name, value in options.items() if "rotary" not in name}
     return *rotated(q, k, options), plain
 
 
 def exact_forward(q, k, v, options, packing=()):
-    """out and lse of float64's attention, rounded to their dtypes: no forward kernel is compiled.
+    """out and lse in float64, rounded to the op's dtypes: no forward kernel has to be compiled.
 
-    Where scores are so large that their rounding shows, tests pass `own_forward` instead.
+    Tests whose scores are so large that their rounding matters pass `run_forward` instead.
     """
     if not packing:
         q, k, options = unrotated(q, k, options)
@@ -38,10 +38,10 @@ def exact_forward(q, k, v, options, packing=()):
     return out.to(q.dtype), lse.float().contiguous()
 
 
-def backward(q, k, v, dout, dlse, device, options, own_forward=False, packing=()):
+def backward(q, k, v, dout, dlse, device, options, run_forward=False, packing=()):
     """out, lse, dq, dk, dv and delta, on the CPU."""
     name = "flash_varlen" if packing else "flash"
-    if own_forward:
+    if run_forward:
         out, lse = run(f"{name}_fwd", device, q, k, v, *packing, **options)
     else:
         out, lse = exact_forward(q, k, v, options, packing)
@@ -51,7 +51,7 @@ def backward(q, k, v, dout, dlse, device, options, own_forward=False, packing=()
 
 
 def hold_gradients(q, k, v, dout, dlse, results, options, packing=()):
-    """Holds out, lse and the gradients of q, k and v, rotated where the op rotates them."""
+    """Checks out, lse and the gradients of v and of the rotated q and k."""
     out, lse, *actual = results[:5]
     if not packing:
         q, k, options = unrotated(q, k, options)
@@ -59,10 +59,10 @@ def hold_gradients(q, k, v, dout, dlse, results, options, packing=()):
     hold(judged(q, k, v, (out, lse, named), options, packing, dout, dlse))
 
 
-def check_flash_bwd(q, k, v, *packing, device, dlse=True, own_forward=False, **options):
-    """Runs the backward on `device` and holds its gradients to the policy; dq, dk, dv and delta."""
+def check_flash_bwd(q, k, v, *packing, device, dlse=True, run_forward=False, **options):
+    """Runs the backward on `device`, checks its gradients, and returns dq, dk, dv and delta."""
     lse_shape = (q.shape[1], q.shape[0]) if packing else q.shape[:3]
     arguments = make_gradients(q, v, lse_shape, dlse=dlse)
-    results = backward(q, k, v, *arguments, device, options, own_forward, packing)
+    results = backward(q, k, v, *arguments, device, options, run_forward, packing)
     hold_gradients(q, k, v, *arguments, results, options, packing)
     return results[2:]

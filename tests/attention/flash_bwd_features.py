@@ -1,4 +1,4 @@
-"""Each feature of attention's gradients in a small problem: what to check and to mutate.
+"""A small problem for each feature of attention's gradients, for tests and for mutants.
 
 The dtype is float16 by default, so that tests and mutants share a feature's kernels.
 """
@@ -17,11 +17,9 @@ from torch_metal_attn.testing.tensors import Memory
 from torch_metal_attn.tuned import tiles
 
 CPU = torch.device("cpu")
-
-
 FEW = {"batch": 1, "heads": 2, "kv_heads": 1, "q_length": 40, "kv_length": 50}
-# Fields of a case, and what differs from SIZES. Features that do not interact share a case, unless
-# a mutant needs one alone.
+# The fields of each case, on top of SIZES. Features that do not interact share a case, unless a
+# mutant needs one alone.
 FEATURES = {
     "plain": {"through_lse": False},
     "causal": {"causal": True},
@@ -32,77 +30,60 @@ FEATURES = {
     "window at an offset": {"window_size_left": 30, "window_size_right": 5, "q_offset": 50},
     "window past the keys": {"window_size_left": 20, "q_offset": 60},
     "chunk": {"attention_chunk": 21},
-    "chunk, causal, padded": {
-        "attention_chunk": 21,
-        "causal": True,
-        "q_offset": 0,
-        "leftpad_k": (7, 40),
-    },
+    "chunk, causal, padded": {"attention_chunk": 21, "causal": True, "q_offset": 0}
+    | {"leftpad_k": (7, 40)},
     "seqused_k": {"seqused_k": (90, 33)},
-    "both lengths, causal, rotary, interleaved": {
-        "seqused_k": (90, 0),
-        "leftpad_k": (5, 0),
-        "causal": True,
-        **rotated(16, interleaved=True),
-    },
+    "both lengths, causal, rotary, interleaved": rotated(16, interleaved=True)
+    | {"seqused_k": (90, 0), "leftpad_k": (5, 0), "causal": True},
     "both lengths": {"seqused_k": (90, 50), "leftpad_k": (35, 49)},
     "mask": {"attn_mask": "bool bhqk"},
     "mask, transposed": {"attn_mask": "bool bhqk", "mask_layout": ("order 3210",)},
     "mask, whole rows": {"attn_mask": "bool bhq"},
     "bias": {"attn_bias": "float32 bhqk"},
     "softcap": {"softcap": 1.5, "softmax_scale": 0.5},
-    "softcap, all, rotary, odd": {
-        "softcap": 5.0,
-        "causal": True,
-        "attn_bias": "float32 qk",
-        "alibi_slopes": "h",
-        **rotated(14),
-    },
+    "softcap, all, rotary, odd": rotated(14)
+    | {"softcap": 5.0, "causal": True, "attn_bias": "float32 qk", "alibi_slopes": "h"},
     "alibi": {"alibi_slopes": "bh"},
     "alibi at an offset": {"alibi_slopes": "h", "q_offset": 24},
-    "sink, no key, bias, half": {
-        "learnable_sink": "bfloat16",
-        "attn_bias": "float16 hk",
-        "causal": True,
-        "q_offset": -9,
-    },
+    "sink, no key, bias, half": {"learnable_sink": "bfloat16", "attn_bias": "float16 hk"}
+    | {"causal": True, "q_offset": -9},
     "rotary": rotated(8),
     "odd head dim": {"head_dim": 11, "v_head_dim": 13},
     "slices": FEW | {"head_dim": 520, "v_head_dim": 40, "q_length": 29, "kv_length": 37},
-    # Two tiles share one place. Some SIMD groups see no key of a block that others see.
+    # Two tiles share threadgroup memory. Some SIMD groups see no key of a block that others see.
     "wide rows": FEW
     | {"head_dim": 512, "v_head_dim": 500, "dtype": "float32", "window_size_left": 9}
     | {"causal": True, "attn_bias": "float32 qk"},
     "MQA": {"kv_heads": 1, "causal": True},
     "nan outside": {"seqused_k": (90, 50), "leftpad_k": (5, 35)},
-    # Two SIMD groups of dq have half of the columns each.
+    # In dq two SIMD groups share rows: each computes half of the columns.
     "shared rows": FEW | {"heads": 1, "kv_heads": 1, "head_dim": 192, "causal": True},
-    # The walk over the keys does not repair delta.
+    # The loop over the keys does not correct delta.
     "plain, unrefined": {"call": "flash_bwd", "through_lse": False},
     "dlse, unrefined": {"call": "flash_bwd"},
 }
 
 
 def featured(*names, **fields):
-    """The case of features together, of which the first counts most."""
-    together = {}
+    """A case with all these features. The first one has priority."""
+    combined = {"backward": True, "through_lse": True} | SIZES
     for name in reversed(names):
-        together |= FEATURES[name]
-    return case(**{"backward": True, "through_lse": True} | SIZES | together | fields)
+        combined |= FEATURES[name]
+    return case(**combined | fields)
 
 
 def problem(*names, **fields):
-    """The tensors of `featured` as q, k and v, and options for `check_flash_bwd`."""
+    """The case of `featured` as (q, k, v) and the options of `check_flash_bwd`."""
     made = featured(*names, **fields)
     _, arguments = call_of(made, build(made), Memory(CPU))
     return [arguments.pop(name) for name in "qkv"], arguments
 
 
-# Slices of the columns of dq, dk and dv that do not end where the columns do.
-AGAIN = "ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=0"
+# The last slice of the columns of dq, dk and dv is partial.
+UNHELD = "ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=0"
 SLICED = {
-    "flash_bwd_dq": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=1 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 {AGAIN}",
-    "flash_bwd_dkv": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=2 SIMDGROUPS=4 COLUMN_SIMDGROUPS=2 {AGAIN}",
+    "flash_bwd_dq": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=1 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 {UNHELD}",
+    "flash_bwd_dkv": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=2 SIMDGROUPS=4 COLUMN_SIMDGROUPS=2 {UNHELD}",
 }
 
 
@@ -113,7 +94,7 @@ def check(feature, device="cpu"):
 
 
 def check_the_same_bits(qkv, options):
-    """No atomics: threadgroups and SIMD groups may run in any order, on any number of cores."""
+    """Checks that the gradients have the same bits in any order of threadgroups and SIMD groups."""
     arguments = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
     runs = []
     for order in ({}, {"seed": 1, "workers": 1}, {"seed": 2, "workers": 2}):
@@ -136,7 +117,7 @@ def run(problem):
 
 @contextmanager
 def exchanging(*, block=16, row_fragments=2, simdgroups=4, shared=2, columns=576):
-    """So many SIMD groups of dk and dv share keys and exchange weights, as with large head dims."""
+    """In dk and dv, `shared` SIMD groups share keys and exchange weights, as for wide heads."""
     tile = f"SLICE={columns} BLOCK={block} ROW_FRAGMENTS={row_fragments} SIMDGROUPS={simdgroups}"
     tile += f" COLUMN_SIMDGROUPS={shared} ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=1"
     with tiles.forced({"flash_bwd_dkv": tile}), simulate(check=True) as session:

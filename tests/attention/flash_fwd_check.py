@@ -1,4 +1,4 @@
-"""Shared by the kernels' tests: problems as tensors, and ops held to twice torch's error."""
+"""Helpers for tests of the kernels: problems as tensors, and checks against twice torch's error."""
 
 import math
 from functools import partial
@@ -10,18 +10,11 @@ from torch_metal_attn.reference import attention
 from torch_metal_attn.testing import Attention
 from torch_metal_attn.testing.attention_problem import Problem
 from torch_metal_attn.testing.attention_run import judge
-from torch_metal_attn.testing.judge import (
-    ACCUMULATION,
-    DTYPES,
-    ROUNDING,
-    near,
-    near_statistic,
-    on,
-)
+from torch_metal_attn.testing.judge import ACCUMULATION, DTYPES, on
 from torch_metal_attn.testing.oracle import visible_keys
 
 ops = torch.ops.metal_attn
-# Dtypes of the inputs and of a bias, a mask or a sink: each once on both sides.
+# Pairs of different dtypes, for the inputs and for a mask or a table.
 PAIRS_OF_DTYPES = list(zip(DTYPES, [*DTYPES[1:], DTYPES[0]], strict=True))
 
 
@@ -50,14 +43,13 @@ def make_qkv(
 
 def rotary_tables(length, pairs, *, batch=None, dtype=torch.float32, seed=0):
     shape = (length, pairs) if batch is None else (batch, length, pairs)
-    angles = 6.3 * torch.rand(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(seed)
+    angles = 6.3 * torch.rand(shape, generator=generator, dtype=torch.float64)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def random_mask(*shape, dtype=torch.bool, seed=3, hidden=0.4):
-    """Bool, or additive with -inf where the bool one would be False."""
+    """A bool mask, or an additive one with -inf where the bool mask is False."""
     generator = torch.Generator().manual_seed(seed)
     visible = torch.rand(shape, generator=generator) >= hidden
     if dtype == torch.bool:
@@ -70,17 +62,8 @@ def hold(measures):
     assert not wrong, wrong
 
 
-def hold_results(out, lse, exact, exact_lse, error, options, kv_dtype):
-    """`out` within twice torch's error of the oracle, `lse` within float32's rounding."""
-    assert (lse.dtype, lse.shape) == (torch.float32, exact_lse.shape)
-    # Rows that were rotated or dequantised are rounded to their dtype before the product.
-    rounded = kv_dtype != out.dtype or any("rotary" in name for name in options)
-    rounding = max(1e-5, 4 * ROUNDING[out.dtype] * rounded)
-    hold([near("out", out, exact, error), near_statistic("softmax_lse", lse, exact_lse, rounding)])
-
-
 def judged(q, k, v, results, options, packing=(), dout=None, dlse=None):
-    """Measures of out, lse and gradients for these tensors, by the policy of docs/numerics.md."""
+    """The measures of out, lse and gradients by the policy of docs/numerics.md."""
     sequences = zip(*(ends.diff().tolist() for ends in packing[:2]), strict=True)
     dense = {"batch": len(q), "q_length": q.shape[2], "kv_length": k.shape[2]}
     case = Attention(
@@ -90,7 +73,7 @@ def judged(q, k, v, results, options, packing=(), dout=None, dlse=None):
         kv_heads=k.shape[1],
         packed=tuple(sequences) if packing else (),
         rotary="".join(side for side in "qk" if f"{side}_rotary_cos" in options),
-        format="" if k.dtype == q.dtype else "q8_0",  # rows that are rounded to q's dtype
+        format="" if k.dtype == q.dtype else "q8_0",  # any format whose rows are rounded to q's
         dropout_p=options.get("dropout_p", 0.0),
         backward=dout is not None,
         strict=True,
@@ -107,10 +90,10 @@ def check_flash_decode(q, k, v, *, device, num_splits=0, **options):
 
 
 def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
-    """Runs the op on `device` and holds it to twice torch's error against float64.
+    """Runs the op on `device`, checks its results against float64, and returns out and lse.
 
-    packing: of packed sequences; torch's error is then that of each sequence alone.
-    cache: the op's arguments for k and v, and the options of their storage.
+    packing: cu_seqlens and max_seqlens; torch's error is then measured for each sequence.
+    cache: k and v as the op takes them, and the options of their storage.
     """
     keys, values, where = (k, v, {}) if cache is None else cache
     arguments = on(device, dict(enumerate((q, keys, values, *packing)))).values()
@@ -123,7 +106,7 @@ def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
 
 
 def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
-    """Sinks with nearly all weight, whose products with log2(e) round off a millionth of it."""
+    """Checks sinks that have nearly all weight and lose a millionth when scaled by log2(e)."""
     operands = [q.zero_(), k, v.fill_(1.0)]
     options["learnable_sink"] = torch.tensor([29.97, 31.03, 26.9, 30.5])
     out, _ = op(*(x.to(device) for x in operands), **on(device, options))
@@ -132,7 +115,7 @@ def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
 
 
 def check_either_precision(run):
-    """The bits are the same if the GPU truncates float operands or rounds them."""
+    """Checks that a GPU that truncates float operands and one that rounds give the same bits."""
     results = []
     for mode in ("truncate", "round"):
         with simulate(check=True, relaxed_precision=mode):
@@ -141,31 +124,15 @@ def check_either_precision(run):
 
 
 def pack(sequences):
-    """Sequences of (B=1, H, L, D) tensors as (T, H, D), with cu_seqlens and the longest length."""
-    lengths = [sequence.shape[2] for sequence in sequences]
-    packed = torch.cat([sequence[0].transpose(0, 1) for sequence in sequences])
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    return packed, cu_seqlens, max(lengths)
-
-
-def unpacked(q, k, v, packing):
-    """Each sequence's tensors, (1, H, L, D); q may be any tensors that have its rows."""
-    ends = [packing[0].tolist(), packing[1].tolist()]
-    for b in range(len(ends[0]) - 1):
-        rows, keys = (slice(of[b], of[b + 1]) for of in ends)
-        yield (
-            *(x[None, rows].transpose(1, 2) for x in q),
-            *(x[None, keys].transpose(1, 2) for x in (k, v)),
-        )
+    """The operands of flash_varlen_fwd for sequences (q, k, v), each with a batch of 1."""
+    q, k, v = zip(*sequences, strict=True)
+    packed = [torch.cat([x[0].transpose(0, 1) for x in tensors]) for tensors in (q, k, v)]
+    lengths = [[x.shape[2] for x in tensors] for tensors in (q, k)]
+    cu_seqlens = [torch.tensor([0, *each]).cumsum(0).int() for each in lengths]
+    return *packed, *cu_seqlens, *map(max, lengths)
 
 
 def make_packed(q_lengths, kv_lengths, **shape):
-    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of normal data."""
-    sequences = [
-        make_qkv(q_length=q_length, kv_length=kv_length, seed=seed, **shape)
-        for seed, (q_length, kv_length) in enumerate(zip(q_lengths, kv_lengths, strict=True))
-    ]
-    (q, ends_q, longest_q), (k, ends_k, longest_k), (v, *_) = map(
-        pack, zip(*sequences, strict=True)
-    )
-    return q, k, v, ends_q, ends_k, longest_q, longest_k
+    """Normal q, k and v, packed."""
+    pairs = enumerate(zip(q_lengths, kv_lengths, strict=True))
+    return pack(make_qkv(q_length=q, kv_length=k, seed=seed, **shape) for seed, (q, k) in pairs)

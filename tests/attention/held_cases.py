@@ -1,4 +1,4 @@
-"""Cases of attention as data, and the driver that holds them to the policy of docs/numerics.md."""
+"""Cases of attention as data, and the check of their results by the policy of docs/numerics.md."""
 
 import dataclasses
 
@@ -6,9 +6,8 @@ from torch_metal_attn import testing
 from torch_metal_attn.testing import Attention
 from torch_metal_attn.testing.attention import OPS
 
-HOME = 16  # the head dim of tests with another subject, so that they share kernels
+HOME = 16  # the head dim of tests that need no other, which therefore share kernels
 FORWARD = {"backward": False, "through_lse": False}
-# Shared by the tests of tensor tiles, in half precision and in TF32.
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101}
 LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}
 SCORES = {"softcap": 1.5, "softmax_scale": 0.5, "learnable_sink": "float32", "dropout_p": 0.3}
@@ -22,7 +21,7 @@ def rotated(columns, interleaved=False):
 
 
 def case(**fields):
-    """Odd lengths, in float16; with gradients, if the call has them and FORWARD is not given."""
+    """A case of odd lengths in float16. Gradients are checked unless `fields` has FORWARD."""
     arguments = {"dtype": "float16", "heads": 2, "q_length": 33, "kv_length": 65, "head_dim": HOME}
     arguments |= fields
     arguments.setdefault("v_head_dim", arguments["head_dim"])

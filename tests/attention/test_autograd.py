@@ -1,4 +1,4 @@
-"""Gradients of attention by every way to ask for them: autograd, compiling, transforms."""
+"""Gradients of attention through autograd, torch.compile, torch.func and autocast."""
 
 import math
 
@@ -6,23 +6,10 @@ import pytest
 import torch
 
 import torch_metal_attn
-from tests.attention.autograd_check import (
-    LENGTHS,
-    PACKED,
-    ROTARY,
-    check,
-    expected_gradients,
-    gradients,
-    loss_of,
-    make_leaves,
-    make_packed,
-    make_qkv,
-    normal,
-    rotary,
-    tables,
-)
+from tests.attention.autograd_check import loss_of, make_leaves, make_qkv
 from torch_metal_attn import reference, simulate
 from torch_metal_attn.reference import attention
+from torch_metal_attn.testing.judge import ints, normal
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
 flash_varlen_fwd = torch.ops.metal_attn.flash_varlen_fwd
@@ -30,16 +17,57 @@ flash_bwd = torch.ops.metal_attn.flash_bwd
 flash_varlen_bwd = torch.ops.metal_attn.flash_varlen_bwd
 
 
+def make_packed():
+    """q, k, v of 20 and 25 tokens and their packing. The last tokens belong to no sequence."""
+    lengths = (5, 0, 9, 3), (7, 4, 0, 12)
+    bounds = [torch.tensor([0, *each]).cumsum(0).int() for each in lengths]
+    qkv = normal(20, 4, 16), normal(25, 2, 16, seed=1), normal(25, 2, 8, seed=2)
+    return qkv, (*bounds, 9, 12)
+
+
+def gradients(function, tensors, **options):
+    leaves = make_leaves(tensors)
+    return torch.autograd.grad(loss_of(*function(*leaves, **options)), leaves)
+
+
+def check(actual, expected, tolerance=2e-5):
+    for one, other in zip(actual, expected, strict=True):
+        assert one.shape == other.shape
+        bound = tolerance * max(other.abs().max().item(), 1e-3)
+        torch.testing.assert_close(one.double(), other.double(), rtol=0.0, atol=bound)
+
+
+def tables(*shape, seed=7):
+    """cos and sin of random angles, times a factor, as in YaRN."""
+    angles = normal(*shape, seed=seed)
+    return 1.3 * angles.cos(), 1.3 * angles.sin()
+
+
+def rotary(q_tables, k_tables, interleaved=False):
+    names = [f"{side}_rotary_{table}" for side in "qk" for table in ("cos", "sin")]
+    named = dict(zip(names, (*q_tables, *k_tables), strict=True))
+    return {"rotary_interleaved": interleaved} | named
+
+
+ROTARY = rotary(tables(11, 6), tables(13, 6, seed=8))
+# The second sequence has no keys.
+LENGTHS = {"seqused_k": ints(13, 4), "leftpad_k": ints(2, 4), "causal": True}
+# Options for make_packed's sequences. Each has its own rows of the tables, except k's sin.
+PACKED = {"seqused_k": ints(3, 0, 0, 12), "causal": True} | rotary(
+    tables(4, 10, 8), (tables(4, 12, 8)[0], tables(13, 8)[1]), interleaved=True
+)
+
+
 class TestValues:
     @pytest.mark.parametrize(
         "loss",
         [
             lambda out, lse: (lse * normal(2, 4, 9, seed=4)).sum(),
-            lambda out, lse: out.sum(),  # whose gradient has no stride of 1
+            lambda out, lse: out.sum(),  # its gradient is expanded, with strides of 0
         ],
         ids=["lse", "sum"],
     )
-    def test_of_one_result(self, loss, backend):
+    def test_loss_of_one_result(self, loss, backend):
         actual, expected = (
             torch.autograd.grad(loss(*attend(*leaves)), leaves, materialize_grads=True)
             for attend, leaves in (
@@ -50,10 +78,11 @@ class TestValues:
         check(actual, expected)
 
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-    def test_some_only(self, wanted, backend):
+    def test_some_operands_require_grad(self, wanted, backend):
         tensors = list(make_qkv())
         options = ROTARY | {"causal": True}
-        expected = expected_gradients(tensors, **options)
+        with_float64 = {"compute_dtype": torch.float64} | options
+        expected = gradients(attention, [x.double() for x in tensors], **with_float64)
         for index in wanted:
             tensors[index].requires_grad_()
         loss_of(*flash_fwd(*tensors, **options)).backward()
@@ -79,8 +108,8 @@ class TestOps:
         torch.library.opcheck(flash_varlen_bwd, arguments, {"exact_delta": True} | PACKED)
 
 
-def test_rows_of_nothing_but_the_lowest_float_have_no_gradient():
-    """Their log-sum-exp cannot hold how many keys share the weight; a mask means to hide them."""
+def test_rows_masked_by_the_lowest_float_have_no_gradient():
+    """The lowest float absorbs the number of keys in the log-sum-exp, so weights are unknown."""
     qkv = make_qkv(v_head_dim=16)
     mask = torch.zeros(qkv[0].shape[2], qkv[1].shape[2])
     mask[5] = torch.finfo(torch.float32).min
@@ -101,7 +130,7 @@ def test_rows_of_nothing_but_the_lowest_float_have_no_gradient():
         torch.testing.assert_close(a.double(), e, rtol=0, atol=2e-5)
 
 
-class TestRefusals:
+class TestErrors:
     @pytest.mark.parametrize("name", ["q_rotary_cos", "k_rotary_sin"])
     def test_no_gradient(self, name):
         options = dict(ROTARY)
@@ -164,10 +193,7 @@ def test_gradcheck_of_the_reference(case):
     assert torch.autograd.gradcheck(outputs, leaves)
 
 
-KERNELS = ["flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
-
-
-class TestWays:
+class TestCallers:
     OPTIONS = ROTARY | {"causal": True}
 
     def loss(self, q, k, v):
@@ -187,11 +213,10 @@ class TestWays:
             out, lse = flash_fwd(q * 1, k, v, learnable_sink=sink, **options)
             return out * 2, lse + 1
 
-        compiled = torch.compile(
-            step, fullgraph=True, dynamic=case == "packed", backend="aot_eager"
-        )
+        packed = case == "packed"
+        compiled = torch.compile(step, fullgraph=True, dynamic=packed, backend="aot_eager")
         for length in (9, 11):
-            if case == "packed":
+            if packed:
                 tensors, packing = make_packed()
                 options = {"packing": packing} | PACKED
             else:
@@ -211,10 +236,8 @@ class TestWays:
             check([x[i] for x in each], expected, tolerance=1e-6)
         leaves = make_leaves(stacked)
         outs = torch.vmap(self.loss)(*leaves)
-        weights = torch.eye(2)
-        batched = torch.autograd.grad(
-            outs, leaves, weights, is_grads_batched=True, retain_graph=True
-        )
+        options = {"is_grads_batched": True, "retain_graph": True}
+        batched = torch.autograd.grad(outs, leaves, torch.eye(2), **options)
         check([x.sum(0) for x in batched], each, tolerance=1e-6)
         check(torch.autograd.grad(outs.sum(), leaves), each, tolerance=1e-6)
 
@@ -222,7 +245,7 @@ class TestWays:
         q, k, v = make_qkv()
         with pytest.raises(NotImplementedError, match="no second derivative"):
             torch.func.grad(lambda q: torch.func.grad(self.loss)(q, k, v).sum())(q)
-        # An argument of an outer function has one: attention is inside, and linear in it.
+        # scale does not pass through attention, so the outer derivative exists.
         nested = torch.func.grad(
             lambda scale: scale.square() * torch.func.grad(self.loss)(q, k, v).sum().detach()
         )(torch.tensor(3.0))
@@ -242,7 +265,7 @@ class TestWays:
             q, k, v = q[0], k[0], v[0]
             packing = (torch.tensor([0, 9]).int(), torch.tensor([0, 13]).int(), 9, 13)
         leaves = make_leaves((q, k, v))
-        half_v = leaves[2].to(dtype)  # as from a linear layer, with float32 q and k from a rotation
+        half_v = leaves[2].to(dtype)  # as from a linear layer; a rotation leaves q and k in float32
         weight = normal(*q.shape[:-1], 8, seed=5)
         with torch.autocast("cpu", dtype=dtype):
             out = attend(leaves[0], leaves[1], half_v, *packing)
@@ -264,7 +287,7 @@ class TestWays:
         finally:
             torch.set_autocast_enabled("mps", False)
 
-    def test_backward_where_the_simulator_is_off(self):
+    def test_one_pass_in_the_simulator(self):
         leaves, expected = make_leaves(make_qkv()), self.expected()
         with simulate(check=True) as run:
             loss = self.loss(*leaves)
@@ -273,16 +296,20 @@ class TestWays:
         loss = self.loss(*leaves)
         with simulate(check=True) as run:
             check(torch.autograd.grad(loss, leaves), expected, tolerance=1e-5)
-        assert [launch.kernel for launch in run.launches] == [*KERNELS[1:], "rope", "rope"]
+        kernels = [launch.kernel.removeprefix("flash_bwd_") for launch in run.launches]
+        assert kernels == ["delta", "dq", "dkv", "rope", "rope"]
 
 
 class TestMemory:
-    def test_gradients_are_whole_rows_without_a_copy(self, monkeypatch):
+    def test_only_expanded_gradients_are_copied(self, monkeypatch):
         copies = []
         contiguous = torch.Tensor.contiguous
-        monkeypatch.setattr(
-            torch.Tensor, "contiguous", lambda x, **kw: copies.append(x) or contiguous(x, **kw)
-        )
+
+        def counted(x, **options):
+            copies.append(x)
+            return contiguous(x, **options)
+
+        monkeypatch.setattr(torch.Tensor, "contiguous", counted)
         leaves = make_leaves(make_qkv())
         out, lse = flash_fwd(*leaves)
         with simulate(check=True):
@@ -305,5 +332,5 @@ class TestMemory:
         out, lse = flash_fwd(*leaves, causal=True)
         assert len(shapes) == 10
         check(torch.autograd.grad(loss_of(out, lse), leaves), expected)
-        assert len(shapes) == 30  # forward, and for the backward once more and again
+        assert len(shapes) == 30  # the backward computes each block twice more
         assert max(shapes) == 10

@@ -1,6 +1,6 @@
-"""Refusals of the backward ops: the ValueError names the argument, its value and the rule.
+"""Errors of the backward ops: the ValueError names the argument, its value and the rule.
 
-Refusals of operands and options are the forward's, in tests/common/test_bad_options.py.
+Errors about operands and options are the forward's: see tests/common/test_bad_options.py.
 """
 
 from functools import partial
@@ -15,32 +15,33 @@ from tests.helpers.refused import refused, refused_alike, without_data
 from torch_metal_attn import simulate
 
 
+def arguments(q, k, v, out, lse):
+    """Random tensors of these shapes."""
+    halves = {"dout": out, "q": q, "k": k, "v": v, "out": out}
+    statistics = {name: torch.randn(lse) for name in ("dlse", "softmax_lse")}
+    return {name: torch.randn(shape).half() for name, shape in halves.items()} | statistics
+
+
 def dense():
-    tensors = {"dout": (2, 4, 16, 48), "q": (2, 4, 16, 32), "k": (2, 2, 24, 32)}
-    tensors |= {"v": (2, 2, 24, 48), "out": (2, 4, 16, 48)}
-    statistics = {"dlse": torch.randn(2, 4, 16), "softmax_lse": torch.randn(2, 4, 16)}
-    return {name: torch.randn(shape).half() for name, shape in tensors.items()} | statistics
+    shapes = (2, 4, 16, 32), (2, 2, 24, 32), (2, 2, 24, 48), (2, 4, 16, 48), (2, 4, 16)
+    return arguments(*shapes)
 
 
 def packed():
-    tensors = {"dout": (20, 4, 48), "q": (20, 4, 32), "k": (34, 2, 32), "v": (34, 2, 48)}
-    tensors |= {"out": (20, 4, 48)}
-    statistics = {"dlse": torch.randn(4, 20), "softmax_lse": torch.randn(4, 20)}
+    tensors = arguments((20, 4, 32), (34, 2, 32), (34, 2, 48), (20, 4, 48), (4, 20))
     ends = {"cu_seqlens_q": ints(0, 16, 20), "cu_seqlens_k": ints(0, 10, 34)}
-    longest = {"max_seqlen_q": 16, "max_seqlen_k": 24}
-    tensors = {name: torch.randn(shape).half() for name, shape in tensors.items()}
-    return tensors | statistics | ends | longest
+    return tensors | ends | {"max_seqlen_q": 16, "max_seqlen_k": 24}
 
 
-def added(name, value):
+def with_delta(name, value):
     arguments = dense()
     arguments["delta"] = arguments.pop("dlse")
     del arguments["out"]
     return arguments | {name: value}
 
 
-bias = partial(added, "attn_bias", torch.zeros(16, 24))
-slopes = partial(added, "alibi_slopes", torch.zeros(4))
+bias = partial(with_delta, "attn_bias", torch.zeros(16, 24))
+slopes = partial(with_delta, "alibi_slopes", torch.zeros(4))
 
 
 def call(where, arguments):
@@ -50,13 +51,11 @@ def call(where, arguments):
     return getattr(NAMESPACES[where], name)(**arguments)
 
 
-# Rows of (argument, what is done to it, how the error goes on after its name). Other wrong dtypes,
-# ranks and strides are in tests/common/test_small_ops_refused.py.
+# An argument, the function that makes it invalid, and the message after its name. Other wrong
+# dtypes, ranks and strides are in tests/common/test_small_ops_refused.py.
+FLOAT32 = torch.Tensor.float, " has dtype float32 and q float16; .*alike"
 BOTH = [
-    *(
-        (x, torch.Tensor.float, " has dtype float32 and q float16; .*alike")
-        for x in ("dout", "out")
-    ),
+    *(("dout", *FLOAT32), ("out", *FLOAT32)),
     *(
         (name, lambda x: x[..., :15].clone(), r" has shape \(.*, 15\); it must be ")
         for name in ("dout", "out", "softmax_lse", "dlse")
@@ -109,16 +108,15 @@ def test_refused_in_every_namespace(where):
 
 
 @pytest.mark.parametrize("make", [dense, packed])
-def test_strided_gradients_are_good(make):
-    # Columns of HOME, whose kernels other tests compile.
+def test_strided_gradients(make):
+    # HOME columns, so that the kernels are those of other tests.
     arguments = {
         name: value[..., :HOME].contiguous() if name in ("dout", "q", "k", "v", "out") else value
         for name, value in make().items()
     }
     arguments["exact_delta"] = True
-    apart = {n: arguments[n].repeat_interleave(2, -2)[..., ::2, :] for n in ("dout", "out")}
+    views = {n: arguments[n].repeat_interleave(2, -2)[..., ::2, :] for n in ("dout", "out")}
     with simulate(check=True):
         expected = call("op", arguments)
-        actual = call("op", arguments | apart | {"dlse": strided(arguments["dlse"])})
-    for gradient, whole in zip(actual, expected, strict=True):
-        assert torch.equal(gradient, whole)
+        actual = call("op", arguments | views | {"dlse": strided(arguments["dlse"])})
+    assert all(map(torch.equal, actual, expected))

@@ -1,4 +1,4 @@
-"""torch.nn.attention.bias: causal masks that are described, and hold no elements."""
+"""torch.nn.attention.bias: tensors that describe a causal mask without storing it."""
 
 import threading
 
@@ -21,15 +21,12 @@ from torch_metal_attn import sdpa_replaced, simulate
 pytestmark = pytest.mark.filterwarnings(f"ignore:.*{NO_CALL}")
 
 BIASES = {"upper left": causal_upper_left, "lower right": causal_lower_right}
-LENGTHS = [(5, 9), (9, 5)]  # of queries and keys; with fewer keys some rows see none
+LENGTHS = [(5, 9), (9, 5)]  # of queries and keys; with fewer keys, some queries see none
 
 
 def problem(q_length, k_length):
-    return (
-        normal(2, 4, q_length, 16),
-        normal(2, 2, k_length, 16, seed=1),
-        normal(2, 2, k_length, 16, seed=2),
-    )
+    shapes = (4, q_length), (2, k_length), (2, k_length)
+    return [normal(2, *shape, 16, seed=seed) for seed, shape in enumerate(shapes)]
 
 
 def visible(which, q_length, k_length):
@@ -67,8 +64,8 @@ class TestValues:
         assert len(run.launches) == 4
         assert not any("MASK" in launch.defines for launch in run.launches)
 
-    def test_what_torch_runs(self, which, lengths):
-        """In a thread that is in no block, and where the kernels cannot run the call."""
+    def test_left_to_torch(self, which, lengths):
+        """Calls in a thread outside the block, and calls in float64, which no kernel supports."""
         bias = BIASES[which](*lengths)
         expected = self.expected(which, lengths)
         results = []
@@ -93,7 +90,6 @@ class TestValues:
 
 @pytest.mark.parametrize("replaced, biases", [(False, ["lower right"]), (True, [*BIASES] * 2)])
 def test_compiled(replaced, biases):
-    """The other bias is another graph."""
     torch._dynamo.reset()
     ours, attend = torch_metal_attn.scaled_dot_product_attention, imported_before
     compiled = torch.compile(
@@ -109,8 +105,8 @@ def test_compiled(replaced, biases):
         assert [launch.kernel for launch in run.launches] == ["flash_fwd"]
 
 
-def test_torchs_list_of_functions_is_made_outside():
-    """torch.compile asks it whether a mode or a subclass may take a call."""
+def test_overridable_functions_contain_torchs_own():
+    """torch.compile reads this list to decide whether a mode or a subclass may handle a call."""
     torch.overrides._get_overridable_functions.cache_clear()
     torch.overrides.get_testing_overrides.cache_clear()
     with sdpa_replaced():
@@ -118,13 +114,11 @@ def test_torchs_list_of_functions_is_made_outside():
 
 
 class TestErrors:
-    def test_of_other_lengths(self):
-        q, k, v = problem(5, 9)
+    def test_another_length(self):
+        bias = causal_lower_right(5, 8)
         message = "a CausalBias of 5 queries and 8 keys; query has a length of 5 and key of 9"
         with pytest.raises(RuntimeError, match=message):
-            torch_metal_attn.scaled_dot_product_attention(
-                q, k, v, causal_lower_right(5, 8), enable_gqa=True
-            )
+            torch_metal_attn.scaled_dot_product_attention(*problem(5, 9), bias, enable_gqa=True)
 
     def test_with_is_causal(self):
         q, k, v = problem(5, 9)

@@ -1,4 +1,4 @@
-"""Dropout: its random numbers, and that every kernel uses the same wherever it needs a weight."""
+"""Dropout: the random numbers, and the same mask in every kernel."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import dropout_mask
 from torch_metal_attn.call import philox
 
-STATE = (2**40 + 12345, -7)  # all four words differ, and matter
+STATE = (2**40 + 12345, -7)  # all four words differ
 
 
 def check_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0.3, state=STATE):
-    """With scores of 0 weights are alike, and by rows of the unit matrix results are one weight."""
+    """Scores of 0 make weights equal, and identity matrices make each result a single weight."""
     batch, heads, q_length, kv_length = 2, 3, 37, 43
 
     def unit(length, columns):
@@ -31,7 +31,7 @@ def check_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0.
     out, lse = run("flash_fwd", device, zero_q, zero_k, unit_v, **options)
 
     def gradients(dout, q, k, v):
-        # An out of 0 makes delta 0: a score's gradient is then its weight times what is kept.
+        # delta is 0 if out is 0. The gradient of a score is then its weight, or 0 if it is dropped.
         zero_out = torch.zeros_like(dout)
         return run("flash_bwd", device, dout, None, q, k, v, zero_out, lse, **options)
 
@@ -43,19 +43,17 @@ def check_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0.
     expected = dropout_mask(options["rng_state"], p, batch, heads, q_length, kv_length)
     for name, mask in masks.items():
         kept = (mask[..., :kv_length] != 0).cpu()
-        assert torch.equal(kept, expected), f"{name} drops other weights"
+        assert torch.equal(kept, expected), f"{name} differs from dropout_mask"
 
 
-# kat_vectors in the Random123 library of the paper's authors: counter, key, words.
+# kat_vectors in the Random123 library of the paper's authors: 4 words of counter, 2 of key, and the
+# 4 results.
 KNOWN_ANSWERS = [
-    ("00000000 " * 4, "00000000 " * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
+    "00000000 " * 6 + "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    "ffffffff " * 6 + "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1",
 ]
+INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
 def one_philox(counter, key):
@@ -71,24 +69,19 @@ def one_philox(counter, key):
 
 
 class TestPhilox:
-    @pytest.mark.parametrize("texts", KNOWN_ANSWERS)
-    def test_known_answers(self, texts):
-        counter, key, words = ([int(word, 16) for word in text.split()] for text in texts)
-        assert one_philox(counter, key) == tuple(words)
+    @pytest.mark.parametrize("text", KNOWN_ANSWERS)
+    def test_known_answers(self, text):
+        words = [int(word, 16) for word in text.split()]
+        assert one_philox(words[:4], words[4:6]) == tuple(words[6:])
 
     @given(st.lists(st.integers(0, 2**32 - 1), min_size=6, max_size=6))
     def test_any_numbers(self, words):
-        actual = philox.philox4x32(
-            torch.tensor(words[:4]).unbind(), torch.tensor(words[4:]).unbind()
-        )
-        assert tuple(map(int, actual)) == one_philox(words[:4], words[4:])
+        counter, key = words[:4], words[4:]
+        actual = philox.philox4x32(torch.tensor(counter).unbind(), torch.tensor(key).unbind())
+        assert tuple(map(int, actual)) == one_philox(counter, key)
 
-    @given(
-        st.integers(-(2**63), 2**63 - 1),
-        st.integers(-(2**63), 2**63 - 1),
-        st.floats(0, 1, exclude_min=True),
-    )
-    def test_the_mask_is_of_these_words(self, seed, offset, p):
+    @given(INT64, INT64, st.floats(0, 1, exclude_min=True))
+    def test_the_mask_compares_these_words_with_p(self, seed, offset, p):
         kept = dropout_mask(torch.tensor([seed, offset]), p, 2, 2, 3, 6)
         assert kept.shape == (2, 2, 3, 6)
         halves = [(x % 2**32, x >> 32 & 0xFFFFFFFF) for x in (seed, offset)]
@@ -107,8 +100,8 @@ class TestPhilox:
 @pytest.mark.parametrize(
     "options",
     [
-        # Tiles with two row fragments and one, 32 keys a block down to 8, SIMD groups that share
-        # rows, and slices of the results. Rows of 45 columns are read one by one.
+        # Tiles with one and two row fragments, blocks of 8 to 32 keys, SIMD groups that share rows,
+        # and slices of the results. Rows of 45 columns are read element by element.
         {"head_dim": 128, "v_head_dim": 128, "dtype": torch.bfloat16},
         {"head_dim": 288, "v_head_dim": 45, "dtype": torch.float16},
         {"p": 1e-9, "state": (0, 0)},
@@ -130,32 +123,28 @@ def values():
     judge(case(**sizes, dropout_p=0.3))
 
 
-# All kernels share the header: each fault in it is planted in one kernel, in turn.
+# All kernels include the header. Each of its faults is planted in one kernel.
 MUTANTS = {
     masks: """
         flash_bwd_dq: other numbers in backward: uint4(key_index / 4, query{~=> + 1~}, head, batch)
-        flash_fwd: row and column swapped:
-            uint4({~key_index / 4, query => query, key_index / 4~}, head, batch)
+        flash_fwd: transposed: uint4({~key_index / 4, query => query, key_index / 4~}, head, batch)
         flash_bwd_dq: head ignored: uint4(key_index / 4, query, {~head => 0~}, batch)
         flash_bwd_dkv: batch ignored: uint4(key_index / 4, query, head, {~batch => 0~})
-        flash_fwd: head and batch swapped:
-            uint4(key_index / 4, query, {~head, batch => batch, head~})
+        flash_fwd: head, batch swapped: uint4(key_index / 4, query, {~head, batch => batch, head~})
         flash_bwd_dkv: head of dk and dv not moved: head = {~query_head => 0~}
         flash_bwd_dq: seed's high word ignored: {~uint(seed >> 32) => 0~}
         flash_bwd_dkv: offset ignored: {~ulong(rng_state[1]) => 0~}
         flash_fwd: offset's high word ignored: {~uint(offset >> 32) => 0~}
         flash_bwd_dq: nine rounds: round < {~10 => 9~}
-        flash_bwd_dkv: the others dropped: word {~> => <=~} last_dropped
+        flash_bwd_dkv: kept weights dropped: word {~> => <=~} last_dropped
         flash_fwd: one word of two: lane == 0 ? words.{~xy => xx~}
         flash_bwd_dq: words not exchanged: {~simd_shuffle_xor(others.x, ushort(1)) => others.x~}
         flash_bwd_dkv: words of keys not exchanged:
             {~simd_shuffle_xor(word_of(words, other), ushort(2 * step) => word_of(words, other~})
     """,
     values: """
-        flash_bwd_dq, flash_bwd_dkv: another mask in the backward:
-            uint4(key_index / 4, query, head, batch{~=> + 1~})
-        flash_bwd_dkv, flash_fwd, flash_bwd_dq: no 1 / (1 - p):
-            {~tile.scale(keep_scale); =>~}
+        flash_bwd_dq, flash_bwd_dkv: other mask: uint4(key_index / 4, query, head, batch{~=> + 1~})
+        flash_bwd_dkv, flash_fwd, flash_bwd_dq: no 1 / (1 - p): {~tile.scale(keep_scale); =>~}
         flash_fwd: forward without dropout: if ({~DROPOUT => false~}) { //
         flash_bwd_dkv: dv of all weights: {~dropout.apply(dropped, kept); =>~}
         flash_bwd_dkv: dk of all products: {~dropout.apply(gradients, kept); =>~}

@@ -1,4 +1,4 @@
-"""Dropout as users ask for it: flash-attn's functions, torch's, transformers', while compiling."""
+"""Dropout in the functions of flash-attn, torch and transformers, eager and compiled."""
 
 from functools import partial
 
@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import torch_metal_attn
 from tests.attention.flash_fwd_check import make_packed
 from tests.helpers.cases import each_case
 from tests.sdpa.sdpa_check import close
-from torch_metal_attn import dropout_mask, sdpa_replaced, simulate
+from torch_metal_attn import (
+    dropout_mask,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    scaled_dot_product_attention,
+    sdpa_replaced,
+    simulate,
+)
 from torch_metal_attn.call import philox
 from torch_metal_attn.flash_attn.flash_attn_interface import _get_block_size_n
 from torch_metal_attn.integrations.transformers import metal_attention
@@ -21,10 +27,10 @@ SEED = 7
 P = 0.4
 
 
-def drawn(device="cpu"):
-    """The state that the next call with dropout has after torch.manual_seed(SEED)."""
+def drawn():
+    """Seeds torch, and returns the rng_state of the next call with dropout."""
     torch.manual_seed(SEED)
-    state = philox.draw_rng_state(P, torch.device(device))
+    state = philox.draw_rng_state(P, torch.device("cpu"))
     torch.manual_seed(SEED)
     return state
 
@@ -39,12 +45,13 @@ class TestFlashAttn:
         ids=str,
     )
     def test_s_dmask(self, options):
-        """flash-attn's walk over the keys, from last block to first; dropped ones below 0."""
+        """As in flash-attn, weights are relative to the maximum of the last blocks up to theirs.
+
+        Dropped weights are negative.
+        """
         q, k = normal(1, 5, 4, 112), normal(1, 70, 2, 112, seed=1)
         kept = dropout_mask(drawn(), P, 1, 4, 5, 70)
-        *_, weights = torch_metal_attn.flash_attn_func(
-            q, k, k, P, return_attn_probs=True, **options
-        )
+        *_, weights = flash_attn_func(q, k, k, P, return_attn_probs=True, **options)
         assert torch.equal(weights.signbit(), ~kept)
         assert weights.dtype == q.dtype
         block = _get_block_size_n(q.device, 112, True, False)
@@ -68,7 +75,7 @@ class TestFlashAttn:
 
     @pytest.mark.parametrize("pages", [False, True])
     def test_s_dmask_of_packed_sequences(self, pages):
-        """Each sequence has the same weights as alone, with a row of slopes for each."""
+        """Each sequence has the weights that it has alone, with its own row of slopes."""
         q, k, v, *packing = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
         options = {"causal": True, "alibi_slopes": normal(3, 4, seed=5).abs()}
         arguments = k, v
@@ -82,12 +89,12 @@ class TestFlashAttn:
                     cache[places[b].long()] = rows.unflatten(0, (2, 8))
             options["block_table"] = places
         kept = dropout_mask(drawn(), P, 3, 4, 9, 13)
-        *_, weights = torch_metal_attn.flash_attn_varlen_func(
+        *_, weights = flash_attn_varlen_func(
             q, *arguments, *packing, P, return_attn_probs=True, **options
         )
         for b, queries, keys in ((0, slice(0, 9), slice(0, 13)), (2, slice(9, 13), slice(16, 22))):
             torch.manual_seed(SEED)
-            *_, alone = torch_metal_attn.flash_attn_func(
+            *_, alone = flash_attn_func(
                 *(q[None, queries], k[None, keys], v[None, keys], P),
                 causal=True,
                 alibi_slopes=options["alibi_slopes"][b],
@@ -105,8 +112,8 @@ class TestFlashAttn:
         q = normal(1, 9, 4, 16)
         torch.manual_seed(SEED)
         state = torch.get_rng_state()
-        *_, pattern = torch_metal_attn.flash_attn_func(q, q, q, 0.0, return_attn_probs=True)
-        torch_metal_attn.scaled_dot_product_attention(q, q, q, dropout_p=0)
+        *_, pattern = flash_attn_func(q, q, q, 0.0, return_attn_probs=True)
+        scaled_dot_product_attention(q, q, q, dropout_p=0)
         assert torch.equal(torch.get_rng_state(), state)
         assert pattern is None
 
@@ -128,7 +135,7 @@ class TestFlashAttn:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_the_op_refuses_draws_as_torch_does():
+def test_calls_left_to_torch_draw_torchs_mask():
     q = normal(2, 4, 9, 16).double()
     torch.manual_seed(SEED)
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=P)
@@ -139,9 +146,9 @@ def test_what_the_op_refuses_draws_as_torch_does():
     assert torch.equal(out, expected)
 
 
-def test_each_call_of_a_graph_draws():
+def test_a_compiled_graph_draws_at_each_call():
     torch._dynamo.reset()
-    attend = torch_metal_attn.scaled_dot_product_attention
+    attend = scaled_dot_product_attention
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     q = normal(1, 9, 4, 16)
     torch.manual_seed(SEED)
@@ -171,10 +178,8 @@ class TestTransformers:
         q = normal(1, 4, 9, 16)
         state = drawn()
         out, _ = metal_attention(torch.nn.Module().train(), q, q, q, None, dropout=P, **bounds)
-        rows = q[0].transpose(0, 1)
-        expected, _ = varlen_attention(
-            *(rows, rows, rows, ends, ends, 5, 5), dropout_p=P, rng_state=state
-        )
+        operands = *[q[0].transpose(0, 1)] * 3, ends, ends, 5, 5
+        expected, _ = varlen_attention(*operands, dropout_p=P, rng_state=state)
         close(out[0], expected)
 
 
@@ -182,7 +187,7 @@ compiled = partial(torch.compile, backend="aot_eager")
 
 
 def checkpointed(function, use_reentrant=False):
-    """The second forward draws what the first one drew."""
+    """The recomputed forward uses the mask of the first one."""
     return lambda *qkv: checkpoint(function, *qkv, use_reentrant=use_reentrant)
 
 
@@ -201,7 +206,7 @@ def test_gradients(way):
     options = {"causal": True, "dropout_p": P, "rng_state": drawn()}
 
     def attend(q, k, v):
-        return torch_metal_attn.flash_attn_func(q, k, v, P, causal=True)
+        return flash_attn_func(q, k, v, P, causal=True)
 
     def reference(*qkv):
         return attention(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)

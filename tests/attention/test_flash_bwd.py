@@ -1,4 +1,4 @@
-"""flash_bwd: bits, large scores, and numbers that are not finite."""
+"""flash_bwd: reproducible bits, large scores, NaN and infinity."""
 
 import math
 
@@ -19,12 +19,12 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_error_does_not_grow_with_the_rows(dtype, device, cores):
-    cores(1)  # so that the tiles are those of short problems
+    cores(1)  # long problems then have the tiles of short ones
     check_flash_bwd(*make_qkv(1, 1, 1, 2048, 32, 16, dtype=dtype), device=device)
     check_flash_bwd(*make_qkv(1, 1, 1, 32, 2048, 16, dtype=dtype), device=device)
 
 
-def test_gradients_lie_as_their_operands(device):
+def test_gradients_have_the_strides_of_their_operands(device):
     qkv = make_qkv(2, 4, 2, head_dim=HOME, dtype=torch.float16)
     qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
     arguments = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
@@ -60,11 +60,11 @@ def test_features_together_where_simd_groups_share_keys(dtype, features, device)
 
 @pytest.mark.parametrize("softcap", [0.0, 0.3, 20.0])
 def test_large_scores(softcap, device):
-    """Weights of one key each, far beyond float16's range; tanh of the cap is saturated."""
+    """Each row has all its weight on one key. Scores overflow float16, and caps are saturated."""
     capped = SCORES | {"softcap": softcap} if softcap else {}
     (q, k, v), options = problem("causal", **capped)
     arguments = (100 * q, 100 * k, v)
-    dq, dk, _, _ = check_flash_bwd(*arguments, **options, own_forward=True, device=device)
+    dq, dk, _, _ = check_flash_bwd(*arguments, **options, run_forward=True, device=device)
     assert dq.isfinite().all()
     assert dk.isfinite().all()
 
@@ -87,7 +87,7 @@ def test_nan_stays_in_its_row_of_dq(name, device):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_gradients_that_are_not_finite_come_out_so(value, device):
+def test_a_dout_that_is_not_finite_reaches_its_gradients(value, device):
     (q, k, v), _ = problem("plain")
     dout, _ = make_gradients(q, v, q.shape[:3], dlse=False)
     dout[1, 3, 76] = value

@@ -1,4 +1,4 @@
-"""The gradients of attn_bias, a floating attn_mask and alibi_slopes: splits and registration."""
+"""Gradients of attn_bias, of an additive attn_mask and of alibi_slopes."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def explained(q, k, v, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_partial_results_are_linear_in_the_bias(dtype):
-    """Parts keep the GPU busy; a large bias has none."""
+    """Splits keep the GPU busy if the bias is small. A large bias has none."""
     q, k = torch.empty(2, 64, 16, 1, 64, dtype=dtype).expand(2, 64, 16, 4096, 64)
     for sizes in ((4096, 4096), (4096,), (16, 4096, 1), (1,), (64, 1, 1, 1)):
         actual = explained(q, k, k, attn_bias=torch.zeros(sizes))
@@ -43,7 +43,7 @@ def test_partial_results_are_linear_in_the_bias(dtype):
 
 @pytest.mark.parametrize("op", ["bias", "slopes"])
 def test_impossible_lengths_are_nan(op, monkeypatch):
-    """On mps only kernels see them: nothing is read outside, and affected results are NaN."""
+    """On mps only the kernels see the lengths. They read nothing outside and return NaN."""
     lengths = ints(60, 30, 65)
     q, k, v, dout, dlse = problem(batch=3, heads=2, q_length=33, kv_length=65)
     options = {"attn_bias": normal(3, 1, 33, 65), "alibi_slopes": normal(3, 2)}
@@ -68,7 +68,7 @@ def test_registration(op):
         run(dout, q, k, v, dlse, dlse, **added).sum().backward()
 
 
-# So many that a part of the walk has tiles of two batches, heads, queries or keys.
+# So many that a split of the walk has tiles of two batches, heads, queries or keys.
 MANY = {"batch": 8, "heads": 8, "kv_heads": 8}
 
 
@@ -79,11 +79,11 @@ def dense(**fields):
 PROBLEMS = {
     "whole": dense(attn_bias="float32 bhqk", causal=True),
     "pairs of keys": dense(attn_bias="float32 bhqk", kv_length=100),
-    "of heads": dense(**MANY, attn_bias="float32 hqk"),
-    "of batches": dense(**MANY, attn_bias="float32 bqk"),
-    "of keys": dense(**MANY, attn_bias="float32 k", causal=True),
-    "of queries": dense(**MANY, attn_bias="float32 q"),
-    "of everything": dense(attn_bias="float32 ", seed=1),  # which is not -inf
+    "bias hqk": dense(**MANY, attn_bias="float32 hqk"),
+    "bias bqk": dense(**MANY, attn_bias="float32 bqk"),
+    "bias k": dense(**MANY, attn_bias="float32 k", causal=True),
+    "bias q": dense(**MANY, attn_bias="float32 q"),
+    "one number": dense(attn_bias="float32 ", seed=1),  # with this seed it is not -inf
     "slopes": dense(alibi_slopes="h", causal=True),
     "packed": case(**PACKED | {"dtype": "float32"}, attn_bias="float32 hqk"),
 }
@@ -100,10 +100,9 @@ MUTANTS = {
             {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
     "pairs of keys": """
-        keys of a pair swapped:
-            (DBIAS_ELEMENT(value.{~x), DBIAS_ELEMENT(value.y => y), DBIAS_ELEMENT(value.x~}))
+        swapped: (DBIAS_ELEMENT(value.{~x), DBIAS_ELEMENT(value.y => y), DBIAS_ELEMENT(value.x~}))
     """,
-    "of heads": """
+    "bias hqk": """
         head of the wrong place [race]: own_head * params.dbias_strides.{~head => query~}
         rows of the batch before: {~batch != loaded_batch || =>~} head
         keys of the batch before: {~batch != staged_batch || =>~} kv_head
@@ -111,15 +110,14 @@ MUTANTS = {
             {~// Every SIMD group has read the tiles of the block before.
             threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
-    "of batches": """
+    "bias bqk": """
         head loop one short [out_of_bounds]: if (++head < heads.end{~=> - 1~})
         rows of the head before: {~|| head != loaded_head =>~}
         keys of the head before: {~|| kv_head != staged_kv_head =>~}
         wrong KV head: head {~/ problem.queries_per_kv => % 2~}
     """,
-    "of keys": """
-        rows past the last summed:
-            const bool exists = {~lane_query + i * FRAGMENT <= last_query => true~}
+    "bias k": """
+        rows after the last: const bool exists = {~lane_query + i * FRAGMENT <= last_query => true~}
         query tiles one short [out_of_bounds]: if (++q_tile < q_tiles.end{~=> - 1~})
         column sum over half the rows: {~x += simd_shuffle_xor(x, ushort(4)); =>~}
         one SIMD group left out: for (short i = {~0 => 1~}; i < SIMDGROUPS; i++) { total
@@ -128,13 +126,13 @@ MUTANTS = {
         split one tile short: + params.split_tiles{~=> - 1~}, params
         splits in one place [race or wrong]: {~split * params.split_stride => 0~} +
     """,
-    "of queries": """
+    "bias q": """
         key tiles one short [out_of_bounds or wrong]: if (++kv_tile < kv_tiles.end{~=> - 1~})
         row sum of one lane: {~fragment_row_sum(of_columns.x + of_columns.y) => of_columns.x~}
         one column fragment: {~of_columns += tile.fragments[i][j]; =>~}
         keys of the tile before: {~|| at.kv_tile != staged_kv_tile =>~}
     """,
-    "of everything": """
+    "one number": """
         one SIMD group's sum: i < {~COLUMN_SUMS => BLOCK_K~}
     """,
     "slopes": """
@@ -143,13 +141,10 @@ MUTANTS = {
         distance in the block at 0: rules.distance {~- block =>~}
     """,
     "packed": """
-        rows of the first sequence:
-            operand.reset(dout, strides, batch, head, {~sequence.q_start => 0~})
-        statistics of the first sequence:
-            row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
+        rows of sequence 0: operand.reset(dout, strides, batch, head, {~sequence.q_start => 0~})
+        statistics of sequence 0: row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
     """,
 }
-
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "flash_bwd_bias", run=lambda name: judge(PROBLEMS[name])

@@ -1,4 +1,4 @@
-"""The inner loops of the gradient kernels do no more than they were designed to: counts."""
+"""Counts of operations in the inner loops of the gradient kernels."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch_metal_attn.tuned import tiles
 @pytest.mark.parametrize(
     "kernel, head_dim, dtype, loads",
     [
-        ("flash_bwd_dq", 64, torch.float16, 114),  # own rows are in threadgroup memory
+        ("flash_bwd_dq", 64, torch.float16, 114),  # the tile's rows are in threadgroup memory
         ("flash_bwd_dq", 128, torch.bfloat16, 200),
         ("flash_bwd_dkv", 64, torch.float16, 152.5),
         ("flash_bwd_dkv", 128, torch.bfloat16, 385),
@@ -29,12 +29,12 @@ def test_inner_loop(kernel, head_dim, dtype, loads):
     assert loop["converts"] == 0
     assert loop["exps"] == 8, "one for each of a thread's scores"
     assert loop["shuffles"] == 0
-    # dk/dv's SIMD groups exchange weights behind a third.
+    # SIMD groups of dk and dv exchange weights after a third barrier.
     assert loop["barriers"] * block / 32 <= 2 + (kernel == "flash_bwd_dkv"), "two a block"
     assert loop["tg loads"] + loop["device loads"] <= loads
 
 
-# Features that add to other counts are apart; what the others add would show in those of a group.
+# Features that change counts are tested alone. The others share a test, where an addition shows.
 TOGETHER = [
     *(("none",), ("chunk", "causal", "window", "seqused_k", "softcap", "ALiBi", "sink")),
     *(("bool mask", "bias"), ("rotary of q and k",)),
@@ -60,15 +60,15 @@ def test_features(kernel, features):
     def options(*problem):
         return {n: x for name in features for n, x in FEATURES[name](*problem).items()}
 
-    # A feature that leads to another tile would change other counts with it. The other kernel runs
-    # too, and is so that of its own case.
+    # Another tile would change all counts. The tile of the other kernel is forced too, so that its
+    # compiled code is shared with its own case.
     with tiles.forced(plain_tiles()):
         plain = ours(kernel, 64, torch.float16)
         loop = ours(kernel, 64, torch.float16, options)
     assert loop["MMA"] == plain["MMA"]
     assert loop["exps"] == plain["exps"]
     assert loop["shuffles"] == 0
-    # Positions are converted once for all rows or columns of a fragment, or of more.
+    # A position is converted once for all rows or columns of one or more fragments.
     converts = {"bias": 8, "rotary of q and k": 160, "ALiBi": 1}
     assert loop["converts"] <= sum(converts.get(feature, 0) for feature in features)
     assert loop["barriers"] == plain["barriers"]
@@ -91,8 +91,8 @@ def exact_and_rounded(offset, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_an_exact_delta_is_free_where_its_rounding_does_not_show(causal):
-    """Four shuffles a row fragment and a barrier; rows that see few keys may walk again."""
+def test_an_exact_delta_costs_little_where_its_rounding_is_small(causal):
+    """Four shuffles a row fragment and a barrier. Rows that see few keys may walk twice."""
     exact, rounded = exact_and_rounded(0.0, causal)
     assert exact.matrix_operations <= 1.03 * rounded.matrix_operations
     assert exact.threadgroup_barriers <= rounded.threadgroup_barriers + 4 * 3
@@ -116,25 +116,23 @@ def counters(q_length, kv_length, **options):
 
 def test_causal_work_is_that_of_the_keys_seen(cores):
     """Blocks that no query sees are skipped: little more than half of full attention's products."""
-    cores(1)  # which the rows keep busy as they are
+    cores(1)  # the rows keep one core busy without splits
     full = counters(512, 512)
     causal = counters(512, 512, causal=True)
     for some, all_ in zip(causal, full, strict=True):
         assert some.matrix_operations <= 0.56 * all_.matrix_operations
-        # Rows that a tile owns are stored once, whatever it sees.
+        # The rows of a tile are stored once, whatever they see.
         assert some.stores["threadgroup"] <= 0.65 * all_.stores["threadgroup"]
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_windows_make_work_linear(side, cores):
-    cores(1)  # which long problems keep busy with the tiles of short ones
-    kernel = GRADIENTS[side]
-    short, long = (
-        counters(n, n, window_size_left=40, window_size_right=20)[side] for n in (256, 512)
-    )
-    # But for the tiles at the ends, whose windows are cut.
-    assert long.matrix_operations <= 2.2 * short.matrix_operations, kernel
-    assert long.load_bytes["device"] <= 2.2 * short.load_bytes["device"], kernel
+    cores(1)  # long problems then have the tiles of short ones
+    window = {"window_size_left": 40, "window_size_right": 20}
+    short, long = (counters(n, n, **window)[side] for n in (256, 512))
+    # More than 2, because windows are cut off at the ends.
+    assert long.matrix_operations <= 2.2 * short.matrix_operations
+    assert long.load_bytes["device"] <= 2.2 * short.load_bytes["device"]
 
 
 def test_queries_that_see_no_key_cost_nothing():

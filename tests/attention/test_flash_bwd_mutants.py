@@ -1,4 +1,4 @@
-"""Planted faults in the gradient kernels' text: the tests' own check must see every one of them."""
+"""Planted faults in the gradient kernels. The checks of the tests must notice each one."""
 
 from tests.attention.flash_bwd_features import packed, run
 from tests.helpers.mutants import mutant_tests
@@ -10,8 +10,7 @@ MUTANTS = {
         dq: columns of v or dout of the first: {~queries.part => 0~} * OWN_V_COLUMNS
         dq: no barrier before the sum [race or uninitialised or wrong]:
             {~// The parts are there. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
-        dq: columns of dq of the first [race or uninitialised or wrong]:
-            {~queries.part => 0~} * OWN_DQ_COLUMNS
+        dq: columns of dq [race or uninitialised or wrong]: {~queries.part => 0~} * OWN_DQ_COLUMNS
     """,
     "plain": """
         dq: dq without the scale: dq_tile.fragments[i][d] {~* scale =>~}
@@ -21,12 +20,11 @@ MUTANTS = {
         dkv: dk without delta: {~( =>~}gradients.fragments[i][j] {~- delta) =>~}
         dq: delta added: (gradients.fragments[i][j] {~- => +~} deltas[i])
         delta: delta past the end [race]: if ({~row >= params.problem.q_total => false~})
-        dq: log-sum-exp taken for base 2: lse {~* M_LOG2E_F =>~}
+        dq: log-sum-exp read in base 2: lse {~* M_LOG2E_F =>~}
         dq: log-sum-exp of another head:
             buffers.statistics(params.lse_strides, place.batch, place.{~head => kv_head~},
             sequence)
-        dkv: log-sum-exp of another query:
-            exists ? statistics.lse_log2({~query => max(query - 1, 0)~})
+        dkv: lse of another query: exists ? statistics.lse_log2({~query => max(query - 1, 0)~})
         dkv: delta of another query: exists ? statistics.delta_of({~query => max(query - 1, 0)~})
         dkv: a query head skipped: int member = {~0 => 1~};
         dkv: only one query head: member < {~members => 1~}
@@ -38,8 +36,7 @@ MUTANTS = {
         dkv: dout of another head:
             buffers.out_gradients(params.dout_strides, batch, {~head => keys.kv_head~}, sequence)
         dkv: q in k's place: columns.add_dk(dk_tile, {~gradients => weights~})
-        dkv: rows of a pair swapped:
-            zip_pairs<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
+        dkv: pairs swapped: zip_pairs<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
         dkv: statistics past the end [out_of_bounds]:
             {~exists ? =>~} statistics.lse_log2(query) {~: INFINITY =>~}
         dq, dkv: no barrier before staging [race]:
@@ -81,8 +78,7 @@ MUTANTS = {
     "window, causal": """
         dkv, dq: last visible columns skipped:
             block {~=> + 8~} < union_range.end && block + count > union_range.begin
-        dkv: first visible queries skipped:
-            block < union_range.end && block + count > union_range.begin{~=> + 8~}
+        dkv: queries skipped: block < union_range.end && block + count > union_range.begin{~=> + 8~}
     """,
     "window": """
         dkv: left window one short: key - q_offset + window_left {~+ 1 =>~}
@@ -102,18 +98,16 @@ MUTANTS = {
         dkv: chunk ends one early: chunk_start - q_offset + chunk{~=> - 1~}
     """,
     "seqused_k": """
-        dkv: dk and dv behind the keys unwritten: if (key {~>= sequence.kv_rows => > last()~})
+        dkv: dk and dv after the keys unwritten: if (key {~>= sequence.kv_rows => > last()~})
     """,
     "nan outside": """
-        dq: keys behind the last not zeroed: if ({~ZEROED => false~})
+        dq: keys after the last not zeroed: if ({~ZEROED => false~})
         dq: keys before the first not zeroed: row {~>= begin && row =>~} < end ? even
-        dkv: gradients of keys that do not exist:
-            {~key >= sequence.first_key && key <= last() => true~};
+        dkv: gradients of missing keys: {~key >= sequence.first_key && key <= last() => true~};
         dkv: gradients of keys before the first: key {~>= sequence.first_key && key =>~} <= last();
     """,
     "mask": """
-        dkv: mask not transposed [out_of_bounds]:
-            Offset({~TRANSPOSED ? strides.key : =>~} strides.query)
+        dkv: not transposed [out_of_bounds]: Offset({~TRANSPOSED ? strides.key : =>~} strides.query)
         dkv: mask of the KV head: rules.reset(inputs, batch, {~head => keys.kv_head~},
     """,
     "bias": """
@@ -123,8 +117,7 @@ MUTANTS = {
     "softcap": """
         dq, dkv: slope of the cap dropped: {~gradients.multiply(slopes); =>~}
         dq: slope 1 - tanh: 1.0f - capped {~* capped =>~}
-        dkv: slope of the scaled cap:
-            1.0f - capped * capped{~=> * params.cap_log2 * params.cap_log2~}
+        dkv: slope of scaled cap: 1.0f - capped * capped{~=> * params.cap_log2 * params.cap_log2~}
         dq: cap ignored: capped * params.{~cap_log2 => scale_log2~};
     """,
     "alibi at an offset": """
@@ -138,17 +131,14 @@ MUTANTS = {
             load_chunk<COLUMNS>(tensor, place.row~}, column);
         dkv, dq: own rows not rotated:
             ? {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
-        dkv: rows of the first table:
-            params.q_cos_strides, q_sin, params.q_sin_strides, {~batch => 0~})
+        dkv: tables of batch 0: params.q_cos_strides, q_sin, params.q_sin_strides, {~batch => 0~})
     """,
     "slices": """
-        dq: slice of dq not moved [race]:
-            row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
+        dq: slice not moved [race]: row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
         dq: slice of k not moved: {~queries.place.slice * DQ_SLICE + =>~} first_dq
         dkv: slice of q not moved: {~keys.slice * DK_SLICE + =>~} keys.part * OWN_DK_COLUMNS
         dkv: slice of dout not moved: {~keys.slice * DV_SLICE + =>~} keys.part * OWN_DV_COLUMNS
-        dq: fragment behind the last column [threadgroup_out_of_bounds]:
-            {~WHOLE ? d : min(d, rows.last) => d~}
+        dq: a fragment too many [threadgroup_out_of_bounds]: {~WHOLE ? d : min(d, rows.last) => d~}
     """,
     "wide rows": """
         dq, bias: values over keys being read [race]:
@@ -168,30 +158,24 @@ MUTANTS = {
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
     """,
     "odd head dim": """
-        dkv: column behind the last stored [race]: if ({~column + 1 < columns => true~})
+        dkv: column after the last stored [race]: if ({~column + 1 < columns => true~})
     """,
     "plain, unrefined": """
         delta: delta of one lane: {~sum = simd_sum(sum); =>~}
         delta: delta of the first columns: column < HEAD_DIM_V{~=> / 2~}; column += SIMD_LANES
     """,
     packed: """
-        dq: delta of no sequence unwritten:
-            if ({~EXACT_DELTA && place.slice == 0 => false~}) { delta_rows.fill
-        dkv: first query of the first sequence:
-            operand.reset(dout, strides, batch, head, {~sequence.q_start => 0~})
+        dq: delta of spare rows: if ({~EXACT_DELTA && place.slice == 0 => false~}) { delta_rows.fill
+        dkv: sequence 0's dout: operand.reset(dout, strides, batch, head, {~sequence.q_start => 0~})
         dq: dq of the first sequence [race]:
             dq_rows.reset(dq, params.dq_strides, batch, head, {~first => 0~}, place.slice)
         dkv: dk of the first sequence [race]:
             params.dk_strides, batch, kv_head, {~sequence.kv_start => 0~}, slice)
-        dq, dkv: log-sum-exp of the first sequence:
-            row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
-        dkv: rows of no sequence unwritten:
-            {~dk_rows.fill(value, first, sequence.kv_rows, step); =>~}
-        dq: queries of no sequence unwritten:
-            {~dq_rows.fill(value, first, sequence.q_length, step); =>~}
+        dq, dkv: lse of sequence 0: row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
+        dkv: spare rows unwritten: {~dk_rows.fill(value, first, sequence.kv_rows, step); =>~}
+        dq: spare queries unwritten: {~dq_rows.fill(value, first, sequence.q_length, step); =>~}
     """,
 }
-
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "flash_bwd_{}", run=run

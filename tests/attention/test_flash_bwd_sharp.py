@@ -1,6 +1,6 @@
-"""Problems whose softmaxes are sharp, and their judge: torch's own error, in every gradient.
+"""Gradients of sharp softmaxes, against twice the error of torch's operations.
 
-There the gradients of scores nearly cancel, so the rounding of out and of the log-sum-exp shows.
+The gradients of the scores nearly cancel, so the rounding of out and of the log-sum-exp matters.
 """
 
 import math
@@ -33,7 +33,7 @@ def sharp_qkv(size=9.0, batch=1, heads=4, kv_heads=2, q_length=21, kv_length=70,
 
 def everything():
     added = {
-        "attn_bias": uniform(21, 1, size=1.0),  # one for all keys
+        "attn_bias": uniform(21, 1, size=1.0),  # the same for all keys
         "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5]),
         "learnable_sink": torch.tensor([5.0, 1.0, -math.inf, 8.0]),
     }
@@ -42,20 +42,19 @@ def everything():
 
 
 def large_sinks():
-    """Sinks with nearly all weight, whose rounding every row shares."""
+    """Sinks with nearly all weight. The rounding of a sink affects every row."""
     qkv, options = everything()
     return qkv, options | {"learnable_sink": torch.tensor([20.4, 31.2, 25.56, 30.56])}
 
 
-# q, k and v, and options.
+# Functions that return (q, k, v) and the options.
 SHARP = {
     "values to 9": lambda: (sharp_qkv(), {}),
-    # Like torch's sample with a mask, whose gradient takes torch's exact path.
     "torch's sample": lambda: (
         sharp_qkv(batch=4, kv_heads=4, q_length=3, kv_length=7),
         {"attn_mask": uniform(3, 7, seed=4)},
     ),
-    # Values with a mean: dout v^T is nearly alike for all keys, however flat the softmax is.
+    # Values with a large mean: dout v^T is nearly the same for all keys, even in a flat softmax.
     "offset values": lambda: ([*make_qkv(**SHAPE)[:2], make_qkv(**SHAPE)[2] + 30], {}),
     "first rows": lambda: (make_qkv(**SHAPE), {"causal": True, "q_offset": 0, "dlse": True}),
     "everything": everything,
@@ -73,7 +72,7 @@ def differentiate(attend, leaves, dout, dlse, dtype=None):
 
 
 def check_sharp(name, dtype, device):
-    """Every gradient of autograd's within twice the error of torch's operations on float32."""
+    """Checks every gradient of autograd against twice the error of torch's operations."""
     qkv, options = SHARP[name]()
     leaves = {n: x.to(dtype) for n, x in zip("qkv", qkv, strict=True)}
     leaves |= {n: options.pop(n) for n in ADDED if n in options}
@@ -85,32 +84,27 @@ def check_sharp(name, dtype, device):
     def reference(compute_dtype=None):
         return lambda **arguments: attention(**arguments, **options, compute_dtype=compute_dtype)
 
+    def kernels(**arguments):
+        return torch.ops.metal_attn.flash_fwd(**on(device, arguments | options))
+
     exact = differentiate(reference(torch.float64), leaves, dout, dlse, torch.float64)
     with as_multiplied():
         composed = differentiate(reference(), leaves, dout, dlse)
-    actual = differentiate(
-        lambda **arguments: torch.ops.metal_attn.flash_fwd(
-            **on(device, arguments), **on(device, options)
-        ),
-        leaves,
-        dout,
-        dlse,
-    )
-    torchs = {leaf: largest(composed[leaf].double() - exact[leaf]) for leaf in exact}
+    actual = differentiate(kernels, leaves, dout, dlse)
+    errors = {leaf: largest(composed[leaf].double() - exact[leaf]) for leaf in exact}
     if name == "everything":
-        # One number a head: torch's error can be small by chance. That of unrounded q, k, v too.
+        # A slope's gradient is one number a head, so torch's error can be small by chance. The
+        # error for q, k and v that are not rounded to dtype is allowed too.
         unrounded = leaves | dict(zip("qkv", qkv, strict=True))
-        of_unrounded = [
+        rounded_slopes, exact_slopes = (
             differentiate(reference(dtype), unrounded, dout, dlse, dtype)["alibi_slopes"].double()
             for dtype in (torch.float32, torch.float64)
-        ]
-        torchs["alibi_slopes"] = max(
-            torchs["alibi_slopes"], largest(of_unrounded[0] - of_unrounded[1])
         )
-    hold([near(leaf, x, exact[leaf], torchs[leaf]) for leaf, x in actual.items()])
+        errors["alibi_slopes"] = max(errors["alibi_slopes"], largest(rounded_slopes - exact_slopes))
+    hold([near(leaf, x, exact[leaf], errors[leaf]) for leaf, x in actual.items()])
 
 
-# Both sizes of elements where kernels are shared; else one, and what the mutants share.
+# Both sizes of elements where other tests have the kernels, else the dtype of the mutants.
 CASES = [
     *((name, dtype) for name in ("values to 9", "offset values") for dtype in DTYPES[:2]),
     ("torch's sample", torch.float32),
@@ -130,16 +124,10 @@ def test_the_cpu_without_the_simulator(name, dtype):
     check_sharp(name, dtype, "cpu")
 
 
-@pytest.mark.parametrize(
-    "dtype, options",
-    [
-        (dtype, options)
-        for dtype in DTYPES[:2]
-        for options in ({}, {"window_size_left": 0, "window_size_right": 0})
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"window_size_left": 0, "window_size_right": 0}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_one_visible_key(dtype, options, device):
-    """A softmax of one key is constant: no gradient, where rounding was 4e-6 in float32."""
+    """A softmax of one key is constant, so its gradient is 0."""
     shape = {"q_length": 9, "kv_length": 9 if options else 1, "head_dim": HOME}
     leaves = [x.to(dtype).to(device).requires_grad_() for x in make_qkv(**shape)]
     out, _ = torch.ops.metal_attn.flash_fwd(*leaves, **options)
@@ -151,7 +139,7 @@ def test_one_visible_key(dtype, options, device):
 
 
 def test_weights_of_huge_scores_add_up(device):
-    """Rows masked by large numbers: their log-sum-exp in base 2 is rounded to whole units."""
+    """The log-sum-exp of these rows, in base 2, is rounded to integers."""
     q, k, v = make_qkv(heads=1, q_length=9, kv_length=70, head_dim=HOME)
     masked = -torch.tensor([3e7, 4.1e7, 5.7e7, 6.3e7, 7.9e7, 9.1e7, 3.3e7, 2.9e7, 0.0])
     leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
@@ -162,16 +150,10 @@ def test_weights_of_huge_scores_add_up(device):
 
 
 def test_packed(device):
-    lengths = [(21, 70), (0, 3), (5, 1)]
-    sequences = [
-        [x.half() for x in sharp_qkv(q_length=rows, kv_length=keys)] for rows, keys in lengths
-    ]
-    q, cu_seqlens_q, max_seqlen_q = pack([sequence[0] for sequence in sequences])
-    k, cu_seqlens_k, max_seqlen_k = pack([sequence[1] for sequence in sequences])
-    v, _, _ = pack([sequence[2] for sequence in sequences])
-    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    sequences = [sharp_qkv(q_length=q, kv_length=k) for q, k in ((21, 70), (0, 3), (5, 1))]
+    q, k, v, *packing = pack([x.half() for x in sequence] for sequence in sequences)
     q = torch.cat([q, q[:2]])
-    check_flash_bwd(q, k, v, *packing, own_forward=True, device=device)
+    check_flash_bwd(q, k, v, *packing, run_forward=True, device=device)
 
 
 HALF = {"dtype": torch.float16, "device": "cpu"}
@@ -196,12 +178,10 @@ MUTANTS = {
     """,
     partial(check_sharp, "large sinks", **HALF): """
         dq: sink not in the sum of weights: {~row_sum += sink_weight; =>~}
-        bias: rounded lse_log2 of a bias's weights:
-            {~fma(-M_LN2_F, rounded_off(lse, lse_log2), 1.0f) => 1.0f~}
+        bias: rounded lse_log2: {~fma(-M_LN2_F, rounded_off(lse, lse_log2), 1.0f) => 1.0f~}
         dq: normaliser not stored: Fragment<float>({~error.normaliser => 1.0f~}, 0.0f)
         bias: weights of a bias not divided by their sum: {~weight *= weight_factors[i]; =>~}
     """,
 }
-
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_bwd_{}")

@@ -20,10 +20,10 @@ from torch_metal_attn import explain, simulate
 from torch_metal_attn.tools.explain.ops import backward_launches
 
 CPU = torch.device("cpu")
-# Far more than any grid here fills. Grids of fewer than 512 keys are never split.
+# More cores than any grid here fills. Fewer than 512 keys are never split.
 MANY = 1000
 SHAPE = {"heads": 8, "kv_heads": 2, "q_length": 40, "kv_length": 520, "head_dim": HOME, "batch": 2}
-# Tensor tiles split only what is more work.
+# Tensor tiles are split only if a KV head has more work.
 TENSOR_SHAPE = SHAPE | {"kv_heads": 1, "batch": 1, "q_length": 70}
 
 
@@ -50,7 +50,7 @@ def test_only_where_cores_are_idle(name, cores, gpu):
 
 @pytest.fixture
 def split(cores):
-    """Kernels of the gradients as they are for a GPU that the grids here do not fill."""
+    """A GPU with so many cores that dk and dv are split."""
     cores(MANY)
 
 
@@ -96,7 +96,7 @@ def test_packed(device):
 
 
 @pytest.mark.usefixtures("split")
-def test_parts_are_listed():
+def test_memory_of_the_parts():
     q, k, v = make_qkv(**SHAPE, dtype=torch.float16)
     training = explain(q, k, v, backward=True).training
     count = int(training.kernels["flash_bwd_dkv"].specialisation["HEAD_SPLITS"])
@@ -112,13 +112,13 @@ MUTANTS = {
         sum: a part left out: int split = {~1 => 2~};
         sum: sums of the first head: {~head * params.part_strides.head + =>~}
         sum: sums of the first sequence: {~batch * params.part_strides.batch + =>~}
-    """,
+    """
 }
 TENSOR_MUTANTS = {
     partial(dense, shape=TENSOR_SHAPE): """
         all parts in one place [race]: {~split * params.dv_split_stride => 0~}
         all parts of the first heads: {~keys.split * members + =>~} member
-    """,
+    """
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
@@ -128,8 +128,8 @@ test_tensor_mutant_is_caught, test_the_unchanged_tensor_kernel_passes = mutant_t
     TENSOR_MUTANTS, "flash_bwd_dkv_tensor", fixtures=["split", "m5"]
 )
 
-# SIMD groups that share keys compute a part of the weights each, and exchange the parts. In BOTH
-# they divide the queries and the keys of a block, in ROWS the queries alone.
+# SIMD groups that share keys compute and exchange parts of the weights. In BOTH they divide the
+# queries and the keys of a block, in ROWS only the queries.
 BOTH = {"block": 16, "row_fragments": 4, "simdgroups": 8, "shared": 4}
 ROWS = {"block": 8, "row_fragments": 2, "simdgroups": 4, "shared": 2}
 
@@ -141,13 +141,13 @@ def test_parts_of_queries_and_of_keys(device, tile):
         check_flash_bwd(*make_qkv(heads=4, kv_heads=2, **shape), causal=True, device=device)
 
 
-# Columns of q and k, of v, and of a slice. One SIMD group's part of the last slice is behind the
-# last column, and a whole slice of v is.
+# Columns of q and k, of v, and of a slice. After the last column there are a SIMD group's part of
+# the last slice, or a whole slice of v.
 SLICED = [(40, 40, 16), (64, 40, 16)]
 
 
 @pytest.mark.parametrize("head_dim, v_head_dim, columns", SLICED)
-def test_slices_behind_the_last_column(device, head_dim, v_head_dim, columns):
+def test_slices_after_the_last_column(device, head_dim, v_head_dim, columns):
     shape = {"q_length": 33, "kv_length": 65, "heads": 2, "dtype": torch.float16}
     with exchanging(columns=columns):
         operands = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, **shape)
@@ -168,10 +168,8 @@ def test_lists_of_blocks():
 
 SHARED_MUTANTS = {
     partial(test_parts_of_queries_and_of_keys, tile=BOTH): """
-        all parts are the first's:
-            {~i / PART_ROWS * (COLUMNS / PART_COLUMNS) + j / PART_COLUMNS => 0~}
-        parts in another order:
-            i / PART_ROWS {~* (COLUMNS / PART_COLUMNS) =>~} + j / PART_COLUMNS {~=> * 2~}
+        only the first part: {~i / PART_ROWS * (COLUMNS / PART_COLUMNS) + j / PART_COLUMNS => 0~}
+        other order: i / PART_ROWS {~* (COLUMNS / PART_COLUMNS) =>~} + j / PART_COLUMNS {~=> * 2~}
         first fragment of a part twice: {~i % PART_ROWS * PART_COLUMNS => 0~}
         parts of the first group: {~simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS => 0~}
         queries of the first part [race]: {~keys.part % QUERY_PARTS => 0~} * OWN_QUERY
@@ -182,15 +180,13 @@ SHARED_MUTANTS = {
         no barrier before parts are read [race or uninitialised]:
             // The parts are there.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
-        score of another query's statistics:
-            block_statistics.lane_query = {~part_query + =>~} column
+        statistics of another query: block_statistics.lane_query = {~part_query + =>~} column
         visibility of the first part: lane_query = block + {~part_query + =>~} column
     """,
     **{
-        partial(test_slices_behind_the_last_column, head_dim=q, v_head_dim=v, columns=columns): """
+        partial(test_slices_after_the_last_column, head_dim=q, v_head_dim=v, columns=columns): """
             a fragment [threadgroup_out_of_bounds]: {~WHOLE ? d : min(d, rows.last) => d~}
-            one more than the last [threadgroup_out_of_bounds]:
-                (COLUMNS - first) / FRAGMENT {~- 1 =>~}
+            one after the last [threadgroup_out_of_bounds]: (COLUMNS - first) / FRAGMENT {~- 1 =>~}
         """
         for q, v, columns in SLICED
     },

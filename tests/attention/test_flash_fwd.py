@@ -1,4 +1,4 @@
-"""flash_fwd: layouts of slopes and tables, sinks, and numbers that are not finite."""
+"""flash_fwd: layouts of slopes and tables, sinks, NaN and infinity."""
 
 import math
 
@@ -51,7 +51,7 @@ def tables(pairs=8, dtype=torch.float32, **batch):
     return options
 
 
-# Tables of float32 are everywhere else.
+# All other tests have tables in float32.
 @pytest.mark.parametrize("dtype, table_dtype", PAIRS_OF_DTYPES[:2])
 def test_dtypes_of_tables(dtype, table_dtype, device):
     qkv = make_qkv(**SHAPE, dtype=dtype)
@@ -60,9 +60,9 @@ def test_dtypes_of_tables(dtype, table_dtype, device):
 
 @pytest.mark.parametrize("dtype, interleaved", [(torch.float16, False), (torch.float32, True)])
 def test_tables_in_any_memory(dtype, interleaved, device):
-    """Off 16 bytes k is rotated element by element: to the same bits. And rows cut out of NaN."""
+    """Tables off the alignment of 16 bytes, or with NaN around their rows, give the same bits."""
     qkv = make_qkv(**SHAPE, dtype=dtype)
-    # Causal as in test_values.py, or not as in the next test.
+    # The kernels of test_values.py, or of the next test.
     options = tables() | {"rotary_interleaved": interleaved, "causal": not interleaved}
     expected = check_flash_fwd(*qkv, **options, device=device)
     for name in ("q_rotary_cos", "k_rotary_sin"):
@@ -84,7 +84,7 @@ def test_tables_whose_batches_differ(device):
     check_flash_fwd(*make_qkv(**SHAPE), **options, device=device)
 
 
-def test_what_lies_outside_the_keys_never_shows(device):
+def test_rows_outside_the_lengths_are_ignored(device):
     q, k, v = make_qkv(**SHAPE | {"head_dim": 12})
     options = tables(6, batch=2) | {"seqused_k": ints(61, 40), "leftpad_k": ints(3, 33)}
     expected = check_flash_fwd(q, k, v, **options, device=device)
@@ -96,15 +96,15 @@ def test_what_lies_outside_the_keys_never_shows(device):
 
 
 @pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES[:2])
-def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, device):
-    """As in every softmax of finite scores; Hugging Face masks are made of it."""
+def test_masks_of_the_lowest_float(dtype, mask_dtype, device):
+    """It hides keys, but a row of nothing else is uniform. Hugging Face makes such masks."""
     q, k, v = make_qkv(**SHAPE, dtype=dtype)
     lowest = torch.finfo(mask_dtype).min
     mask = torch.zeros(2, 1, 35, 70, dtype=mask_dtype)
     mask.masked_fill_(~random_mask(2, 1, 35, 70), lowest)
     out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
     mask[:, :, 4:9] = lowest
-    q[:, :, 4:9] = 0.0  # it absorbs the scores in float32, but not in float64
+    q[:, :, 4:9] = 0.0  # adding scores to the lowest float changes it in float64 only
     uniform, uniform_lse = run(device, q, k, v, attn_mask=mask)
     mean = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand(-1, -1, 5, -1)
     close = dict.fromkeys(("atol", "rtol"), 2 * ROUNDING[dtype])
@@ -126,7 +126,7 @@ def test_sinks(sink, device):
     torch.testing.assert_close(lse, sink[:, None].expand(2, 4, 35))
 
 
-def test_sinks_that_overflow_in_base_2_or_are_none(device):
+def test_sinks_that_overflow_in_base_2_or_are_infinite(device):
     qkv = make_qkv(**SHAPE)
     without = run(device, *qkv)
     sink = torch.tensor([3e38, -3e38, 3e38, -3e38])
@@ -136,7 +136,7 @@ def test_sinks_that_overflow_in_base_2_or_are_none(device):
     assert_same(run(device, *qkv, learnable_sink=torch.full((4,), -math.inf)), without)
 
 
-def test_hidden_values_do_not_show_where_there_is_only_the_sink(device):
+def test_hidden_values_are_ignored_in_rows_with_only_a_sink(device):
     q, k, v = make_qkv(**SHAPE)
     v[:, :, :20] = math.inf
     mask = torch.ones(35, 70, dtype=torch.bool)
@@ -145,7 +145,7 @@ def test_hidden_values_do_not_show_where_there_is_only_the_sink(device):
     assert (out[:, :, 3:9] == 0).all()
 
 
-def test_small_weights_beside_a_large_sink(device):
+def test_small_weights_next_to_a_large_sink(device):
     qkv = make_qkv(heads=1, q_length=3, kv_length=40, head_dim=HOME)
     sink = torch.tensor([30.0])
     out, _ = run(device, *qkv, learnable_sink=sink)
@@ -161,14 +161,13 @@ def test_large_scores(softcap, device):
     assert not softcap or (lse <= softcap + math.log(70)).all()
 
 
-def test_nan_reaches_what_sees_it(device):
+def test_nan_reaches_only_queries_that_see_it(device):
     for name in ("q", "k", "bias"):
         q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=HOME, dtype=torch.float16)
         bias = torch.zeros(65, 65)
-        {"q": q, "k": k, "bias": bias[None, None]}[name][:, :, 40, 40 if name == "bias" else 0] = (
-            math.nan
-        )
-        bias[5, 50] = math.inf  # behind the diagonal
+        where = {"q": q, "k": k, "bias": bias[None, None]}[name]
+        where[:, :, 40, 40 if name == "bias" else 0] = math.nan
+        bias[5, 50] = math.inf  # after the diagonal
         out, lse = run(device, q, k, v, attn_bias=bias, causal=True)
         seen = slice(40, None) if name == "k" else slice(40, 41)
         for result in (out, lse):
@@ -178,7 +177,7 @@ def test_nan_reaches_what_sees_it(device):
 
 
 def test_infinite_keys_and_values(device):
-    """An infinite score is NaN as in softmax, and one of -inf has no weight."""
+    """A score of inf gives NaN, as in softmax. A score of -inf has no weight."""
     q, k, v = make_qkv(q_length=8, kv_length=33, head_dim=HOME)
     q[:] = 1.0
     k[:, :, 3] = math.inf

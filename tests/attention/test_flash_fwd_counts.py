@@ -1,4 +1,4 @@
-"""The inner loop of flash_fwd does no more than it was designed to: counts, not times."""
+"""Counts of operations in the inner loop of flash_fwd."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch_metal_attn.runtime import shaders
 from torch_metal_attn.testing.judge import ints
 
 
-# At head dim 128 blocks of bfloat16 have 16 keys. Q is held.
+# At head dim 128, blocks of bfloat16 have 16 keys.
 @pytest.mark.parametrize(
     "head_dim, dtype, q_dtype, loads",
     [
@@ -40,7 +40,7 @@ def counters(kv_length, **options):
     return run.counters["flash_fwd"]
 
 
-# Options, and the keys that any of the queries sees: the first and the end.
+# Options, and the first and the end of the keys that some query sees.
 SEEN = {
     "causal": ({"causal": True, "q_offset": 0}, 0, 64),
     "window": ({"window_size_left": 100, "window_size_right": 50, "q_offset": 700}, 600, 814),
@@ -56,7 +56,7 @@ SEEN = {
 
 @pytest.fixture
 def votes_of_masks(monkeypatch):
-    """A vote planted where keys are hidden counts how often a SIMD group gets there."""
+    """Plants a vote where keys are hidden, to count how often a SIMD group runs that code."""
     text = shaders.source("flash_fwd")
     begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,"
     start = text.index("const thread {", text.index(begin)) + len("const thread {")
@@ -84,7 +84,7 @@ def test_work_is_proportional_to_the_keys_that_are_seen(case):
     assert loaded == 0 or short.matrix_operations >= whole / 4
 
 
-def test_a_simdgroup_passes_over_blocks_that_its_queries_do_not_see():
+def test_a_simdgroup_skips_blocks_that_its_queries_do_not_see():
     diagonal = counters(64, causal=True, q_offset=0)
     # Queries 0-31 see one block of 32 keys, queries 32-63 two; products with K and with V.
     assert diagonal.matrix_operations == (4 * 1 + 4 * 2) * BLOCK_K / 8 * (8 + 8)

@@ -1,4 +1,4 @@
-"""Offsets beyond 2**32 elements, in sparse mappings: pages that nothing touches cost no memory."""
+"""Offsets beyond 2**32 elements, in sparse mappings, whose untouched pages cost no memory."""
 
 import sys
 
@@ -12,13 +12,13 @@ from tests.helpers.sparse import sparse
 from torch_metal_attn import SimulatorFault, simulate
 from torch_metal_attn.simulator import engine
 
-FAR = 2**32  # elements, which 32 bits do not hold
+FAR = 2**32  # elements: an offset that does not fit 32 bits
 
 pytestmark = pytest.mark.skipif(sys.maxsize < 2**40, reason="needs 64-bit addresses")
 
 
 def spread(tensor, dim, reach=FAR):
-    """The same numbers, `dim` at a stride that puts its last element `reach` away or further."""
+    """A copy whose last element along `dim` is at least `reach` elements away."""
     size = tensor.shape[dim]
     if size < 2:
         return tensor
@@ -75,7 +75,7 @@ def test_packed_rows():
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_results(dim, monkeypatch):
-    """The op allocates them densely: here they are moved apart before the kernel runs."""
+    """The op allocates dense results, which are replaced by sparse ones before the kernel runs."""
     q, k, v = make_qkv(2, 4, 2, 5, 34, 16, dtype=torch.float16)
     params_type = shader_params.struct("FlashFwdParams")
     slots = shader_params.slots("FlashBuffer", "FLASH_")
@@ -90,7 +90,7 @@ def test_results(dim, monkeypatch):
         for name, result in far.items():
             strides = getattr(params, f"{name}_strides")
             strides.batch, strides.head, strides.row = result.stride()[:3]
-            assert name == "out" or strides.row == 1, "rows of softmax_lse lie side by side"
+            assert name == "out" or strides.row == 1, "rows of softmax_lse are contiguous"
             buffer = by_slot[slots[name]]
             buffer.storage, buffer.offset = result.data_ptr(), 0
             buffer.bytes = result.untyped_storage().nbytes()
@@ -108,8 +108,8 @@ def test_results(dim, monkeypatch):
 
 
 @pytest.mark.parametrize("wide", ["int64_t", "int"])
-def test_checked(wide, monkeypatch):
-    """Guards on both sides of a storage of over 2**32 elements, and a stride that needs 32 bits."""
+def test_checked_accesses(wide, monkeypatch):
+    """A storage of more than 2**32 elements is checked, with correct and with faulty offsets."""
     q, k, v = make_qkv(1, 1, 1, 5, 34, 16, dtype=torch.float16)
     row = "return first + Offset(row) * row_stride"
     of_width = f"return first + {wide}(row) * {wide}(row_stride)"

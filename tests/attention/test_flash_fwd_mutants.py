@@ -1,6 +1,4 @@
-"""Planted faults in the text of flash_fwd, and small problems that must show them."""
-
-from itertools import product
+"""Planted faults in flash_fwd, and small problems that must notice them."""
 
 import torch
 
@@ -43,64 +41,60 @@ def codes_of_fp8():
 
 
 PROBLEMS = {
-    # A diagonal off the corner.
+    # A diagonal that does not end in the corner.
     "plain": [dense(batch=1, head_dim=64, causal=True, q_offset=30)],
     "windows": [
         dense(window_size_left=left, window_size_right=right, q_offset=offset)
         for left, right, offset in ((20, 13, None), (30, 45, None), (20, 13, 5))
     ],
-    # Chunks that begin behind the padding, and queries before the first of them.
+    # Chunks that begin after the padding, and queries before the first chunk.
     "chunks": [
         dense(attention_chunk=21, leftpad_k=(7, 40), **visible)
         for visible in ({}, {"causal": True, "q_offset": 0})
     ],
     "lengths": [dense(seqused_k=(90, 50), leftpad_k=(5, 35))],
-    # With any strides, and with an even width, which is read in pairs.
+    # Any strides, and odd and even widths. An even width is read in pairs.
     "masks": [
         dense(attn_mask="bool bhqk", mask_layout=("order 3210",)),
         *(dense(attn_mask="bool bhqk", kv_length=keys) for keys in (100, 101)),
     ],
-    "biases": [
-        dense(attn_bias="float32 bhqk"),
-        dense(attn_mask="float16 bhqk", kv_length=100),
-    ],
+    "biases": [dense(attn_bias="float32 bhqk"), dense(attn_mask="float16 bhqk", kv_length=100)],
     "softcap": [dense(softcap=1.5, softmax_scale=0.5)],
     "alibi": [dense(dtype="float32", alibi_slopes="bh", q_offset=offset) for offset in (None, 60)],
     "sinks": [dense(dtype="float32", learnable_sink="float32", causal=True, q_offset=-2)],
     "large sinks": large_sinks,
-    # Both pairings, and pairs of columns: wide and narrow loads. Where a fragment has columns of
-    # one half alone, another one stays.
+    # Both pairings, with wide and narrow loads. In a head dim of 24, one fragment has columns of
+    # the first half only, and another one is not rotated.
     "rotary": [
-        dense(
-            **rotated(columns, interleaved),
-            dtype="float32",
-            head_dim=24 if columns == 16 and not interleaved else 16,
+        dense(**rotated(columns, interleaved), dtype="float32", head_dim=head_dim)
+        for columns, interleaved, head_dim in (
+            *((8, False, 16), (14, False, 16), (16, False, 24)),
+            *((8, True, 16), (14, True, 16), (16, True, 16)),
         )
-        for columns, interleaved in product((8, 14, 16), (False, True))
     ],
     "slices of v": [dense(batch=1, v_head_dim=264, causal=True)],
-    # Two SIMD groups have half of the columns each.
+    # Two SIMD groups share rows: each has half of the columns.
     "shared rows": [dense(batch=1, head_dim=208, causal=True)],
     # Rows with NaN around each.
     "odd head dims": [
         dense(head_dim=11, v_head_dim=5, **PADDED, **rotary)
         for rotary in ({}, {"rotary": "q", "rotary_columns": 8})
     ],
-    # One of them empty, spare rows, and options that count from a first row.
+    # An empty sequence, spare rows, and options that count from the first row of a sequence.
     "packed": [case(**PACKED | FORWARD | rotated(8), attn_mask="bool bqk", window_size_left=40)],
-    # Pages of 3 keys, so that a sequence has more than a SIMD group holds; k is rotated.
+    # Pages of 3 keys: a sequence has more of them than a SIMD group holds. k is rotated.
     "pages": [
         dense(
             q_length=20,
             kv_length=320,
+            seqused_k=(31, 300),
             cache="paged",
             page=3,
-            seqused_k=(31, 300),
             rotary="k",
             rotary_columns=16,
         )
     ],
-    # With windows, so that walks begin after the first pages.
+    # With a window, so that loops begin after the first pages.
     "pages of packed": [
         case(
             **PACKED | FORWARD | {"packed": ((40, 50), (77, 300)), "dtype": "float32"},
@@ -110,7 +104,7 @@ PROBLEMS = {
         )
     ],
     "indices": [dense(cache="indexed")],
-    # Float32 queries read 4 columns at a time, which are half of a word of codes.
+    # Queries in float32 read 4 columns at a time, which is half of a word of codes.
     "halves of words": [dense(**FEW, dtype="float32", head_dim=64, format="q2_g64")],
     "formats": [
         dense(**FEW, head_dim=64, cache="paged", format=kv_format, seqused_k=(90, 50))
@@ -218,13 +212,12 @@ MUTANTS = {
         pair's second byte lost: uchar(both {~>> 8 => & 0xff~})
         mask's query past the end read [out_of_bounds]:
             Offset({~min(row + i * FRAGMENT, last_row) => row + i * FRAGMENT~}) * row_stride
-        mask's key past the end read [out_of_bounds]:
-            {~min(column + 1, last_column => (column + 1~})
+        mask's key past the end [out_of_bounds]: {~min(column + 1, last_column => (column + 1~})
         mask's pair past the end read [out_of_bounds]: {~min(column, last_column - 1) => column~}
     """,
     "biases": """
         bias dropped: {~score += Fragment<float>(base_2(added.x), base_2(added.y)); =>~}
-        bias taken for a bool:
+        bias read as bool:
             Fragment<float>({~base_2(added.x), base_2(added.y) => added.x != 0 ? 0.0f : -INFINITY,
             added.y != 0 ? 0.0f : -INFINITY~})
         bias in base 2: value {~* M_LOG2E_F =>~}
@@ -255,8 +248,7 @@ MUTANTS = {
         maximum without the sink: {~max(sink_log2, MASKED_ROW_MAX) => MASKED_ROW_MAX~}
     """,
     "large sinks": """
-        sink rounded in base 2:
-            {~(scaled - other) + rounded_off(float(logit), scaled) => scaled - other~}
+        sink rounded: {~(scaled - other) + rounded_off(float(logit), scaled) => scaled - other~}
         log2(e) in one float: {~+ value * LOG2E_REST =>~}
     """,
     "rotary": """
@@ -271,10 +263,8 @@ MUTANTS = {
         pairs of q not rotated:
             return {~rotary.rotated_pair(tensor, offset(row), row, first, lane_column) =>
             Fragment<T>(tensor[offset(row) + column], tensor[offset(row) + column + 1])~}
-        pairs of q's row of the first query:
-            rotary.rotated_pair(tensor, offset(row), {~row => 0~}, first
-        pairs behind the rotated ones rotated [wrong or out_of_bounds]:
-            (whole_row || {~is_rotated(column) => true~})
+        pairs of the first query's row: rotary.rotated_pair(tensor, offset(row), {~row => 0~}, first
+        pairs after the last [wrong or out_of_bounds]: (whole_row || {~is_rotated(column) => true~})
         entry of the fragment: (first - ROTARY_FIRST) / 2 {~+ lane_column / 2 =>~};
         every fragment of the first half [wrong or out_of_bounds]:
             is_x = {~first < ROTARY_FIRST + ROTARY_PAIRS => true~};
@@ -282,33 +272,29 @@ MUTANTS = {
         entry of the second half's columns [wrong or out_of_bounds]:
             pair = {~min(first, partner) => first~} - ROTARY_FIRST
         entry of the column before: float(cosine[pair {~+ 1 =>~}])
-        fragments behind the rotated ones rotated [wrong or out_of_bounds]:
-            (halves && {~is_rotated(first) => true~})
+        fragments after the last [wrong or out_of_bounds]: (halves && {~is_rotated(first) => true~})
         row of every other key: Offset(position{~=> / 2~}) * cosines_stride
         sine's row of every other key: Offset(position{~=> / 2~}) * sines_stride
-        q's tables of the first sequence:
-            q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, {~batch => 0~}
+        q's first tables: q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, {~batch => 0~}
         k's tables of the first sequence: {~Offset(batch) * Offset(sin_strides.batch) => 0~}
         q not rotated:
             {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
         k not rotated:
             return {~rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position =>
             load_chunk<COLUMNS>(tensor, place.row~}, column)
-        columns behind the rotated ones rotated [out_of_bounds]:
+        columns after the rotated ones rotated [out_of_bounds]:
             if ({~!is_rotated(column) => false~}) { return tensor[row + column];
     """,
     "slices of v": """
         slice of v not moved [everywhere]: first_value_column = {~slice * V_SLICE => 0~}
-        slice of out not moved [race]:
-            row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
-        read behind the last slice [out_of_bounds]:
+        out's slice not moved [race]: row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
+        read after the last slice [out_of_bounds]:
             if ({~ROW_COLUMNS == GRID_SLICES * COLUMNS || column < ROW_COLUMNS => true~})
     """,
     "shared rows": """
         own part twice: other = simdgroup {~^ 1 =>~}
         columns of q of the first: return {~simdgroup % COLUMN_SIMDGROUPS => 0~} * OWN_QK_FRAGMENTS
-        columns of v of the first [race or wrong]:
-            return {~simdgroup % COLUMN_SIMDGROUPS => 0~} * OWN_V_FRAGMENTS
+        v's columns [race or wrong]: return {~simdgroup % COLUMN_SIMDGROUPS => 0~} * OWN_V_FRAGMENTS
         no barrier before the sum [race]:
             {~and written its part of the scores. threadgroup_barrier(mem_flags::mem_threadgroup);
             =>~}
@@ -316,18 +302,15 @@ MUTANTS = {
             stage_values(); {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
     "odd head dims": """
-        q's columns behind the last not zeroed: {~exists => true~} ? tensor[offset(row) + column]
-        rotated q's columns behind the last not zeroed:
+        q's columns after the last not zeroed: {~exists => true~} ? tensor[offset(row) + column]
+        rotated q's columns after the last not zeroed:
             {~exists => true~} ? rotary.rotated(tensor, offset(row), row, column)
-        k's even columns behind the last not zeroed:
-            {~whole || column < COLUMNS => true~} ? bits[row + column]
-        k's odd columns behind the last not zeroed:
-            {~whole || column + 1 < COLUMNS => true~} ? bits[row + column + 1]
-        column behind the last stored [race]: if ({~column + 1 < columns => true~})
+        even columns not zeroed: {~whole || column < COLUMNS => true~} ? bits[row + column]
+        odd columns not zeroed: {~whole || column + 1 < COLUMNS => true~} ? bits[row + column + 1]
+        column after the last stored [race]: if ({~column + 1 < columns => true~})
     """,
     "packed": """
-        first query of the first sequence:
-            operand.reset(q, params.q_strides, batch, head, {~sequence.q_start => 0~})
+        q of sequence 0: operand.reset(q, params.q_strides, batch, head, {~sequence.q_start => 0~})
         first key of the first sequence:
             {~place(operand, k, params.k_strides, batch, kv_head, sequence, params) => operand = {k
             + kv_head * params.k_strides.head, params.k_strides.row}~}
@@ -347,13 +330,11 @@ MUTANTS = {
         row not within its page [out_of_bounds]: uint(row) {~% PAGE_ROWS =>~}
         row as if pages were powers of two: {~uint(row) % PAGE_ROWS => row & (PAGE_ROWS - 1)~}
         pairs of keys in one page: pages.page_of(row{~=> & ~1~})
-        window never moved [simd_lane]:
-            {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
-        window moved too late [simd_lane]:
-            {~last_place => first_place~} < window + SIMD_LANES{~=> + 1~}
+        window not moved [simd_lane]: {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
+        window moved late [simd_lane]: {~last_place => first_place~} < window + SIMD_LANES{~=> + 1~}
         numbers of the window before: numbers[place{~=> % SIMD_LANES~}]
         every lane the first number: window {~+ lane =>~};
-        numbers behind the last block read [out_of_bounds]:
+        numbers after the last block read [out_of_bounds]:
             {~place < count ? numbers[place] : NO_PAGE => numbers[place]~}
         table of the first sequence: block_table {~+ batch * params.block_table_stride =>~}
         pages of the first head: operand.reset(tensor, strides, kv_batch(batch), {~kv_head => 0~},
@@ -378,8 +359,7 @@ MUTANTS = {
         nibbles from 0 up: float(int(code & 15) {~- 8 =>~})
         bytes without a sign: float({~as_type<char>(uchar(code & 0xff)) => code & 0xff~})
         scale of the first block: place.scales + {~column / kv_scale_columns(FORMAT) => 0~} *
-        scale of blocks of 16:
-            place.scales + {~column / kv_scale_columns(FORMAT => min(column / 16, 1~}) *
+        blocks of 16: place.scales + {~column / kv_scale_columns(FORMAT => min(column / 16, 1~}) *
         scales of the first page: scales.row({~page => 0~}, page_row)
         scales of a page's first row: scales.row(page, {~page_row => 0~})
         k's scales for v:
@@ -390,7 +370,7 @@ MUTANTS = {
     "scales of fp8": """
         scale of the first sequence: float(tensor[{~batch * strides.batch + =>~}
         scale of the first head: {~+ head * strides.head =>~}]);
-        columns behind the last read [everywhere, out_of_bounds]:
+        columns after the last read [everywhere, out_of_bounds]:
             {~COLUMNS % FRAGMENT == 0 || column + i < COLUMNS => true~}
     """,
     "codes of fp8": """
@@ -400,6 +380,5 @@ MUTANTS = {
         no sign: {~(code & 0x80) != 0 ? -value : =>~} value
     """,
 }
-
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_fwd", run=run)

@@ -1,4 +1,4 @@
-"""flash_fwd where each SIMD group reads K and V itself, without staging: tiles of tables only."""
+"""flash_fwd with tiles that do not stage K and V, which only tables of tuned tiles choose."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def explained(q, k, v):
     return extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, k, v))[-1]
 
 
-def test_is_what_runs():
+def test_the_forced_tile_runs():
     q, k, v = make_qkv(head_dim=64, dtype=torch.float16)
     with unstaged(64):
         actual = explained(q, k, v)
@@ -48,7 +48,7 @@ def test_other_head_dims_have_no_such_tile(dtype, head_dim, v_head_dim, v_slice,
 
 
 def test_padded(device):
-    """Two chains of columns; keys before the first, which are NaN, and after the last."""
+    """Two chains of columns. Keys before the first one are NaN."""
     q, k, v = make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64)
     k[:, :, :3], v[:, :, :3] = torch.nan, torch.nan
     with unstaged(64):
@@ -57,7 +57,7 @@ def test_padded(device):
 
 # The columns of a slice, the keys of a block, and the case.
 CASES = {
-    # The last of six slices has half of its columns. A query tile starts among hidden keys.
+    # The last of six slices is half full. A query tile starts among hidden keys.
     "slices that pass the end of a row": (
         *(64, 32),
         {"q_length": 70, "head_dim": 64, "v_head_dim": 352, "window_size_left": 9}
@@ -92,7 +92,7 @@ def test_values(name, device, capfd):
 
 
 def test_values_that_do_not_exist_count_as_zero(device):
-    """The last key's row is read in their stead: 0 * inf would be NaN."""
+    """The last key's row is read instead of a missing one, and 0 * inf would be NaN."""
     q, k, v = (x.to(device) for x in make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64))
     v[:, :, -1] = torch.inf
     with unstaged(64):
@@ -102,22 +102,19 @@ def test_values_that_do_not_exist_count_as_zero(device):
 
 MUTANTS = {
     test_values_that_do_not_exist_count_as_zero: """
-        values that do not exist:
-            exist[j] = key >= sequence.first_key {~&& key < sequence.kv_length =>~}
+        missing values: exist[j] = key >= sequence.first_key {~&& key < sequence.kv_length =>~}
     """,
     test_padded: """
         values before the first:
             exist[j] = key {~>= sequence.first_key && key =>~} < sequence.kv_length
         key past the end read [out_of_bounds]:
             keys.find({~min(key + 1, sequence.kv_length - 1) => key + 1~})
-        value past the end read [out_of_bounds]:
-            values.find({~min(key, sequence.kv_length - 1) => key~})
+        value past the end [out_of_bounds]: values.find({~min(key, sequence.kv_length - 1) => key~})
         a key twice: pair.zip(keys.chunk(even, key_column), keys.chunk({~odd => even~}, key_column))
         columns of q in order: source.element(position, first + {~KEY_CHUNK => 1~})
         one chain: begin < {~SPANS => CHAIN~}; begin += CHAIN
         first span of v: column) {~+ s * SPAN_COLUMNS =>~}
-        columns of out in order [race]:
-            first_unit_column(column) + {~span_offset(d) => d * FRAGMENT~}
+        out in order [race]: first_unit_column(column) + {~span_offset(d) => d * FRAGMENT~}
         not rescaled: part = part {~* corrections[i] =>~} +
     """,
 }

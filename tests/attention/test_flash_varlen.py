@@ -1,16 +1,13 @@
-"""Packed sequences, forward and backward: the bits of each alone, and rows of no sequence."""
+"""Packed sequences have the bits of each sequence alone, forward and backward."""
 
 import math
+from functools import partial
+from itertools import pairwise
 
 import torch
 
-from tests.attention.flash_bwd_check import (
-    backward,
-    exact_forward,
-    make_gradients,
-    run,
-)
-from tests.attention.flash_fwd_check import make_packed, unpacked
+from tests.attention.flash_bwd_check import backward, exact_forward, make_gradients, run
+from tests.attention.flash_fwd_check import make_packed
 from tests.attention.held_cases import HOME
 from tests.attention.test_flash_bwd import assert_same
 from torch_metal_attn.testing.judge import ints
@@ -49,17 +46,23 @@ def test_equals_each_sequence_alone(device):
     dq, dk, dv, delta = gradients(q, k, v, packing, device, CAUSAL)
     dout, dlse = make_gradients(q, v, (4, len(q)))
     exact_out, exact_lse = exact_forward(q, k, v, CAUSAL, packing)
-    rows_of = [q, out, dq, dout, exact_out, *(x.t()[..., None] for x in (lse, delta, dlse))]
-    rows_of.append(exact_lse.t()[..., None])
-    whole_k, whole_v = torch.cat([k, dk.cpu()], -1), torch.cat([v, dv.cpu()], -1)
-    for *parts, keys, values in unpacked([x.cpu() for x in rows_of], whole_k, whole_v, packing):
-        q, out, dq, dout, exact_out, *statistics = parts
-        lse, delta, dlse, exact_lse = (x[..., 0].contiguous() for x in statistics)
-        (k, dk), (v, dv) = (x.split(HOME, -1) for x in (keys.contiguous(), values.contiguous()))
-        assert_same(run("flash_fwd", device, q, k, v, **CAUSAL), (out, lse))
-        arguments = (dout, dlse, q, k, v, exact_out, exact_lse)
+    bounds = (pairwise(ends.tolist()) for ends in packing[:2])
+    for q_bounds, kv_bounds in zip(*bounds, strict=True):
+
+        def rows(*tensors, part=slice(*q_bounds)):
+            return [x[None, part].transpose(1, 2) for x in tensors]
+
+        def statistics(*tensors, part=slice(*q_bounds)):
+            return [x[None, :, part].contiguous() for x in tensors]
+
+        keys = partial(rows, part=slice(*kv_bounds))
+        qkv = *rows(q), *keys(k, v)
+        alone = run("flash_fwd", device, *qkv, **CAUSAL)
+        assert_same(alone, (*rows(out), *statistics(lse)))
+        results = *rows(exact_out), *statistics(exact_lse)
+        arguments = *rows(dout), *statistics(dlse), *qkv, *results
         *actual, _ = run("flash_bwd", device, *arguments, exact_delta=True, **CAUSAL)
-        assert_same(actual, (dq, dk, dv, delta))
+        assert_same(actual, (*rows(dq), *keys(dk, dv), *statistics(delta)))
 
 
 def test_strides(device):

@@ -1,4 +1,4 @@
-"""flash-attn's functions: layouts, bottom-right alignment, every option, and refusals."""
+"""flash-attn's functions: layouts, bottom-right alignment, every option, and errors."""
 
 import inspect
 import re
@@ -42,10 +42,10 @@ WINDOWS = [
 
 
 def cases(call):
-    """Windows and every option at other lengths, and for dense calls every odd length, causal."""
-    alike = "qkvpacked" in call
-    sizes = {"heads": 4, "kv_heads": 4 if alike else 2}
-    pairs = [(q, q) if alike else (q, k) for q, k in ((33, 40), (31, 65), (40, 7), (7, 9))]
+    """Windows and every option at different lengths; for flash_attn_func also all odd lengths."""
+    qkvpacked = "qkvpacked" in call
+    sizes = {"heads": 4, "kv_heads": 4 if qkvpacked else 2}
+    pairs = [(q, q) if qkvpacked else (q, k) for q, k in ((33, 40), (31, 65), (40, 7), (7, 9))]
     if call == "flash_attn_with_kvcache":
         without_dropout = EVERY_OPTION | {"dropout_p": 0.0}
         for (q, k), feature in zip(pairs, (*WINDOWS[1:], without_dropout), strict=True):
@@ -64,9 +64,8 @@ def cases(call):
             q, k = pairs[i % 4]
             yield case(call=call, **sizes, batch=2, q_length=q, kv_length=k, **feature)
     if call == "flash_attn_varlen_func":
-        yield packed_case(
-            ((7, 9), (0, 5), (33, 40)), call=call, seqused_k=(9, 2, 33), cache="paged", causal=True
-        )
+        paged = {"seqused_k": (9, 2, 33), "cache": "paged", "causal": True}
+        yield packed_case(((7, 9), (0, 5), (33, 40)), call=call, **paged)
     if call == "flash_attn_func":
         for q, k in ODD:
             yield case(call=call, **sizes, q_length=q, kv_length=k, causal=True)
@@ -82,7 +81,6 @@ def close(actual, expected):
 
 
 SINK = "learnable_sink"
-# The op refuses the first ones, and the function the others.
 WRONG_VALUES = [
     ({"softcap": -1.0}, "softcap is -1; it must be 0"),
     ({"softmax_scale": -(10**400)}, r"scale is -inf; its product with log2\(e\) must be finite"),
@@ -118,7 +116,7 @@ WRONG_TYPES = [
 
 class TestFlashAttnFunc:
     @each_case("position, shape", product(range(3), [(), (8,), (5, 2, 8), (1, 1, 5, 2, 8)]))
-    def test_refuses_other_ranks(self, position, shape):
+    def test_ranks(self, position, shape):
         tensors = [normal(1, 5, 2, 8)] * 3
         tensors[position] = normal(*shape)
         message = f"{'qkv'[position]} has shape {shape}; it must be (B, L, H, D)"
@@ -132,7 +130,7 @@ class TestFlashAttnFunc:
             *((arguments, TypeError, message) for arguments, message in WRONG_TYPES),
         ],
     )
-    def test_refuses(self, arguments, error, message):
+    def test_refused(self, arguments, error, message):
         q = normal(1, 5, 2, 8)
         with pytest.raises(error, match=message):
             flash_attn_func(**{"q": q, "k": q, "v": q} | arguments)
@@ -177,8 +175,8 @@ class TestFlashAttnFunc:
 
     @pytest.mark.parametrize("shape", [(0, 3), (1, 0), (0, 33), (0, 0)])
     @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_with_kvcache])
-    def test_strides_of_no_elements(self, function, shape):
-        """They mean nothing, whatever is empty; `contiguous` would keep them."""
+    def test_strides_of_empty_tensors(self, function, shape):
+        """They are ignored if a tensor is empty, as `contiguous` does not change them."""
         batch, length = shape
         q, k = normal(batch, length, 2, 16)[..., ::2], normal(batch, 9, 1, 8)
         assert q.stride(-1) == 2
@@ -210,7 +208,7 @@ def packed(q_lengths=(7, 0, 33, 1, 12)):
         (5, 32, ValueError, "cu_seqlens_q has a sequence of 33 rows and max_seqlen_q is 32"),
     ],
 )
-def test_flash_attn_varlen_func_refuses(index, value, error, message):
+def test_refused_by_flash_attn_varlen_func(index, value, error, message):
     arguments = list(packed())
     arguments[index] = value
     with pytest.raises(error, match=message):
@@ -218,7 +216,7 @@ def test_flash_attn_varlen_func_refuses(index, value, error, message):
 
 
 class TestPacked:
-    def test_passes_views(self):
+    def test_no_operand_is_copied(self):
         qkv = normal(2, 9, 3, 4, 16)
         seen = []
 
@@ -234,7 +232,7 @@ class TestPacked:
         assert [t.data_ptr() for t in seen] == [qkv[:, :, i].data_ptr() for i in range(3)] * 2
 
     @pytest.mark.parametrize("shape", [(2, 9, 2, 4, 16), (2, 9, 3, 4), (9, 3, 4, 16)])
-    def test_refuses_other_shapes(self, shape):
+    def test_shapes(self, shape):
         with pytest.raises(ValueError, match=r"qkv has shape .* must be \(B, L, 3, H, D\)"):
             flash_attn_qkvpacked_func(normal(*shape))
         with pytest.raises(ValueError, match=r"kv has shape .* must be \(T, 2, Hkv, D\)"):
@@ -281,7 +279,7 @@ def test_compiled(function, lengths, options, dynamic):
 
 
 class TestOptions:
-    def test_each_function_shows_them_with_the_ops_defaults(self):
+    def test_defaults_are_those_of_the_op(self):
         arguments = torch.ops.metal_attn.flash_fwd.default._schema.arguments
         defaults = {argument.name: argument.default_value for argument in arguments}
         for function, name in product(FUNCTIONS.values(), ScoreOptions.__annotations__):
@@ -320,8 +318,8 @@ class TestOptions:
             (flex_attention, "bias", "add it in a score_mod"),
         ],
     )
-    def test_others_are_refused(self, function, name, advice):
-        """These are names of torch, flash-attn, MLX and xformers."""
+    def test_unknown_options(self, function, name, advice):
+        """Names of options of torch, flash-attn, MLX and xformers."""
         packed = function is flash_attn_qkvpacked_func
         operands = [normal(1, 3, 3, 2, 8)] if packed else [normal(1, 3, 2, 8)] * 3
         message = f"{function.__name__} has no argument {name}; {advice}"

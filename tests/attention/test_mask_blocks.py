@@ -11,12 +11,12 @@ from tests.helpers.mutants import mutant_tests, plant
 from torch_metal_attn import explain, scaled_dot_product_attention, simulate
 
 HEAD_DIM = 16
-# Neutral: what a list holds if no block is known to be hidden, or shown in full.
+# A change after which every block counts as partial. It must not change results.
 ALL_IN_PART = ("state.shows ? (state.hides ? 2 : 1) : 0", "2")
 
 
 def seen(q_length, kv_length, window=256):
-    """The last keys up to each query's own, some rows without any, and a whole tile without any."""
+    """A causal window. Query 3, and all queries of a tile, see no key."""
     position = torch.arange(q_length)[:, None] + kv_length - q_length
     key = torch.arange(kv_length)
     mask = (position >= key) & (position - key < window)
@@ -26,13 +26,13 @@ def seen(q_length, kv_length, window=256):
 
 
 def per_head():
-    """Rows of 8 keys, of two heads that see different keys."""
+    """Two heads see different keys. The mask is read 8 keys at a time."""
     mask = seen(264, 2048)
     return torch.stack((mask, mask.roll(-700, 1) & (torch.arange(2048) % 5 > 0)))[None], 1, 2
 
 
 def transposed():
-    """Queries are neighbours in memory, of odd lengths; two sequences see different keys."""
+    """Two sequences see different keys. Queries are contiguous, and lengths are odd."""
     mask = torch.zeros(2, 2047, 131, dtype=torch.bool).mT
     mask[0], mask[1] = seen(131, 2047), seen(131, 2047).roll(500, 1)
     return mask[:, None], 2, 2
@@ -46,7 +46,7 @@ def padded():
 PROBLEMS = {"per head": per_head, "transposed": transposed}
 
 
-def operands(mask, batch, heads, q_length=None):
+def operands(mask, batch, heads):
     torch.manual_seed(0)
     q_length = 65 if mask.shape[-2] == 1 else mask.shape[-2]
     shapes = (q_length, mask.shape[-1], mask.shape[-1])
@@ -77,7 +77,7 @@ def check(actual, problem):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_results_have_the_bits_of_those_of_all_blocks(name, monkeypatch):
+def test_skipped_blocks_change_no_bit(name, monkeypatch):
     problem = PROBLEMS[name]()
     actual = simulated(problem, check=True)
     check(actual, problem)
@@ -106,11 +106,11 @@ def same_results():
     assert all(map(torch.equal, results(*operands(*problem), problem[0]), expected()))
 
 
-# Faults of the kernel that makes the lists, and of those that walk along them.
+# Faults of the kernel that makes the lists, and of those that read them.
 MUTANTS = {
     same_output: """
         mask_blocks: last block dropped: params.blocks - first_block{~=> - 1~})
-        mask_blocks: partial block taken for a full one: {~(state.hides ? 2 : 1) => 1~}
+        mask_blocks: partial block marked as full: {~(state.hides ? 2 : 1) => 1~}
         mask_blocks: list of the tile before: owned = threadgroup_position.x{~=> / 2~};
         mask_blocks: head 0's list: {~threadgroup_position.y * params.head_stride => 0~}
         mask_blocks: sides swapped: params.along_inner ? {~block : owned => owned : block~}
@@ -123,8 +123,7 @@ MUTANTS = {
         flash_fwd, flash_bwd_dq, flash_bwd_dkv: full and partial swapped:
             masked = {~=> !~} mask_block_is_partial(block)
         flash_bwd_dq: another tile's list: queries.place.first_query / LIST_Q_BLOCK{~=> / 2~},
-        flash_bwd_dq: another head's list:
-            batch, {~head => 0~}, queries.place.first_query / LIST_Q_BLOCK
+        flash_bwd_dq: list of head 0: batch, {~head => 0~}, queries.place.first_query / LIST_Q_BLOCK
         flash_bwd_dkv: another tile's list: keys.tile_key / LIST_KV_BLOCK{~=> / 2~},
         flash_bwd_dkv: another head's list: batch, {~head => 0~}, keys.tile_key / LIST_KV_BLOCK
     """,
@@ -136,7 +135,7 @@ test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
 
 
 def tile(defines):
-    """Queries and keys of a kernel's block, and whether it owns keys."""
+    """The queries and keys of a block."""
     groups = int(defines["SIMDGROUPS"]) // int(defines.get("COLUMN_SIMDGROUPS", 1))
     rows = 8 * int(defines["ROW_FRAGMENTS"]) * groups
     if "BLOCK_Q" in defines:
@@ -150,8 +149,8 @@ def shown_blocks(mask, queries, keys):
 
 
 def test_work_is_that_of_the_blocks_that_are_shown(cores):
-    """A window of 256 in 4096 keys. Prices are those of no blocks, and of some that are partial."""
-    cores(1)  # which long problems keep busy with the tiles of short ones
+    """A window of 256 in 4096 keys. The cost of a block is measured with some partial blocks."""
+    cores(1)  # long problems then have the tiles of short ones
     window = seen(256, 4096)
     some = torch.zeros_like(window)
     some[::3, 1024:1280] = True
@@ -171,14 +170,13 @@ def test_work_is_that_of_the_blocks_that_are_shown(cores):
         assert visited < window.numel() / (sizes[0] * sizes[1]) / 6
         assert (work(result["window"][name]) <= 1.05 * (base + visited * price)).all()
         assert (work(result["window"][name])[2] == visited * price[2]).all()
-    # One pre-pass for each of the three reads the mask once, 8 elements at a time.
+    # Each of the three kernels has a pre-pass that reads the mask once, 8 elements at a time.
     assert result["window"]["mask_blocks"].loads["device"] == 3 * window.numel() / 8
     assert result["window"]["mask_blocks"].load_bytes["device"] == 3 * window.numel()
 
 
 def test_blocks_that_are_shown_in_full_do_not_load_the_mask():
     mask = torch.ones(256, 4096, dtype=torch.bool)
-    mask[:, 64:] = False
     loads = []
     for first in (True, False):  # a block is partial if one element is hidden
         mask[::64, ::8] = first
@@ -190,10 +188,8 @@ def test_blocks_that_are_shown_in_full_do_not_load_the_mask():
     assert loads[1] - loads[0] == 256 * 64 / 2
 
 
-def explained(mask, batch=1, heads=2, **options):
-    q_length = 264 if mask.shape[-2] == 1 else mask.shape[-2]
-    q = torch.zeros(batch, heads, q_length, HEAD_DIM, dtype=torch.float16)
-    k = torch.zeros(batch, heads, mask.shape[-1], HEAD_DIM, dtype=torch.float16)
+def explained(mask, heads=2, **options):
+    q, k = (torch.zeros(1, heads, n, HEAD_DIM, dtype=torch.float16) for n in mask.shape)
     return explain(q, k, k, attn_mask=mask, backward=True, **options)
 
 
@@ -204,17 +200,13 @@ def test_explain_says_what_is_skipped():
     assert actual.kernel == "flash_fwd"
     assert actual.kernels["mask_blocks"].specialisation == {"WORD": "uint2"}
     assert "attn_mask hides are skipped: mask_blocks reads 540672 bytes" in actual.reason
-    lists = {
-        name: 4 * (1 + there // other) * -(-here // block)
-        for name, kernel in actual.training.kernels.items()
-        for queries, keys in [tile(kernel.specialisation)]
-        for block, here, other, there in [
-            (queries, 264, keys, 2048) if name == "flash_bwd_dq" else (keys, 2048, queries, 264)
-        ]
-    }
-    assert actual.training.allocated["mask_blocks"] >= max(lists.values())
-    for kernel in actual.training.kernels.values():
+    for name, kernel in actual.training.kernels.items():
         assert "attn_mask hides are skipped" in kernel.reason
+        queries, keys = tile(kernel.specialisation)
+        blocks = -(-264 // queries), -(-2048 // keys)
+        lists, entries = blocks if name == "flash_bwd_dq" else blocks[::-1]
+        # A list has an int32 for its length and one for each entry.
+        assert actual.training.allocated["mask_blocks"] >= 4 * lists * (1 + entries)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +218,7 @@ def test_explain_says_what_is_skipped():
         (torch.ones(264, 2047, dtype=torch.bool), {}, "as a pre-pass would read too much"),
     ],
 )
-def test_where_it_does_not_pay(mask, options, why):
+def test_masks_for_which_a_pre_pass_does_not_pay(mask, options, why):
     actual = explained(mask, **options)
     assert list(actual.kernels) == ["flash_fwd"]
     assert "MASK_BLOCKS" not in actual.specialisation

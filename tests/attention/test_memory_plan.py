@@ -1,9 +1,10 @@
-"""`explain(backward=True)`: the memory of a training step, and that the ops take no more."""
+"""`explain(backward=True)` lists the memory of a training step, and the ops allocate no more."""
 
 from itertools import accumulate
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from tests.attention.flash_bwd_check import make_gradients, run
 from tests.attention.flash_bwd_features import problem
@@ -24,39 +25,27 @@ def unfilled(monkeypatch):
 
 
 def allocations(call):
-    """The result of `call`, and the sizes of its allocations in order; frees are negative."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    """The result of `call`, and the sizes of its allocations in order. Frees are negative."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = call()
-    events = profile.profiler.kineto_results.events()
-    events = sorted(
-        (event for event in events if event.name() == "[memory]"),
-        key=lambda event: event.start_ns(),
-    )
-    return result, [event.nbytes() for event in events]
+    events = [x for x in profiled.profiler.kineto_results.events() if x.name() == "[memory]"]
+    return result, [event.nbytes() for event in sorted(events, key=lambda x: x.start_ns())]
 
 
-def test_of_4096_tokens():
+def test_4096_tokens():
     training = explain(*shapes(4096), causal=True, backward=True).training
     tensor, statistics = 16 * 4096 * 64 * 2, 16 * 4096 * 4
-    assert training.inputs == {"q": tensor, "k": tensor, "v": tensor, "dout": tensor}
-    assert training.allocated == {
-        "out": tensor,
-        "softmax_lse": statistics,
-        "delta": statistics,
-        "rounded_delta": statistics,
-        "dq": tensor,
-        "dk": tensor,
-        "dv": tensor,
-    }
+    assert training.inputs == dict.fromkeys(("q", "k", "v", "dout"), tensor)
+    allocated = dict.fromkeys(("softmax_lse", "delta", "rounded_delta"), statistics)
+    allocated |= dict.fromkeys(("out", "dq", "dk", "dv"), tensor)
+    assert training.allocated == allocated
     assert training.total == 8 * tensor + 3 * statistics == 67_895_296
     text = str(explain(*shapes(4096), backward=True))
     for words in ("dq 8.39", "softmax_lse 0.26", "67.90 MB in all", "flash_bwd_dkv"):
         assert words in text
 
 
-def test_nothing_is_allocated_to_explain():
+def test_explain_allocates_nothing():
     qkv = shapes(4096)
     explain(*qkv, backward=True)
     _, changes = allocations(lambda: explain(*qkv, causal=True, backward=True))
@@ -97,7 +86,7 @@ def test_the_ops_allocate_what_is_listed(feature):
     assert max(accumulate(changes)) == sum(listed.values())
 
 
-def test_autograd_holds_no_more():
+def test_autograd_allocates_no_more():
     qkv, options = problem("rotary", through_lse=False)
     q, k, v = (tensor.requires_grad_() for tensor in qkv)
     listed = explain(q, k, v, **options, backward=True).training.allocated

@@ -1,15 +1,11 @@
-"""flash_fwd of a cache in pages or by an index: missing pages, refusals and costs."""
+"""flash_fwd on a paged or indexed cache: missing pages, errors and costs."""
 
 import math
 
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import (
-    check_flash_fwd,
-    make_packed,
-    make_qkv,
-)
+from tests.attention.flash_fwd_check import check_flash_fwd, make_packed, make_qkv
 from tests.attention.held_cases import case
 from tests.cache.kv_caches import paged
 from tests.helpers.cases import each_case
@@ -52,13 +48,10 @@ def test_only_differences_of_cu_seqlens_k_count(device):
 
 
 def test_pages_before_the_window_need_not_exist(device):
-    """The old pages of a sliding window are freed and replaced by -1, and give no NaN.
-
-    The table is a part of a wider one.
-    """
+    """Pages before a sliding window may be -1 or outside. The table is a part of a wider one."""
     q, k, v = make_qkv(batch=2, q_length=5, kv_length=200, **SHAPE)
     keys, values, where = paged(k, v, [200, 150], 16)
-    # The first query stands at 195 and 145 and sees 50 keys before it.
+    # The first queries are at 195 and 145, and see 50 keys before them.
     where["block_table"][0, : 145 // 16] = -1
     where["block_table"][1, : 95 // 16] = 10**6
     wider = torch.cat([where["block_table"], torch.full((2, 3), -1).int()], 1)
@@ -73,7 +66,7 @@ def test_pages_before_the_window_need_not_exist(device):
         ({"cache": "paged"}, {}, "block_table"),
         ({"cache": "indexed"}, {}, "cache_batch_idx"),
         ({"format": "q8_0"}, {}, "k_scale"),
-        # Whose dtype alone tells.
+        # Quantised keys without a scale.
         ({}, dict.fromkeys("kv", torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn)), "k"),
     ],
 )
@@ -102,7 +95,7 @@ def device_loads(page, kv_length=1024):
 
 
 def test_paging_costs_few_loads():
-    """At most 6 %; with pages of one key each of eight SIMD groups loads the number of each."""
+    """At most 6 %. With pages of one key, each of eight SIMD groups loads every page number."""
     plain = device_loads(None)
     for page in (8, 256):
         assert device_loads(page) <= 1.06 * plain

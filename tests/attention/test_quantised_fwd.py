@@ -1,4 +1,4 @@
-"""flash_fwd of keys and values in another format than queries: quantised, or in half precision."""
+"""flash_fwd with keys and values in another format than q: quantised, or in half precision."""
 
 import math
 
@@ -40,8 +40,7 @@ def every_code(kv_format):
 
 
 @pytest.mark.parametrize(
-    "kv_format, dtype",
-    [*zip(FORMATS, (torch.float32, torch.float16, torch.bfloat16), strict=True)],
+    "kv_format, dtype", [*zip(FORMATS, (torch.float32, torch.float16, torch.bfloat16), strict=True)]
 )
 def test_values_have_the_bits_of_dequantise(kv_format, dtype, device):
     data, scale = every_code(kv_format)
@@ -59,7 +58,7 @@ def test_values_have_the_bits_of_dequantise(kv_format, dtype, device):
 
 
 def test_scales_of_fp8(device):
-    """Scales per head, or per head and sequence, with any strides; for k, v or both."""
+    """Scales for k, v or both, per head or per head and sequence, with any strides."""
     q, k, v = make_qkv(3, 4, 2, kv_length=40, head_dim=64, v_head_dim=32, dtype=torch.float16)
     some = torch.rand(3, 5, 2)[:, 2] + 0.5
     for k_scale, v_scale in [
@@ -77,20 +76,17 @@ def test_scales_of_fp8(device):
         check_flash_fwd(q, *exact, cache=cache, device=device)
 
 
-@pytest.mark.parametrize(
-    "kv_format, scale", [("q4_0", None), ("fp8_e4m3", torch.tensor([0.5, 2.0]))]
-)
+FP8 = "fp8_e4m3", torch.tensor([0.5, 2.0])
+
+
+@pytest.mark.parametrize("kv_format, scale", [("q4_0", None), FP8])
 def test_packed(kv_format, scale, device):
-    """Keys and values packed one sequence after the other, quantised as they are."""
+    """Keys and values are concatenated, then quantised."""
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 32, "dtype": torch.float16}
     q, k, v, *packing = make_packed([33, 7, 1], [40, 0, 65], batch=1, **sizes)
-    (keys, k_scale), (values, v_scale) = (
-        quantise(x, kv_format, scale, heads_dim=1) for x in (k, v)
-    )
-    exact = [
-        dequantise(x, s, torch.float32, heads_dim=1)
-        for x, s in ((keys, k_scale), (values, v_scale))
-    ]
+    stored = [quantise(x, kv_format, scale, heads_dim=1) for x in (k, v)]
+    exact = [dequantise(*x, torch.float32, heads_dim=1) for x in stored]
+    (keys, k_scale), (values, v_scale) = stored
     cache = keys, values, {"k_scale": k_scale, "v_scale": v_scale}
     check_flash_fwd(q, *exact, *packing, cache=cache, device=device, causal=True)
 
@@ -128,8 +124,8 @@ def test_gradients_are_refused_in_backward():
         ops.flash_bwd(out, None, q, k, v, out, lse)
 
 
-def test_functions_without_a_cache_want_one_dtype():
-    """flash-attn's do too. Functions of a cache take float32 queries: test_functional.py."""
+def test_functions_without_a_cache_need_one_dtype():
+    """As flash-attn's. test_functional.py passes float32 queries to functions with a cache."""
     q, k, v = (x.transpose(1, 2) for x in operands(head_dim=64))
     for keys, values, name in ((k, v, "k"), (k.float(), v, "v")):
         with pytest.raises(ValueError, match=rf"^{name} has dtype float16 and q float32; .*alike"):
@@ -151,7 +147,6 @@ MUTANTS = {
         flash_decode: one of two keys' columns: ELEMENT(unit.fragments[f].{~y => x~})
     """,
 }
-
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, run=lambda op: CHECKS[op](*operands(head_dim=64), device="cpu")

@@ -21,7 +21,7 @@ KERNEL = "flash_fwd_tensor"
 
 
 def wide_rows():
-    """Two chains of scores, Q read again, and a last slice of V that passes its end by a span."""
+    """Two chains of scores, Q read twice, and a last slice of V that is a span too long."""
     judge(problems.dense(batch=1, heads=2, head_dim=136, v_head_dim=288, dtype="bfloat16"))
 
 
@@ -30,7 +30,7 @@ def home():
 
 
 def equal_values():
-    """The mean of equal values: what the cut takes from weights is not missing in the output."""
+    """The mean of equal values is exact, although weights are truncated."""
     q, k, v = home()
     out, _ = torch.ops.metal_attn.flash_fwd(4 * q, k, torch.ones_like(v))
     assert (out == 1).all()
@@ -62,12 +62,10 @@ CASES = {
     ],
     "chunks": [
         case(**GROUPED, **LENGTHS, attention_chunk=21, causal=True, q_offset=0, cache="indexed"),
-        # Rows with NaN behind each.
+        # Rows with NaN after each.
         case(
             **GROUPED | LENGTHS | {"attention_chunk": 21, "head_dim": 11, "v_head_dim": 5},
-            **problems.PADDED,
-            rotary="q",
-            rotary_columns=8,
+            **problems.PADDED | {"rotary": "q", "rotary_columns": 8},
         ),
     ],
     # An odd width, and an even one, which is read in pairs.
@@ -105,12 +103,12 @@ def test_formats():
 
 @pytest.mark.parametrize("lane_map", ["apple9", 7])
 def test_other_lane_maps_are_wrong(lane_map):
-    """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""
+    """Results are finite and wrong, so a probe must notice: tests/runtime/test_tensor_gate.py."""
     with simulate(lane_map=lane_map), pytest.raises(AssertionError):
         check_flash_fwd(*home(), device=CPU)
 
 
-def test_what_has_no_tensor_tiles(monkeypatch, gpu):
+def test_calls_without_tensor_tiles(monkeypatch, gpu):
     q, k, v = make_qkv(head_dim=16, dtype=F16)
     attend, decode = torch.ops.metal_attn.flash_fwd, torch.ops.metal_attn.flash_decode
     with simulate(check=True) as run:
@@ -146,12 +144,10 @@ def test_explanations(monkeypatch):
     assert wrong in explain(*make_qkv(dtype=F16)).refusal
 
 
-@pytest.mark.parametrize(
-    "words, tiles, dtypes", [("on 8x8 tiles", "8x8", 2), ("in TF32", "TF32", 1)]
-)
-def test_verify_has_other_kinds_of_tile(words, tiles, dtypes, gpu):
-    """Each feature once more: with tensor tiles off, and in TF32 whatever the setting."""
-    families = {f"flash_fwd {words}", f"flash_bwd {words}"}
+@pytest.mark.parametrize("how, tiles, dtypes", [("on 8x8 tiles", "8x8", 2), ("in TF32", "TF32", 1)])
+def test_verify_has_other_kinds_of_tile(how, tiles, dtypes, gpu):
+    """verify repeats each feature with tensor tiles off, and in TF32 whatever the setting."""
+    families = {f"flash_fwd {how}", f"flash_bwd {how}"}
     again = [each for each in listed.full() if each.family in families]
     assert {each.family for each in again} == families
     assert {each.case.tiles for each in again} == {tiles}
@@ -160,7 +156,7 @@ def test_verify_has_other_kinds_of_tile(words, tiles, dtypes, gpu):
         assert running.run(case(dtype="float32" if dtypes == 1 else "float16", tiles=tiles), CPU).ok
         assert {"tensor" in name for name in run.counters if "delta" not in name} == {dtypes == 1}
         with allow_tf32():
-            assert running.run(case(dtype="float32"), CPU).ok  # which is judged as float32
+            assert running.run(case(dtype="float32"), CPU).ok  # by the bounds of float32
         assert "flash_fwd" in run.counters
     gpu("Apple M4")
     assert not families & {each.family for each in listed.full()}
@@ -178,8 +174,7 @@ MUTANTS = {
             {~s / SPAN_FRAGMENTS => (1 - s / SPAN_FRAGMENTS)~} * TENSOR_HALF + s % TENSOR_HALF
         sums not accumulated: mode::{~multiply_accumulate => multiply~}
         output not rescaled: total {~* corrections[i] =>~} +
-        cut sum not rescaled:
-            {~lane_sum *= correction; =>~} UNROLL for (short j = 0; j < SPAN_FRAGMENTS
+        sum not rescaled: {~lane_sum *= correction; =>~} UNROLL for (short j = 0; j < SPAN_FRAGMENTS
         a SIMD group leaves early [divergent_barrier]:
             {~=> if (simdgroup_query > tile.last_query) { return; }~}for (int kv_block =
             blocks.first();
@@ -191,8 +186,7 @@ MUTANTS = {
         values that do not exist: exist[i] = {~key >= begin && key < end => true~}
     """,
     equal_values: """
-        divided by the sum before the cut:
-            {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
+        divided by the sum before the cut: {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
     """,
     either_precision: """
         weights not cut: {~weights[j] = cut(weights[j]); =>~}
@@ -200,17 +194,15 @@ MUTANTS = {
     """,
     wide_rows: """
         second chain dropped: {~result.add(chain); =>~}
-        columns of the last slice behind the row [out_of_bounds]:
+        columns of the last slice after the row [out_of_bounds]:
             {~COLUMNS == GRID_COLUMNS || column < COLUMNS => true~}
     """,
     scores: """
-        sink not in the sum:
-            keep_scale / {~with_sink( =>~}values_sum{~, sink_weight) =>~}
+        sink not in the sum: keep_scale / {~with_sink( =>~}values_sum{~, sink_weight) =>~}
         kept weights not scaled: {~TENSOR_TILES && DROPOUT ? dropout.keep_scale : =>~} 1.0f
         words of a draw reversed: bit(words[{~=> 3 -~}i], 2 * pair + i)
     """,
 }
-
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, KERNEL, run=problems.run, together=True

@@ -1,4 +1,4 @@
-"""float32 on tensor tiles where TF32 is allowed, held to torch's own products in TF32."""
+"""float32 on tensor tiles, if TF32 is allowed, against torch's products in TF32."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,27 +6,9 @@ import pytest
 import torch
 
 from tests.attention import held_cases
-from tests.attention.flash_bwd_check import (
-    backward,
-    exact_forward,
-    hold_gradients,
-    make_gradients,
-)
-from tests.attention.flash_fwd_check import (
-    ACCUMULATION,
-    check_either_precision,
-    make_qkv,
-)
-from tests.attention.held_cases import (
-    FORWARD,
-    HOME,
-    LENGTHS,
-    PACKED,
-    SCORES,
-    SIZES,
-    hold,
-    rotated,
-)
+from tests.attention.flash_bwd_check import backward, exact_forward, hold_gradients, make_gradients
+from tests.attention.flash_fwd_check import ACCUMULATION, check_either_precision, make_qkv
+from tests.attention.held_cases import FORWARD, HOME, LENGTHS, PACKED, SCORES, SIZES, hold, rotated
 from tests.attention.test_flash_bwd_sharp import check_sharp
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, simulate, tf32_allowed
@@ -42,8 +24,8 @@ FORWARD_KERNELS = {"flash_fwd_tensor"}
 GRADIENTS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
 
 
-def nan_and_infinity(device):
-    """A NaN with any bits reaches the output if it is seen, and only then."""
+def nan_and_infinity():
+    """A NaN of any bits reaches the output of the queries that see it, and no other."""
     for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1):
         q, k, v, _ = home()
         v[:, :, -1, 3] = torch.inf
@@ -56,8 +38,8 @@ def nan_and_infinity(device):
         assert out[0, 0, :, 5:].isfinite().all()
 
 
-def equal_values(device):
-    """Weights lose low bits in TF32, but the mean of equal values stays equal to them."""
+def equal_values():
+    """Weights lose low bits in TF32, but the mean of equal values is exact."""
     q, k, v, _ = home()
     out, _ = ops.flash_fwd(4 * q, k, torch.ones_like(v))
     assert ((out - 1).abs() <= ACCUMULATION).all()
@@ -68,19 +50,19 @@ def home(q_length=45, kv_length=90):
     return q, k, v, make_gradients(q, v, q.shape[:3], dlse=False)[0]
 
 
-def either_precision(device):
-    check_either_precision(lambda: backward(*home(), None, device, {}, own_forward=True))
+def either_precision():
+    check_either_precision(lambda: backward(*home(), None, CPU, {}, run_forward=True))
 
 
-def one_key(device):
+def one_key():
     """The only weight is 1, so the output is the value, rounded to 11 bits."""
     q, k, v, dout = home(1, 1)
-    out, *_, dv, _ = backward(q, k, v, dout, None, device, {}, own_forward=True)
+    out, *_, dv, _ = backward(q, k, v, dout, None, CPU, {}, run_forward=True)
     assert torch.equal(out, rounded_to_tf32(v))
     assert torch.equal(dv, rounded_to_tf32(dout))
 
 
-def other_statistics(device):
+def other_statistics():
     """The log-sum-exp comes from a forward in another precision."""
     q, k, v, dout = home()
     out, lse = exact_forward(q, k, v, {})
@@ -89,11 +71,11 @@ def other_statistics(device):
     hold_gradients(q, k, v, dout, None, (*exact_forward(q, k, v, {}), *results), {})
 
 
-def second_pass(device):
-    """Values of 11 bits with a mean: only dout is rounded, and delta lacks that error."""
+def second_pass():
+    """Values of 11 bits with a large mean: only dout is rounded, and delta lacks that error."""
     q, k, v, dout = home(21, 70)
     v = rounded_to_tf32(v + 1000)
-    _, _, dq, *_ = backward(q, k, v, dout, None, device, {})
+    _, _, dq, *_ = backward(q, k, v, dout, None, CPU, {})
     leaf = q.double().requires_grad_()
     out, _ = attention(leaf, k, v, compute_dtype=torch.float64)
     (exact,) = torch.autograd.grad(out, leaf, dout.double())
@@ -104,14 +86,16 @@ def case(**fields):
     return held_cases.case(tiles="TF32", dtype="float32", **fields)
 
 
-# Gradients of a bias and of slopes are float32's own.
+# Gradients of a bias and of slopes are computed in float32.
 ADDED = {"attn_mask": "bool bhqk", "attn_bias": "float16 qk", "alibi_slopes": "h"}
 CHUNKED = {"attention_chunk": 21, "q_offset": 0, "causal": True}
 FORWARDS = [
     case(**SIZES, **CHUNKED, **LENGTHS, cache="indexed", cache_dtype="bfloat16"),
-    # Two chains of scores, Q read again, a last slice of V that passes its end by a span.
+    # Two chains of scores, Q read twice, and a last slice of V that is a span too long.
     case(
-        **SIZES | SCORES | ADDED | FORWARD | {"causal": True, "q_offset": -2},
+        **SIZES | SCORES | ADDED | FORWARD,
+        causal=True,
+        q_offset=-2,
         head_dim=136,
         v_head_dim=288,
     ),
@@ -121,8 +105,7 @@ FORWARDS = [
 BACKWARDS = [
     # Rows that two SIMD groups share, and slices.
     case(
-        **SIZES | SCORES | LENGTHS | CHUNKED,
-        **rotated(14),
+        **SIZES | SCORES | LENGTHS | CHUNKED | rotated(14),
         head_dim=200,
         v_head_dim=40,
         attn_mask="bool bhqk",
@@ -146,7 +129,7 @@ def test_values(kernels, cases):
     assert not {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} & set(run.counters)
 
 
-def test_a_bias_has_float32s_own_gradients():
+def test_gradients_of_a_bias_are_in_float32():
     with simulate(check=True) as run:
         check_sharp("torch's sample", F32, CPU)
     assert {"flash_fwd_tensor", "flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
@@ -154,7 +137,7 @@ def test_a_bias_has_float32s_own_gradients():
 
 
 def test_bound():
-    """docs/numerics.md's, element by element. Sharp rows, in which rounded scores show."""
+    """The bound of docs/numerics.md, for each element. Rows are sharp, so that rounding matters."""
     q, k, v = (x.double() for x in make_qkv(heads=4, q_length=45, kv_length=90, head_dim=64))
     q *= 3
     scale = 64**-0.5
@@ -172,13 +155,13 @@ def test_bound():
     # float32 rounds too.
     assert ((out.double() - exact).abs() <= bound + ACCUMULATION * exact.abs().max()).all()
     assert ((lse.double() - exact_lse).abs() <= score_error[..., 0] + 1e-5).all()
-    # The bound is tight: rounding the scores alone comes near it.
+    # The bound is tight: the error reaches a hundredth of it.
     assert (out.double() - exact).abs().max() > bound.max() / 100
 
 
 def results():
     with simulate(check=True) as run:
-        actual = backward(*home(), None, CPU, {}, own_forward=True)
+        actual = backward(*home(), None, CPU, {}, run_forward=True)
     return actual, set(run.counters)
 
 
@@ -186,7 +169,7 @@ def same(actual, others):
     return all(map(torch.equal, actual, others))
 
 
-def test_nothing_but_the_caller_allows_it(gpu, monkeypatch):
+def test_only_the_caller_allows_it(gpu, monkeypatch):
     tf32, kernels = results()
     assert kernels >= FORWARD_KERNELS | GRADIENTS
     gpu("Apple M4")
@@ -223,8 +206,8 @@ def test_the_setting(monkeypatch):
         # A call in the process has priority.
         with allow_tf32(False):
             assert not tf32_allowed()
-        for none in ("off", ""):
-            monkeypatch.setenv("TORCH_METAL_ATTN_TF32", none)
+        for off in ("off", ""):
+            monkeypatch.setenv("TORCH_METAL_ATTN_TF32", off)
             assert not tf32_allowed()
     finally:
         extension.load().metal_attn_allow_tf32(before)
@@ -268,7 +251,7 @@ def test_explanations():
         assert tensor_tiles.description().endswith(f"; not in float32: {why}")
 
 
-def test_no_row_of_a_table_is_shared():
+def test_tuned_tables_have_rows_for_tf32():
     def keys():
         explained = explain(*make_qkv(head_dim=64), backward=True)
         kernels = explained.kernels | explained.training.kernels
@@ -280,7 +263,7 @@ def test_no_row_of_a_table_is_shared():
 
 
 def test_autograd_and_compiled_graphs_follow(gpu):
-    """The setting is read where a kernel is chosen: for all threads, at each call of a graph."""
+    """The setting is read when a kernel is chosen: by all threads, and at each call of a graph."""
 
     @torch.compile(backend="aot_eager")
     def attend(q, k, v):
@@ -303,19 +286,16 @@ def test_autograd_and_compiled_graphs_follow(gpu):
 MUTANTS = {
     one_key: """
         fwd, bwd_dkv: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
-        fwd: columns of the other chunk:
-            fragments[{~i => (1 - i)~} * PAIRS + j] = chunk_pair<T>(exists
+        fwd: columns of one chunk: fragments[{~i => (1 - i)~} * PAIRS + j] = chunk_pair<T>(exists
     """,
     nan_and_infinity: """
         fwd: NaN made a number: {~=> fmax(~}scale * unit_roundoff<half>() + x{~=> , LOWEST_FLOAT)~}
     """,
     equal_values: """
-        fwd: divided by the sum before the cut:
-            {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
+        fwd: divided by the sum before the cut: {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
     """,
     either_precision: """
-        fwd, bwd_dkv: operands left to the GPU:
-            {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
+        fwd, bwd_dkv: not rounded: {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
         fwd: operands of 12 bits: KEPT_BITS = {~0xffffe000u => 0xfffff000u~}
         bwd_dq: gradients left to the GPU: {~round_to_cut(gradients); =>~}
         bwd_dkv: weights left to the GPU: {~round_to_cut(weights); =>~}
@@ -327,10 +307,9 @@ MUTANTS = {
             column_offset(j)) ^ 2~})
     """,
     second_pass: """
-        bwd_dq: no second pass:
-            if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
+        bwd_dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
     """,
 }
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
-    MUTANTS, "flash_{}_tensor", run=lambda problem: problem(device=CPU), together=True
+    MUTANTS, "flash_{}_tensor", together=True
 )

@@ -1,7 +1,7 @@
-"""Values and gradients of attention, by subject, held to the policy of docs/numerics.md.
+"""Values and gradients of attention, by subject, within the policy of docs/numerics.md.
 
 A row is a case of torch_metal_attn.testing: keys that do not exist are NaN, and no byte outside the
-results may change. Gradients are those of q, k, v and of whatever is added to the scores, through
+results may change. Gradients are those of q, k, v and of all that is added to the scores, through
 out and the log-sum-exp.
 """
 
@@ -14,17 +14,15 @@ from tests.attention.held_cases import FORWARD, case, hold
 
 FURTHEST = 2**31 - 1024
 CAUSAL = (False, True)
-# Lengths of queries and keys, of which none fills a tile.
+# Lengths of queries and keys that do not fill tiles.
 ODD = [(1, 1), (1, 65), (7, 31), (31, 33), (33, 1), (33, 33), (31, 64), (65, 7), (65, 65)]
-
-
 BANDED = {"q_length": 65, "kv_length": 97}
 # First keys and ends of four sequences of 97 keys.
 LENGTHS = [
     ((0, 0, 0, 0), (97, 40, 0, 1)),
     ((0, 33, 97, 96), (97, 97, 97, 97)),
     ((0, 33, 5, 64), (96, 65, 6, 97)),
-    ((50, 33, 97, 1), (40, 33, 0, 0)),  # padding behind the end
+    ((50, 33, 97, 1), (40, 33, 0, 0)),  # padding beyond the end
     ((32, 64, 31, 33), (64, 96, 65, 95)),
 ]
 NO_PADDING = {"leftpad_k": (0,), "seqused_k": (97,)}
@@ -45,7 +43,7 @@ def laid_out(q, k, v, *_):
     return {"q_layout": q, "k_layout": k, "v_layout": v}
 
 
-# Options that change scores. Several subjects have all of them, and share kernels.
+# Options that change scores. Several subjects have all of them, so that they share kernels.
 SCORES = {"softcap": 2.0, "alibi_slopes": "h", "learnable_sink": "float32"}
 EVERYTHING = (
     GROUPED
@@ -63,10 +61,9 @@ DENSE = {
         case(q_length=1023, kv_length=129, heads=1, causal=True, q_offset=-894),
         case(q_length=129, kv_length=1023, head_dim=64, heads=1, causal=True),
     ],
-    # Every kind of tile and slice, once. float16 and bfloat16 have the same tiles; rows of 12
-    # float32 are aligned, and no multiple of 8. Head dims differ in the loads of their rows, the
-    # row fragments, the sizes of blocks, the slices of results, and in what stays in registers.
-    # "everything" and "pages" have the others.
+    # Each kind of tile and slice once. Head dims differ in loads of rows, row fragments, sizes of
+    # blocks, slices of results, and in what stays in registers. float16 and bfloat16 have the same
+    # tiles. "everything" and "pages" have the remaining kinds.
     "head dims": [
         *(
             case(head_dim=head_dim, dtype=dtype, causal=True, q_offset=20, **options)
@@ -89,12 +86,12 @@ DENSE = {
             )
         ),
     ],
-    # Every copy has gradients of its own, as autograd expects of an expanded input.
+    # Each copy has separate gradients, as autograd expects for an expanded input.
     "expanded": [
         case(batch=2, kv_heads=2, causal=True, q_layout=layout, k_layout=layout, v_layout=layout)
         for layout in (("repeated 0",), ("repeated 1",), ("repeated 2",))
     ],
-    # Rows in any order, off their alignment, and with NaN around each.
+    # Rows in any order, unaligned, and with NaN around each.
     "memory": [
         *(
             case(**GROUPED, **laid_out(*LAYOUTS[i:], *LAYOUTS[:i]), causal=True)
@@ -128,7 +125,7 @@ DENSE = {
             case(**BANDED, window_size_left=size, window_size_right=size, q_offset=offset)
             for size, offset in product((2**31, 2**63 - 1), (0, FURTHEST, -FURTHEST))
         ),
-        # As far as the offset, they reach the first keys from there.
+        # Windows as wide as the offset reach the first keys.
         *(
             case(**BANDED, **{f"window_size_{side}": FURTHEST + more}, q_offset=offset)
             for side, offset in (("left", FURTHEST), ("right", -FURTHEST))
@@ -148,7 +145,7 @@ DENSE = {
             for chunk, offset in product((FURTHEST, 2**30, 7), (FURTHEST - 90, -FURTHEST))
         ),
     ],
-    "chunks behind padding": [
+    "chunks after padding": [
         case(batch=2, **BANDED, attention_chunk=chunk, causal=True, q_offset=offset, **lengths)
         for chunk, offset in product((5, 32, 50), (None, -40))
         for lengths in (
@@ -182,14 +179,13 @@ DENSE = {
         case(**GROUPED | lengths, **SCORES, causal=True, q_offset=-5)
         for lengths in ({}, {"kv_length": 0}, {"kv_length": 1})
     ],
-    # Rows of one number, and an even number of keys, which are read in pairs: they stay pairs if
-    # the keys of a sequence end within one.
+    # An even number of keys is read in pairs, also if the keys of a sequence end within a pair.
     "masks of every shape": [
         case(
             **GROUPED | {"q_length": 35, "kv_length": 70} | lengths,
             attn_mask=f"bool {mask}",
             attn_bias=f"float32 {bias}",
-            seed=2,  # with which one number hides nothing
+            seed=2,  # with this seed a mask of one number hides nothing
         )
         for shapes, lengths in (
             (("", "q", "h", "bhq"), {}),
@@ -200,7 +196,6 @@ DENSE = {
         )
         for mask, bias in zip(shapes, shapes[1:] + shapes[:1], strict=True)
     ],
-    # An even number of keys is read in pairs, if the memory allows it.
     "masks in memory": [
         case(**GROUPED, kv_length=keys, attn_mask=f"{dtype} bhqk", mask_layout=layout, **options)
         for dtype, keys, options in (
@@ -228,7 +223,7 @@ DENSE = {
             case(q_length=q, kv_length=k, attn_bias=f"float32 {dims}", causal=True)
             for (q, k), dims in product(((2, 1), (2, 65), (33, 1), (65, 33)), ("hqk", "k", "q"))
         ),
-        # One row of keys for very many queries, so that parts are summed up, each time alike.
+        # One row of keys for many queries: splits are added up, always in the same order.
         case(q_length=513, kv_length=33, attn_bias="float32 k", causal=True, q_offset=0, threads=1),
     ],
     "rotations": [
@@ -256,7 +251,7 @@ DENSE = {
     "everything": [
         case(**EVERYTHING | options)
         for options in (
-            # Queries that are read again for each block.
+            # Queries are read again for each block.
             {"dtype": "float32", "head_dim": 320, "v_head_dim": 256, "attn_bias": "float32 bhqk"}
             | {"alibi_slopes": "h", "k_layout": ("order 021", "padded 8"), "q_layout": ()}
             | {"rotary": "qk", "rotary_columns": 80},
@@ -286,17 +281,9 @@ SEQUENCES = [
     ((65, 7), (70, 33)),
 ]
 FEATURED = ((33, 65), (0, 0), (7, 31), (70, 40))
-
-
 # The options that flash-attn's functions have too.
-EVERY_OPTION = {
-    **SCORES,
-    "softmax_scale": 0.4,
-    "window_size_left": 11,
-    "attention_chunk": 16,
-    "causal": True,
-    "dropout_p": 0.3,
-}
+EVERY_OPTION = SCORES | {"softmax_scale": 0.4, "window_size_left": 11, "attention_chunk": 16}
+EVERY_OPTION |= {"causal": True, "dropout_p": 0.3}
 
 
 def packed(sequences=FEATURED, call="flash_varlen_fwd", **fields):
@@ -331,13 +318,13 @@ PACKED = {
     ],
 }
 
-# The last queries of sequences, over all their keys so far.
+# Queries and keys of sequences whose first tokens are already in the cache.
 PREFILLED = ((16, 100), (1, 33), (0, 5), (70, 300), (9, 0))
 USED_OF_PREFILLED = {"seqused_k": (90, 33, 2, 300, 0), "causal": True}
 CACHED = {"heads": 4, "kv_heads": 2, "head_dim": 32, "batch": 3, "kv_length": 300, "causal": True}
 USED = {"seqused_k": (300, 65, 0)}
 ONE_OF_ALL = {"batch": 1, "seqused_k": (300,), "v_head_dim": 32}
-OFF_ALIGNMENT = {"k_layout": ("padded 1",), "v_layout": ("padded 1",)}
+UNALIGNED = {"k_layout": ("padded 1",), "v_layout": ("padded 1",)}
 ROWS_FIRST = {"k_layout": ("order 021",), "v_layout": ("order 021",)}
 OF_CACHES = (
     {"window_size_left": 90, "softcap": 5.0, "alibi_slopes": "h", "learnable_sink": "float32"}
@@ -358,7 +345,7 @@ STORED = {
             (104, 104, "float32", 1, ({"seqused_k": None, "q_length": 65}, ROWS_FIRST)),
             (8, 257, "bfloat16", 256, ({"q_length": 70}, ROWS_FIRST)),
             (11, 5, "float16", 3, ({"q_length": 70}, ROWS_FIRST)),  # no wide loads
-            # Values in slices; a tile that threads do not divide.
+            # Values in slices, and a tile that the number of threads does not divide.
             (20, 264, "float16", 16, ({"q_length": 70},)),
         )
         for options in layouts
@@ -382,18 +369,18 @@ STORED = {
                 (("q4_0", 64, 32), ("fp8_e4m3", 11, 5)), ({}, ROWS_FIRST)
             )
         ),
-        # A block of NaN shows where it is seen.
+        # A block of NaN reaches the queries that see it.
         stored("", format="q8_0", head_dim=64, dtype="float32", poison="inf in k", **ONE_OF_ALL),
         # Rows that are not aligned are read byte by byte.
         *(
-            stored("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype, **OFF_ALIGNMENT)
+            stored("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype, **UNALIGNED)
             for kv_format, dtype in (("q8_0", "float16"), ("q4_0", "float32"))
         ),
         stored(format="q8_0", head_dim=64, page=5, **OF_CACHES[1]),
         stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0], seed=1),
     ],
     "packed keys in half precision": [
-        packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True),
+        packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True)
     ],
     "half precision under float32": [
         stored(cache, cache_dtype=cache_dtype, dtype="float32", head_dim=head_dim, **options)
@@ -421,5 +408,5 @@ def test_values(subject, device):
     ],
 )
 def test_values_without_the_simulator(subject):
-    """By torch's operations on the CPU, whose gradients are formulas too."""
+    """The CPU kernels, which use torch's operations and have gradients of their own."""
     hold(SUBJECTS[subject], torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Caches that hold certain keys and values: in pages, by index, quantised."""
+"""Caches that hold given keys and values in pages, also quantised."""
 
 import math
 
@@ -24,8 +24,8 @@ def paged(k, v, lengths, page):
 
 def _pages(x, lengths, page, pages, table):
     _, heads, _, columns = x.shape
-    nobody = 0x7F if not x.is_floating_point() else math.nan
-    cache = x.new_full((pages, heads, page, columns), nobody)
+    unused = 0x7F if not x.is_floating_point() else math.nan
+    cache = x.new_full((pages, heads, page, columns), unused)
     for b, length in enumerate(lengths):
         for i in range(length):
             cache[table[b, i // page], :, i % page] = x[b, :, i]
@@ -40,7 +40,7 @@ def with_nan_tails(x, lengths):
 
 
 def fp8_pages(k, v, scale, lengths, page):
-    """k and v as fp8 rounds them, in float32, and their pages as `cache` of the checks."""
+    """k and v rounded to fp8, in float32, and their pages as the `cache` of check_flash_fwd."""
     data = [quantise(x.contiguous(), "fp8_e4m3", scale)[0] for x in (k, v)]
     *pages, where = paged(*data, lengths, page)
     exact = (dequantise(x, scale, torch.float32) for x in data)

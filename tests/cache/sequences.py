@@ -1,4 +1,4 @@
-"""Two sequences of a cache of any kind, and the rows that they must hold, in float64."""
+"""Two sequences in a cache of any kind, and the rows that it must hold, in float64."""
 
 import torch
 
@@ -11,7 +11,7 @@ from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import normal, on
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
-# Options of every step, so that tests share kernels; as many queries as fit in 8 rows.
+# Options of every step, so that tests share kernels.
 STEP = {"softmax_scale": 0.3, "causal": True, "softcap": 5.0, "num_splits": 2}
 STEP |= {"learnable_sink": normal(2, seed=5)}
 CLASSES = {
@@ -21,7 +21,7 @@ CLASSES = {
     "paged latent": (LatentCache, 40, 16, 64, 32),
 }
 TREES = ("parents", "tree_mask")
-# For float32 results near 1, whose rows are compared as they are stored.
+# For float32 results near 1, compared with attention to the rows as they are stored.
 TOLERANCE = 4e-6
 
 
@@ -30,7 +30,7 @@ def tables(columns):
 
 
 class Sequences:
-    """Rows are given in float32, whatever the cache keeps of them."""
+    """Rows are appended in float32, in whatever format the cache stores them."""
 
     def __init__(self, kind, device="cpu", **options):
         self.paged, self.latent = "paged" in kind, "latent" in kind
@@ -103,7 +103,7 @@ class Sequences:
         ]
 
     def stored(self, b):
-        """Rows of sequence b in float64, those before the exact ones as codes round them."""
+        """Rows of sequence b in float64. Rows before the exact ones are rounded to their codes."""
         near = []
         for x, format in zip(self.rows[b], self.formats, strict=True):
             x, before = x.to(self.dtype), self.exact[b]
@@ -132,7 +132,7 @@ class Sequences:
             assert (error <= TOLERANCE).all(), f"sequence {b}: {error.max()}"
 
     def step(self, length, seed, options=None):
-        """Checks a step of the cache. A list of lengths packs the new rows of the sequences."""
+        """Checks decode_step. The new rows are packed if `length` is a list of lengths."""
         counts = length if isinstance(length, list) else [length] * 2
         step_options, longest = STEP | (options or {}), max(counts)
         q = normal(2, 2, longest, 96, seed=seed + 7)
@@ -150,7 +150,7 @@ class Sequences:
             out = self.cache.decode_step(*self.operands(*rows), length=length, **options)
             out = torch.nn.utils.rnn.pad_sequence(out.split(counts), True).transpose(1, 2)
         q, k = self.rotated(q, step_options), self.rotated(k, step_options)
-        # With recent rows, a longer step is several.
+        # With recent rows, a long step is computed in several parts.
         most = VERIFY_QUERIES if self.recent else longest
         for start in range(0, longest, most):
             part = slice(start, start + most)
@@ -161,7 +161,7 @@ class Sequences:
         assert self.cache.seqlens(*self.ids_or_none()).tolist() == self.lengths()
 
     def attend(self, length, seed):
-        """`flash_attn_with_kvcache` on the cache's tensors, which writes the new rows itself."""
+        """Checks `flash_attn_with_kvcache` on the cache's tensors, which appends the new rows."""
         q = normal(2, 2, length, 96, seed=seed + 7)
         k, v = self.new(length, seed)
         where = {"cache_seqlens": self.cache.seqlens(*self.ids_or_none())}
@@ -185,11 +185,11 @@ class Sequences:
         self.cache.advance(*self.ids_or_none(), length)
         self.add(k, v)
         assert self.cache.seqlens(*self.ids_or_none()).tolist() == self.lengths()
-        self.exact = self.lengths()  # nothing else kept these rows
+        self.exact = self.lengths()  # these rows were not kept in full precision
         self.check(out.transpose(1, 2), q, STEP)
 
     def accept(self, paths, trees):
-        """Keep a path of each sequence's tree; of trees that do not fit, no row is exact then."""
+        """Accepts a path of each sequence's tree. Trees that were not exact leave no exact row."""
         self.cache.accept(self.ids[::-1], paths[::-1], trees[::-1])
         for b, (path, tree) in enumerate(zip(paths, trees, strict=True)):
             old = self.lengths()[b] - len(tree)

@@ -1,4 +1,4 @@
-"""`accept`: the rows of one path of a tree of new tokens stay, together, in every layer."""
+"""`accept` keeps the rows of one path of a tree of new tokens, without gaps, in every layer."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_paths_of_the_device(kind, options, form, device):
 
 
 def accept_paths(kind, options, form="parents", device="cpu"):
-    """Forks, whose rows are in pages that the paths move through, rotated by their depth."""
+    """Accepts paths in forks, which share pages. Rows are rotated by their depth in the tree."""
     held, rotary = Sequences(kind, device, **options), tables(32)
     rotary |= {"rotary_first_column": 64}
     held.append(13, 0, **rotary)
@@ -72,7 +72,7 @@ def started(num_pages=12):
 
 @pytest.mark.parametrize("kind", ["paged", "static"])
 def test_a_second_accept(kind):
-    """Its tree is closed, so it would take back what was accepted."""
+    """The tree is gone after the first accept, so a second one would remove accepted rows."""
     held = Sequences(kind)
     held.append(9, 0)
     for path in ([0, 2, 4, 5], [0, 1]):
@@ -89,19 +89,17 @@ def test_a_second_accept(kind):
 def test_no_page_for_a_copy_changes_nothing():
     cache = started(2)
     fork = cache.fork(0)
-    with pytest.raises(
-        CacheFull, match="3 new rows of 1 sequence need 2 more pages, and 0 of 2 pages"
-    ):
+    with pytest.raises(CacheFull, match="3 new rows of 1 sequence need 2 more pages, and 0 of 2"):
         cache.accept([0], [[0, 2, 4, 5]], [TREE])
     check(cache, OLD | {fork: OLD[0]})
 
 
-def test_tokens_of_the_path_can_be_found():
-    """In a layout where the heads of a row lie apart."""
+def test_accepted_tokens_match_prefixes():
+    """In a layout where the heads of a row are apart."""
     cache, old = make(layout="HND"), [1] * (PAGE - 2)
     id = cache.allocate()
     append(cache, {id: []}, {id: old})
-    held = verify(cache, {id: old}, {id: (TREE, [*range(100, 107)])}, {id: [0, 2]}, tell=True)
+    held = verify(cache, {id: old}, {id: (TREE, [*range(100, 107)])}, {id: [0, 2]}, known=True)
     assert held[id] == [*old, 100, 102]
     copied, matched = cache.match_prefix(held[id])
     assert matched == PAGE
@@ -122,7 +120,7 @@ def test_latent_rows_move_once(kind):
 
 
 def test_dispatches():
-    """One for each tensor, layer and round, for all sequences; none where nothing moves."""
+    """One for each tensor, layer and round, for all sequences. None if no row moves."""
     cache = started()
     append(cache, {cache.allocate(): [], cache.allocate(): []}, {1: OLD[0], 2: OLD[0]})
     with simulate() as run:
@@ -139,10 +137,7 @@ REFUSED = [
     (([0], [0], [TREE]), r"paths\[0\] is 0; it must be a sequence of ints"),
     (([0], 3, [TREE]), "paths is 3; it must be a row of ints"),
     (([0], [[0]], [[0.5]]), r"parents\[0\]\[0\] is 0.5; it must be an int"),
-    (
-        ([0], [[1]], [TREE]),
-        r"paths\[0\] is \[1\], and the parent of token 1 is 0; paths\[0\]\[0\] must be a root",
-    ),
+    (([0], [[1]], [TREE]), r"and the parent of token 1 is 0; paths\[0\]\[0\] must be a root"),
     (([0], [[0, 3]], [TREE]), r"paths\[0\]\[1\] must be a child of token 0"),
     (([0], [[7]], [TREE]), r"paths\[0\]\[0\] is 7; it must be in 0\.\.6, the tokens of the tree"),
     (([0], [[0]], [[0, 0]]), r"parents\[0\]\[0\] is 0; it must be -1, for a root, or an earlier"),

@@ -1,4 +1,4 @@
-"""`metal_attn::append_kv` in the simulator, every access checked, and as its reference in torch."""
+"""append_kv in the simulator, with every access checked, and by the CPU kernel."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ LAYOUTS = ((), ("order 021",))
 ROUNDED = [{"dtype": "float32", "cache_dtype": dtype} for dtype in DTYPES[1:]]
 HALVES = {"length": 5, "lengths": (3, 11), "rotary_columns": 64}
 LAST = {"length": 5, "lengths": (3, 0), "heads": 6, "rotary_last": True}
-# Formats have the other dtypes in pages, off their alignment and rotated.
+# Other tests have formats with other dtypes: in pages, unaligned and rotated.
 STORED = [*(("", dtype) for dtype in DTYPES), *((format, "float32") for format in FORMATS)]
 CASES = {
     **{
@@ -35,12 +35,12 @@ CASES = {
         {"head_dim": 1, "v_head_dim": 7, "length": 5},
         {"head_dim": 33, "v_head_dim": 7, "length": 5, "format": "fp8_e4m3"},
     ],
-    # test_grouped.py has those of codes.
-    "rows off their alignment": [{"cache_layout": ("padded 3",), "v_head_dim": 32, "length": 5}],
+    # test_grouped.py has unaligned codes.
+    "unaligned rows": [{"cache_layout": ("padded 3",), "v_head_dim": 32, "length": 5}],
     "strides of new rows": [
         {"layout": layout, "length": 5} for layout in (("order 021",), ("padded 8",))
     ],
-    # Rows that cross none, one and many borders of pages.
+    # New rows in one page, in two and in many.
     "pages": [
         {"cache": "paged", "page": page, "capacity": -(-96 // page) * page, "length": length}
         | {"lengths": lengths, "cache_layout": layout}
@@ -61,11 +61,11 @@ CASES = {
     # More rows than a threadgroup takes, in more pages than a SIMD group holds.
     "many blocks": [{"length": 301, "lengths": (3,), "cache": "paged", "page": 3, "capacity": 321}],
     "indices": [{"cache": "indexed", "length": 5, "lengths": (1, 2, 3)}],
-    # Equal to rope and then append, to the bit.
+    # The bits of rope and then append.
     "rotary": [
         LAST | {"dtype": "bfloat16", "rotary_columns": 32},
         LAST | {"dtype": "float32", "rotary_columns": 18, "rotary_interleaved": True},
-        # Rows not counted from the padding, and the same for each token of q.
+        # Positions include the padding, and every token of q has the same one.
         HALVES | {"leftpad_k": (2, 11), "by_token": False, "rotary_from_leftpad": False},
         HALVES | {"leftpad_k": (2, 11), "format": "q8_0", "cache": "paged"},
     ],
@@ -82,9 +82,7 @@ def test_values(name):
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [*({"format": format, "dtype": "float32"} for format in FORMATS), *ROUNDED],
-    ids=str,
+    "fields", [*({"format": format, "dtype": "float32"} for format in FORMATS), *ROUNDED], ids=str
 )
 def test_values_that_are_special(fields):
     check_special(**fields)
@@ -117,11 +115,11 @@ def test_scales_of_fp8(scales):
 
 @pytest.mark.parametrize(
     "where",
-    # Entries of pages that are not written are not looked at.
+    # Entries of pages that are not written are not checked.
     [{"cache_batch_idx": ints(1, 1)}, {"block_table": ints(1, -1, 1, 10**9).view(2, 2)}],
 )
-def test_sequences_that_share_a_place(where):
-    """One batch of the cache, or one page, for two sequences, which do not write the same rows."""
+def test_sequences_that_share_a_batch_or_page(where):
+    """Two sequences may share one if they do not write the same rows."""
     call = arguments(append(length=5, **ROWS)) | {"cache_seqlens": ints(3, 8)} | where
     append_kv(**call)
     for b, first in enumerate((3, 8)):
@@ -138,8 +136,8 @@ def with_tables_in_half_precision(call):
 
 
 @pytest.mark.parametrize("change", [in_one_tensor, with_tables_in_half_precision])
-def test_the_same(change):
-    """Operands by place, in the order of the schema; then by name, in another form."""
+def test_forms_of_operands(change):
+    """Operands by position, in the order of the schema, and by name, in another form."""
     one, other = (arguments(append(**HALVES)) for _ in range(2))
     for call in (one, other):
         call |= {n: x.float() for n, x in with_tables_in_half_precision(call).items()}

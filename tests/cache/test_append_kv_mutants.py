@@ -1,4 +1,6 @@
-"""Planted faults in the text of append_kv: the tests' own checks must see each."""
+"""Planted faults in append_kv. The checks of the tests must notice each one."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -27,23 +29,20 @@ MUTANTS = {
     "paged": """
         wrong stride of pages [race]: cache_batch_stride = cache_strides.{~batch => head~}
         row of the sequence in a page [race]: uint(row) % {~PAGE_ROWS => (PAGE_ROWS / 2)~}
-        row as if pages were powers of two [race]:
-            {~uint(row) % PAGE_ROWS => row & (PAGE_ROWS - 1)~}
+        row as if pages were powers of 2 [race]: {~uint(row) % PAGE_ROWS => row & (PAGE_ROWS - 1)~}
         eight rows in one page [simd_lane]: pages.page_of(position{~=> / 8 * 8~})
-        pages of the first sequence [race]:
-            block_table {~+ batch * params.append.block_table_stride =>~}
+        pages of sequence 0 [race]: block_table {~+ batch * params.append.block_table_stride =>~}
         page of the first row [simd_lane]: pages.page_of({~position => place.first~})
     """,
     "rounded": """
         neighbours swapped as they are rounded: Element(elements[i{~=> ^ 1~}])
     """,
     "no page": """
-        pages that are none [out_of_bounds]: {~batch != NO_PAGE => true~}
-        pages past the last [out_of_bounds]:
-            number {~< cache_size ? max(number, NO_PAGE) : NO_PAGE =>~}
+        invalid pages [out_of_bounds]: {~batch != NO_PAGE => true~}
+        pages too high [out_of_bounds]: number {~< cache_size ? max(number, NO_PAGE) : NO_PAGE =>~}
     """,
     "no batch": """
-        batch that is none [out_of_bounds]: {~batch >= 0 && batch < params.cache_size => true~}
+        invalid batch [out_of_bounds]: {~batch >= 0 && batch < params.cache_size => true~}
     """,
     "indexed": """
         index ignored: {~cache_batch_idx[batch] => batch~}
@@ -65,7 +64,7 @@ MUTANTS = {
         partner in the first columns: row, {~ROTARY_FIRST + =>~} rotary_partner(offset,
     """,
     "no table row": """
-        table row that is none [out_of_bounds]: {~rotary_row < table_rows => true~}
+        missing table row [out_of_bounds]: {~rotary_row < table_rows => true~}
     """,
     "rotated at once": """
         q's tokens counted: {~params.rotate_q_by_token != 0 ? token : 0 => token~}
@@ -73,8 +72,7 @@ MUTANTS = {
     "q8_0": """
         codes not clamped [wrong or float_to_integer]:
             uchar(char({~clamp(quotients[i], -127.0f, 127.0f) => quotients[i]~}))
-        scale of another block:
-            {~column / SHARED => (column / SHARED + 1) % (COLUMNS / SHARED)~} * NUMBERS + i
+        other scale: {~column / SHARED => (column / SHARED + 1) % (COLUMNS / SHARED)~} * NUMBERS + i
         scale of a lane: distance < {~BLOCK_LANES => 2~}
         scale of two blocks: distance < {~=> 2 *~} BLOCK_LANES
         a step that is not rounded: usable ? {~float(scale) => fabs(extreme) / 127.0f~} : 1.0f
@@ -106,9 +104,9 @@ MUTANTS = {
 
 
 def after(name, values, **fields):
-    """Calls the op with impossible values of argument `name`, past the checks."""
+    """Calls the op with impossible values of argument `name`, set after the op's checks."""
     call = arguments(append(**{"length": 5, "lengths": (0, 1), "capacity": 32} | fields))
-    # The caches end where their memory does.
+    # No memory follows the caches.
     call |= {cache: call[cache].clone() for cache in ("k_cache", "v_cache")}
     before = call["k_cache"].view(torch.int16).clone()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -117,7 +115,7 @@ def after(name, values, **fields):
     return call, before
 
 
-def one_written(name, values, **fields):
+def nothing_written(name, values, **fields):
     call, before = after(name, values, **fields)
     assert torch.equal(call["k_cache"].view(torch.int16), before)
 
@@ -140,19 +138,10 @@ SPECIAL = {
     "q3_g32": {"format": "q3_g32", "v_format": "q3_g64", "dtype": "float32"},
     "fp8": {"format": "fp8_e4m3"},
 }
-CHECKS = {
-    **{name: lambda name=name: judge(append(**SIZES | CASES[name])) for name in CASES},
-    **{name: lambda name=name: check_special(**SPECIAL[name]) for name in SPECIAL},
-    "no room": lambda: one_written("cache_seqlens", [32, 2**31 - 1]),
-    "below nothing": lambda: one_written("cache_seqlens", [-40, -(2**31)]),
-    "no page": lambda: one_written("block_table", [[-1] * 4, [11] * 4], cache="paged", page=8),
-    "no batch": lambda: one_written("cache_batch_idx", [-7, 9], cache="indexed"),
-    "no table row": lambda: no_table_row(),
-}
 
 
 def no_table_row():
-    """Rows of the tables that do not exist give NaN in k and in q, and are not read."""
+    """Missing rows of the tables give NaN in k and q, and are not read."""
     call, _ = after("leftpad_k", [9, -70], **ROTATED | {"leftpad_k": (0, 0)})
     k, v = call["k_cache"], call["v_cache"]
     assert k[0, :, 3:8].isnan().all()
@@ -161,6 +150,15 @@ def no_table_row():
     assert torch.equal(v[0, :, 3:8], call["v"][0])
 
 
+CHECKS = {
+    **{name: partial(judge, append(**SIZES | fields)) for name, fields in CASES.items()},
+    **{name: partial(check_special, **fields) for name, fields in SPECIAL.items()},
+    "no room": lambda: nothing_written("cache_seqlens", [32, 2**31 - 1]),
+    "below nothing": lambda: nothing_written("cache_seqlens", [-40, -(2**31)]),
+    "no page": lambda: nothing_written("block_table", [[-1] * 4, [11] * 4], cache="paged", page=8),
+    "no batch": lambda: nothing_written("cache_batch_idx", [-7, 9], cache="indexed"),
+    "no table row": no_table_row,
+}
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "append_kv", run=lambda name: CHECKS[name]()
 )

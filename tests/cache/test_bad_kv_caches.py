@@ -1,4 +1,4 @@
-"""PagedKVCache and StaticKVCache refuse wrong arguments by name, and nothing is changed."""
+"""PagedKVCache and StaticKVCache refuse invalid arguments by name, and stay unchanged."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from tests.helpers.cases import each_case
 from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticKVCache, StaticLatentCache
 
 
-def some_rows(batch=1, heads=HEADS, length=3, columns=HEAD_DIM, **options):
-    return torch.zeros(batch, heads, length, columns, **options)
+def some_rows(batch=1, heads=HEADS, length=3, columns=HEAD_DIM):
+    return torch.zeros(batch, heads, length, columns)
 
 
 def static():
@@ -23,7 +23,6 @@ ROWS, TABLE = some_rows(), torch.ones(40, 2)
 TABLES = {"rotary_cos": TABLE, "rotary_sin": TABLE}
 PACKED = ROWS[0].transpose(0, 1)
 SMALL = {"num_pages": 4, "page_size": 4, "num_kv_heads": 2, "head_dim": 64}
-# Options of a PagedKVCache, besides SMALL.
 MADE = [
     *(
         ({size: 2**31}, f"{size} is 2147483648; .*in 1")
@@ -42,10 +41,7 @@ MADE = [
     ({"k_scale": torch.ones(2)}, "k_scale is given and its format is None; leave"),
     ({"format": "fp8_e4m3", "k_scale": torch.ones(3)}, r"k_scale has .*; it must be \(2,\)"),
     ({"v_head_dim": 65, "values_in_keys": True}, "v_head_dim is 65 and head_dim 64; with"),
-    (
-        {"values_in_keys": True, "format": "fp8_e4m3", "v_scale": torch.ones(2)},
-        "v_scale is given with values_in_keys",
-    ),
+    ({"values_in_keys": True, "format": "fp8_e4m3", "v_scale": TABLE}, "v_scale is given with val"),
     ({"hadamard": 64}, "hadamard is 64 with no format; lea"),
     ({"hadamard": 128, "format": "q8_0"}, "head_dim has 64 columns; hadamard of 128 needs a mult"),
     ({"recent": 4}, "recent is 4 with no format, so"),
@@ -95,10 +91,7 @@ CALLS = [
     (lambda c: StaticKVCache(2**31, 4, 2, 8), "batch_size is 2147483648; it must be in 1"),
     (lambda c: StaticKVCache(1, 2**31, 2, 8), "max_length is 2147483648; it must be in 1"),
     (lambda c: StaticKVCache(1, 4, 2, 8, windows=[3]), "StaticKVCache has no argument windows"),
-    (
-        lambda c: LatentCache(1, 4, 32, 32).append([], torch.zeros(())),
-        r"k has shape \(\); it must be \(0, 1, L, 64\)",
-    ),
+    (lambda c: LatentCache(1, 4, 32, 32).append([], torch.zeros(())), r"k has shape \(\); .* 64\)"),
     (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may be there once"),
     (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
     (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: the id was freed, or never"),
@@ -141,7 +134,6 @@ REFUSED = [
     ),
     *CALLS,
 ]
-
 
 WRONG = [
     ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
@@ -199,12 +191,11 @@ def test_a_refused_append_changes_nothing(changes, message, shared):
     for one, arguments in ((cache, ([id],)), (other, ())):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
             one.append(*arguments, **operands)
-    for expected, actual in zip(before, state(), strict=True):
-        assert torch.equal(actual, expected)
+    assert all(map(torch.equal, state(), before))
 
 
-def test_a_new_page_costs_no_call():
-    """An append that would be refused is checked before a page is taken, without a launch."""
+def test_an_append_is_checked_without_a_launch():
+    """The check runs before a page is taken, so that an error changes nothing."""
     called = []
 
     class Record(TorchDispatchMode):
@@ -221,8 +212,8 @@ def test_a_new_page_costs_no_call():
 
 
 @pytest.mark.parametrize("shared_by", ["a fork", "its tokens"])
-def test_rows_that_nobody_reserved(shared_by):
-    """In a page that another sequence has too, or would find with rows it no longer has."""
+def test_rows_that_were_not_reserved(shared_by):
+    """The last page belongs to a fork too, or can be matched by the tokens of truncated rows."""
     cache, rows = make(), some_rows(length=PAGE)
     id = cache.allocate()
     for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""CascadePlan: shared pages are read once, and the results are those of each sequence alone."""
+"""CascadePlan reads shared pages once, and gives the results of each sequence alone."""
 
 import pickle
 import random
@@ -25,13 +25,11 @@ def caches(pages, page=PAGE, head_dim=D, kv_heads=KV_HEADS, dtype=torch.float16)
     return (normal(pages, page, kv_heads, head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
 
 
-# Block tables and lengths, the levels' sequences with their pages, and the keys that are read.
+# A block table and lengths, the sequences and pages of each level, and the number of keys read.
 TREES = {
     "one prefix": (
-        [[5, 6, 0, 0], [5, 6, 1, 0], [5, 6, 2, 3]],
-        [9, 12, 14],
-        [[((0, 1, 2), 0, 2)]],
-        8 + 1 + 4 + 6,
+        *([[5, 6, 0, 0], [5, 6, 1, 0], [5, 6, 2, 3]], [9, 12, 14]),
+        *([[((0, 1, 2), 0, 2)]], 8 + 1 + 4 + 6),
     ),
     "a tree": (
         [[5, 6, 0, 0], [5, 6, 0, 1], [5, 7, 2, 0], [5, 7, 2, 3], [9, 4, 0, 0]],
@@ -40,10 +38,8 @@ TREES = {
         4 + 8 + 4 + 0 + 4 + 2 + 5 + 8,
     ),
     "two prefixes": (
-        [[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 8]],
-        [9, 9, 12, 10],
-        [[((0, 2), 0, 2), ((1, 3), 0, 2)]],
-        8 + 1 + 4 + 8 + 1 + 2,
+        *([[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 8]], [9, 9, 12, 10]),
+        *([[((0, 2), 0, 2), ((1, 3), 0, 2)]], 8 + 1 + 4 + 8 + 1 + 2),
     ),
     "nothing": ([[1, 2], [3, 4]], [8, 7], [], 15),
     "one of no keys": ([[1, 2], [1, 3], [1, 2]], [0, 8, 8], [[((1, 2), 0, 1)]], 4 + 4 + 4),
@@ -64,11 +60,11 @@ def test_plan(name):
 
 SIZES = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": D, "v_head_dim": D, "page": PAGE}
 SIZES |= {"dtype": "float16", "causal": True, "shared": 1, "branched": 1, "own": (4, 8, 2, 5, 0)}
-# With more queries than the last page has keys.
+# Some cases have more queries than the last page has keys.
 VALUES = {
     "a tree": {},
     "one prefix": {"shared": 2, "branched": 0, "own": (1, 4, 6)},
-    "a sequence that has a branch alone": {"own": (1, 4, 6)},
+    "a branch with one sequence": {"own": (1, 4, 6)},
     "two prefixes": {"shared": 0, "branched": 2, "own": (1, 1, 4, 2)},
     "nothing": {"shared": 0, "branched": 0, "own": (8, 7)},
     "the same sequence twice": {"branched": 0, "own": (0, 0)},
@@ -104,11 +100,9 @@ def test_drawn_cases():
 
 
 def test_rounded_parts():
-    """`fuzz` drew it: two parts in bfloat16, whose roundings add up in one column."""
-    case = Cascade(
-        dtype="bfloat16", seed=1631031350, page=1, shared=6, own=(5, 0, 1), q_length=2, causal=True
-    )
-    hold([case], torch.device("cpu"))
+    """A case of `fuzz`: the roundings of two parts in bfloat16 add up in one column."""
+    sizes = {"page": 1, "shared": 6, "own": (5, 0, 1), "q_length": 2, "causal": True}
+    hold([Cascade(dtype="bfloat16", seed=1631031350, **sizes)], torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +143,7 @@ def test_a_stale_plan(change, message):
 
 
 def test_a_plan_by_layer():
-    """Each layer's rows are those of the plan once they are written."""
+    """A plan is valid for a layer once the layer has as many rows as the plan."""
     cache = PagedKVCache(9, 4, 1, 8, num_layers=2)
     ids = [cache.allocate(), cache.allocate()]
     rows, q = normal(2, 1, 3, 8), normal(2, 1, 1, 8)
@@ -160,12 +154,12 @@ def test_a_plan_by_layer():
         plan.attend(q, cache.layers[1].k_cache, cache.layers[1].v_cache)
     cache.append(ids, rows, rows, 1)
     plan.attend(q, cache.layers[1].k_cache, cache.layers[1].v_cache)
-    cache.reserve(ids, 9)  # other pages than those of the plan
+    cache.reserve(ids, 9)  # adds pages that the plan does not have
     plan.attend(q, cache.layers[0].k_cache, cache.layers[0].v_cache)
 
 
 def test_plans_of_layers_with_windows():
-    """A step frees pages that no plan reads; layers of another window have other pages."""
+    """A step frees pages that no plan reads. Layers with another window have other pages."""
     cache = PagedKVCache(40, 4, 1, 8, num_layers=4, windows=[-1, -1, 5, 5])
     ids = [cache.allocate(), cache.allocate()]
     rows, q = normal(2, 1, 1, 8), normal(2, 1, 1, 8)
@@ -185,9 +179,9 @@ def test_plans_of_layers_with_windows():
 
 
 def read(shared, sequences, heads, with_plan, short=0):
-    """Bytes that flash_decode loads for sequences of `shared` pages and 5 keys of their own.
+    """Bytes that flash_decode loads for sequences with `shared` common pages and 5 other keys.
 
-    short: so many more have one page of their own in common.
+    short: this many more sequences share another page.
     """
     page, batch = 16, sequences + short
     k_cache, v_cache = caches(shared + 1 + batch, page, 64, 1)
@@ -208,17 +202,19 @@ def read(shared, sequences, heads, with_plan, short=0):
 
 @pytest.mark.parametrize("sequences, heads", [(2, 4), (8, 4)])
 def test_a_prefix_is_read_once(sequences, heads):
-    """One KV head: 256 keys more are 64 kB more, and 5 % at most; alone, once a sequence."""
+    """256 more keys of a KV head are 64 kB. Without a plan, each sequence reads them."""
     keys = 2 * 256 * 64 * 2
-    longer = [
-        read(32, sequences, heads, plan) - read(16, sequences, heads, plan) for plan in (1, 0)
-    ]
-    assert keys <= longer[0] <= 1.05 * keys
-    assert longer[1] >= sequences * keys
+
+    def added(with_plan):
+        longer, shorter = (read(n, sequences, heads, with_plan) for n in (32, 16))
+        return longer - shorter
+
+    assert keys <= added(True) <= 1.05 * keys
+    assert added(False) >= sequences * keys
 
 
-def test_a_prefix_is_read_for_its_own_queries_alone():
-    """Those of another prefix are 448 rows, for which it would be read three times."""
+def test_a_prefix_is_read_only_for_its_queries():
+    """The 448 rows of another prefix's queries would read it three times."""
     keys = 2 * 256 * 64 * 2
     longer = read(32, 2, 32, True, short=14) - read(16, 2, 32, True, short=14)
     assert keys <= longer <= 1.05 * keys
@@ -238,7 +234,7 @@ def test_explained():
 
 
 def test_min_pages():
-    """A prefix that is too short is read with the longer ones that continue it."""
+    """A prefix that is too short is read as a part of longer ones."""
     table = [[5, 6, 1, 0], [5, 6, 1, 2], [5, 7, 3, 0], [5, 7, 4, 0]]
     plan = CascadePlan(table, [16] * 4, PAGE, min_pages=2)
     actual = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]

@@ -1,4 +1,4 @@
-"""`metal_attn::copy_pages`: in the simulator, every access checked, and as its reference."""
+"""copy_pages in the simulator, with every access checked, and by the CPU kernel."""
 
 from itertools import product
 
@@ -17,7 +17,7 @@ copy_pages = torch.ops.metal_attn.copy_pages
 
 
 def cache_of(shape, dtype=torch.float16, offset=0):
-    """Every byte random, in a storage that has more on both sides."""
+    """Random bytes, in a storage that has more of them on both sides."""
     numel = torch.Size(shape).numel()
     size = ((numel + offset + 5) * dtype.itemsize,)
     memory = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0)).byte()
@@ -110,7 +110,7 @@ def test_a_cache_with_a_graph():
 
 
 def small_cache():
-    """The storage ends with the cache, so that all that follows is outside."""
+    """The storage ends with the cache, so that an access after it is out of bounds."""
     return cache_of((6, 2, 8, 16)).clone()
 
 
@@ -119,7 +119,7 @@ def pages_inside():
 
 
 def pages_outside():
-    """Pages that only the device sees to be none are skipped, of a source and of a destination."""
+    """Invalid page numbers that only the device sees are skipped, of sources and destinations."""
     for name, bad in product(("src", "dst"), (7, -1, 6, -(2**62), 2**62)):
         cache, after = small_cache(), small_cache()
         after[5] = after[1]
@@ -138,7 +138,7 @@ def test_pages_outside():
 MUTANTS = {
     pages_inside: """
         the page itself: cache + {~from => to~} * params.page_stride
-        the page behind: {~from => (from - 1)~} * params.page_stride
+        the page before: {~from => (from - 1)~} * params.page_stride
         the other way [race]: {~to_page[offset] = from_page => cache[offset] = to_page~}[offset]
         first copy for all: src[{~copy * params.src_stride => 0~}]
         wrong stride: to * {~=> (~} params.page_stride{~=> + 1)~}

@@ -1,11 +1,11 @@
-"""Kernels of formats with a scale and a minimum per group, and of K and V in two formats."""
+"""Formats with a scale and a minimum per group, and K and V in different formats."""
 
 import pytest
 
 from tests.attention import held_cases
 from tests.helpers.steps import check_special, step
 
-# Formats of K and V; each format is once in either.
+# Formats of K and V. Each format is once K's and once V's.
 PAIRS = [
     *(("q2_g32", "q3_g64"), ("q3_g32", "q4_g64"), ("q4_g32", "q2_g64"), ("q2_g64", "q8_0")),
     *(("q3_g64", "fp8_e4m3"), ("q4_g64", "q4_0"), ("q8_0", "q4_g32"), ("q4_0", "q2_g32")),
@@ -18,7 +18,7 @@ SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128}
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("number", (0, 1, 2, 3, 5, 8))
 def test_append(number):
-    """The first three pairs have all formats, the others each size of a code and of a group."""
+    """The first three pairs have all grouped formats, the others each size of code and group."""
     format, v_format = PAIRS[number]
     dtype = "float32" if number < 3 else "float16"
     pages = {"cache": "paged", "page": 5, "capacity": 65}
@@ -29,7 +29,7 @@ def test_append(number):
 
 @pytest.mark.parametrize("number", (1, 4, 7))
 def test_prefill(number, device):
-    """Each size of a code and of a group. test_hadamard.py decodes the other pairs."""
+    """Each size of code and group. test_hadamard.py decodes the other pairs."""
     format, v_format = PAIRS[number]
     case = SIZES | {"format": format, "v_format": v_format, "dtype": DTYPES[number // 3]}
     kept = {"kv_length": 75, "seqused_k": (75, 33), "batch": 2, "cache": "paged", "page": 5}

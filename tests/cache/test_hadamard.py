@@ -1,4 +1,4 @@
-"""Rows of quantised caches that are rotated by a Hadamard matrix: formula, kernels, caches."""
+"""Quantised rows that are rotated by a Hadamard matrix: formula, kernels and caches."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_the_formula(size):
         assert torch.equal(hadamard(x, size), rotated)
 
 
-# Formats of K and V: each format in some block, and each block with some head dims.
+# Formats of K and V, the size of the rotation, and other fields.
 PAGES = {"cache": "paged", "page": 5, "capacity": 65}
 APPENDED = [
     ("q8_0", "q4_0", 32, PAGES | {"head_dim": 96, "v_head_dim": 32}),
@@ -51,8 +51,8 @@ def test_append(format, v_format, hadamard, fields):
     check_special(format=format, v_format=v_format, hadamard=hadamard, dtype="float32", **fields)
 
 
-# Rows of q and columns choose who rotates: lanes alone, or the matrix unit's fragments, of which
-# SIMD groups have different keys or different columns. The formats are pairs of test_grouped.py.
+# The rows of q and the columns decide how rows are rotated: by lanes, or in matrix fragments of
+# SIMD groups with different keys or different columns. The formats are pairs of test_grouped.py.
 DECODED = {
     "one row": ("q2_g32", "q3_g64", 64, {"v_head_dim": 128}),
     "one row, wide": ("q4_g32", "q2_g64", 128, {"hadamard": 128}),
@@ -85,15 +85,14 @@ def test_function(device):
     """`flash_attn_with_kvcache` with few queries, and with as many as flash_fwd takes."""
     common = {"call": "flash_attn_with_kvcache", "format": "q4_0", "hadamard": 64, "heads": 2}
     common |= {"kv_heads": 1, "head_dim": 64, "dtype": "float32", "causal": True}
-    steps = [
-        step(length=n, lengths=(3, 20), capacity=96, rotary_columns=32, **common) for n in (2, 70)
-    ]
+    sizes = {"lengths": (3, 20), "capacity": 96, "rotary_columns": 32}
+    steps = [step(length=n, **sizes, **common) for n in (2, 70)]
     old = held_cases.case(q_length=66, kv_length=90, seqused_k=(80,), **common)
     held_cases.hold([*steps, old], device)
 
 
 def test_rows_that_fill_threadgroup_memory(device):
-    """20 rows of latents in float32: the rotation leaves room for fewer at a time."""
+    """20 rows of latents in float32. The rotation has memory for fewer at a time."""
     latents = {"values_in_keys": True, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
     fields = {"length": 5, "lengths": (7, 11), "capacity": 25, "dtype": "float32", "causal": True}
     held_cases.hold([step(**latents, **fields, format="q3_g64", hadamard=64)], device)
@@ -171,8 +170,7 @@ test_mutants, test_unchanged = mutant_tests(
         "eight rows": """
             flash_decode: sums of other keys left out: {~add_sums(i); =>~} } multiply_by_hadamard
             flash_decode: out, columns of another lane: lane.index, {~column_lane(4) => 4~}
-            flash_decode: out, spans not joined:
-                {~join_spans(out.fragments[i] + f, memory, lane); =>~}
+            flash_decode: spans not joined: {~join_spans(out.fragments[i] + f, memory, lane); =>~}
         """,
         "columns, two blocks": """
             flash_decode: out, signs of spans: pair {~* hadamard_sign(n, span - first) =>~}

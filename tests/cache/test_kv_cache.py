@@ -1,4 +1,4 @@
-"""PagedKVCache and StaticKVCache against dictionaries of lists, whatever is done with them."""
+"""PagedKVCache and StaticKVCache, after random calls, against lists of tokens."""
 
 import copy
 import pickle
@@ -21,13 +21,13 @@ SPACES = st.sampled_from([None, "an adapter"])
 
 
 def rows(tokens, first=0, layer=0, space=None):
-    """k and v (1, H, L, D) of tokens[first:]; a row tells its namespace and all tokens up to it."""
+    """k and v (1, H, L, D) of tokens[first:]. A row depends on its namespace and earlier tokens."""
     k = of_values(values_of(tokens, layer, space)[first:]).transpose(0, 1)[None]
     return k, -k
 
 
 def values_of(tokens, layer, space=None):
-    """A number for each token, of it and of all before."""
+    """A number for each token, which depends on it and on all tokens before."""
     begin = hash((layer, space))
     so_far = accumulate(tokens, lambda before, token: hash((before, token)), initial=begin)
     return [number % 1021 for number in so_far][1:]
@@ -39,13 +39,12 @@ def of_values(values):
 
 
 def make(num_pages=12, **options):
-    return PagedKVCache(
-        num_pages, PAGE, HEADS, HEAD_DIM, num_layers=LAYERS, dtype=torch.float32, **options
-    )
+    options |= {"num_layers": LAYERS, "dtype": torch.float32}
+    return PagedKVCache(num_pages, PAGE, HEADS, HEAD_DIM, **options)
 
 
 def append(cache, tokens_by_id, new_by_id, known=True, spaces=None):
-    """Appends to every layer; `tokens_by_id` has what was there. Rows are packed if they differ."""
+    """Appends to every layer, after `tokens_by_id`. New rows are packed if their numbers differ."""
     ids, counts = list(tokens_by_id), [*map(len, new_by_id.values())]
     for layer in range(LAYERS):
         parts = [
@@ -60,23 +59,23 @@ def append(cache, tokens_by_id, new_by_id, known=True, spaces=None):
         cache.append(ids, k, v, layer, token_ids=tokens, **packed)
 
 
-def verify(cache, before, trees, paths, tell=False, spaces=None):
-    """Appends a tree (parents, tokens) to each sequence and accepts a path; what they hold then."""
+def verify(cache, before, trees, paths, known=False, spaces=None):
+    """Appends a tree (parents, tokens) to each sequence, accepts a path, and returns the tokens."""
     parents, tokens = ({id: tree[i] for id, tree in trees.items()} for i in (0, 1))
     for id, tree in parents.items():
         paths_to = [[tokens[id][n] for n in path_of(tree, node)] for node in range(len(tree))]
         for layer in range(LAYERS if tree else 0):
-            known = [before[id] + path for path in paths_to]
             space = (spaces or {}).get(id)
-            parts = [rows(path, len(path) - 1, layer, space) for path in known]
+            prefixes = [before[id] + path for path in paths_to]
+            parts = [rows(prefix, len(prefix) - 1, layer, space) for prefix in prefixes]
             cache.append([id], *(torch.cat(x, 2) for x in zip(*parts, strict=True)), layer)
-    options = {"token_ids": [tokens[id] for id in parents]} if tell else {}
+    options = {"token_ids": [tokens[id] for id in parents]} if known else {}
     cache.accept([*parents], [paths[id] for id in parents], [*parents.values()], **options)
     return {id: before[id] + [tokens[id][node] for node in paths[id]] for id in parents}
 
 
 def check(cache, expected, spaces=None):
-    """Every sequence holds its rows, those that were not freed, and every page is counted once."""
+    """Checks the rows of every sequence that were not freed, and the count of every page."""
     for layer, tensors in enumerate(cache.layers):
         assert cache.seqlens([*expected], layer).tolist() == [*map(len, expected.values())]
         places, values = [], []
@@ -102,7 +101,7 @@ def check(cache, expected, spaces=None):
 
 
 class Paged(RuleBasedStateMachine):
-    """Few pages, and few tokens, so that there are equal prefixes and no room."""
+    """Pages and tokens are few, so that pages run out and prefixes are equal."""
 
     windows, num_pages = [-1] * LAYERS, 12
 
@@ -111,7 +110,7 @@ class Paged(RuleBasedStateMachine):
         self.cache, self.other = (make(n, windows=self.windows) for n in (self.num_pages, 40))
         self.expected = {}
         self.spaces = {}
-        self.freed_at = {}  # rows of each before the last step: what its next query saw is there
+        self.freed_at = {}  # rows before the last step, whose queries no freed page had
         self.exported = []
 
     def add(self, id, tokens, space, freed_at):
@@ -142,7 +141,7 @@ class Paged(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), length=st.integers(0, 20), known=st.booleans(), mixed=st.booleans())
     def append(self, data, length, known, mixed):
-        """To some sequences, as many tokens to each or not."""
+        """To some sequences, with equal numbers of tokens or not."""
         new = {}
         for id in self.some_ids(data, 3):
             n = data.draw(st.integers(0, length)) if mixed else length
@@ -189,8 +188,8 @@ class Paged(RuleBasedStateMachine):
         self.freed_at[id] *= length > 0
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data(), tell=st.booleans())
-    def accept(self, data, tell):
+    @rule(data=st.data(), known=st.booleans())
+    def accept(self, data, known):
         ids = self.some_ids(data, 2)
         if self.cache.num_free_pages < 8 * len(ids):
             return
@@ -201,7 +200,7 @@ class Paged(RuleBasedStateMachine):
             trees[id] = tree, [data.draw(st.integers(0, 1)) for _ in range(size)]
             paths[id] = path_of(tree, data.draw(st.integers(-1, size - 1)))
         before = {id: self.expected[id] for id in ids}
-        self.expected |= verify(self.cache, before, trees, paths, tell, self.spaces)
+        self.expected |= verify(self.cache, before, trees, paths, known, self.spaces)
         for id in ids:
             self.freed_at[id] = max(self.freed_at[id], len(before[id]) if trees[id][0] else 0)
 
@@ -275,7 +274,7 @@ TestPaged, TestPagedWithWindows = Paged.TestCase, PagedWithWindows.TestCase
 
 
 def test_pages_outside_a_window():
-    """Freed once no query sees them; found, shared and imported as far as the next one does."""
+    """They are freed. The pages that the next query sees can be matched, shared and imported."""
     cache, tokens = make(11, windows=[-1, 5]), [*range(20)]
     a = cache.allocate("x")
     append(cache, {a: []}, {a: tokens}, spaces={a: "x"})
@@ -293,7 +292,7 @@ def test_pages_outside_a_window():
     append(cache, {other: []}, {other: [7] * 24})
     cache.free(other)
     actual = [cache.match_prefix(t, space)[1] for t in (tokens, tokens[:8]) for space in ("x", "y")]
-    assert actual == [16, 0, 0, 0]  # the freed page was taken, and only a longer prefix sees none
+    assert actual == [16, 0, 0, 0]  # the freed page is taken, and a prefix of 8 tokens needs it
     b = a + 3
     assert (cache.block_table([b], 1) < 0).tolist() == [[True, False]]
     c = cache.import_sequence(cache.export_sequence(a))
@@ -306,8 +305,8 @@ def test_pages_outside_a_window():
         make(4, windows=[-1, 5]).import_sequence(cache.export_sequence(a))
 
 
-def test_a_step_of_an_imported_sequence_is_taken_back():
-    """Though its last rows are found, with the pages that the next query sees."""
+def test_an_imported_sequence_is_truncated():
+    """Also if its last rows match pages that are already in the cache."""
     cache, tokens = make(20, windows=[-1, 5]), [*range(40)]
     id = cache.allocate()
     append(cache, {id: []}, {id: tokens[:16]})
@@ -319,7 +318,7 @@ def test_a_step_of_an_imported_sequence_is_taken_back():
 
 @pytest.mark.parametrize("kind", [StaticKVCache, PagedKVCache])
 def test_packed_rows_are_those_of_each_sequence(kind):
-    """And q is rotated in place, to the bit; also beside sequences without a new row."""
+    """q is rotated in place, to the same bits. One sequence has no new row."""
     counts, options = [2, 2, 0, 70, 1], {"format": "q8_0", "dtype": torch.float32}
     k, v, q = normal(75, 2, 32), normal(75, 2, 32, seed=1), normal(75, 4, 32, seed=2)
     tables = dict(zip(("rotary_cos", "rotary_sin"), rotary_tables(90, 8), strict=True))
@@ -337,7 +336,7 @@ def test_packed_rows_are_those_of_each_sequence(kind):
         assert torch.equal(q_here[0].transpose(0, 1), q_there)
         rows = zip(*(c.layers[0].by_block() for c in (together, alone)), strict=True)
         assert all(torch.equal(x[b], y[0]) for x, y in rows)
-    # A part that is refused leaves the parts before it unwritten.
+    # If one sequence is refused, no other is written.
     tensors = [x.clone() for x in together.layers[0].by_block()]
     with pytest.raises(ValueError, match="rows 71 to 140 of rotary_cos"):
         together.append(*own, k, v, length=counts, q=rotated, **tables)
@@ -345,7 +344,7 @@ def test_packed_rows_are_those_of_each_sequence(kind):
 
 
 class TestPrefixes:
-    def test_least_recently_used_goes_first_and_only_when_needed(self):
+    def test_the_least_recently_used_is_evicted_only_when_needed(self):
         cache = make(3)
         for token in (1, 2, 3):
             id = cache.allocate()
@@ -370,7 +369,7 @@ class TestPrefixes:
         assert cache.match_prefix(tokens[:PAGE] + tokens)[1] == PAGE
         assert cache.match_prefix(tokens[PAGE:])[1] == 0
 
-    def test_layers_that_lag_are_not_found(self):
+    def test_rows_in_some_layers_do_not_match(self):
         cache = make()
         id = cache.allocate()
         tokens = [1] * PAGE
@@ -384,8 +383,8 @@ class TestPrefixes:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 @pytest.mark.parametrize("format", [None, "q8_0"])
-def test_a_copy_is_a_cache_of_its_own(copied, format):
-    """Prefixes as deep as Python's stack is not; values are still the keys' columns."""
+def test_copies_are_independent(copied, format):
+    """Prefixes are deeper than Python's stack, and values remain columns of the keys."""
     tokens = list(range(801))
     options = {"values_in_keys": True, "format": format, "dtype": torch.float32}
     cache = PagedKVCache(420, 2, 1, 64, 32, **options)
@@ -404,7 +403,7 @@ def test_a_copy_is_a_cache_of_its_own(copied, format):
     assert other.layers[0].k_cache.data_ptr() != cache.layers[0].k_cache.data_ptr()
 
 
-# By the CPU's own kernels: the cache is under test, not they.
+# On the CPU kernels, as these tests are about the cache.
 CACHES = [
     ("static", {"dtype": torch.float16}),
     ("static", {"format": "q8_0", "layout": "HND", "hadamard": 32}),
@@ -417,7 +416,7 @@ CACHES = [
 
 @pytest.mark.parametrize("kind, options", CACHES)
 def test_attention_over_a_cache(kind, options):
-    """A prompt, then rows that the attention writes itself where `reserve` made room."""
+    """A prompt, then rows that attention appends, in pages that `reserve` has added."""
     held = Sequences(kind, **options)
     held.append(14, 0)
     held.attend(4, 1)
@@ -427,7 +426,7 @@ def test_attention_over_a_cache(kind, options):
 
 @pytest.mark.parametrize("kind, options", [CACHES[0], CACHES[-1]])
 def test_a_step_to_listed_keys(kind, options):
-    """Lists name new rows too. A list that is refused changes nothing."""
+    """Lists may contain new rows. A list that is refused changes nothing."""
     held = Sequences(kind, "cpu", **options)
     held.append(14, 0)
     other, q = copy.deepcopy(held.cache), torch.randn(2, 2, 2, 96)
@@ -446,9 +445,8 @@ def test_a_step_to_listed_keys(kind, options):
     new = held.new(1, 2)
     out = held.cache.decode_step(*held.operands(q[:, :, :1], *new), indices=every[:, :, :1, :1] + 1)
     expected = new[1].expand(-1, 2, -1, -1).float()
-    torch.testing.assert_close(
-        out.float(), expected, atol=0.6 if options.get("format") else 1e-2, rtol=0
-    )
+    tolerance = 0.6 if "format" in options else 1e-2
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=0)
 
 
 def test_attention_over_a_window(device):

@@ -1,4 +1,4 @@
-"""MLA's latent caches: values are the first columns of the keys, and stored and read once."""
+"""MLA's latent caches: values are the first columns of the keys, so they are stored once."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def test_one_copy_is_kept():
 
 
 def test_values_are_written_once():
-    """An append stores the bytes of its rows; a step no more than that and its results."""
+    """An append stores the bytes of its rows, and a step those and its results."""
     cache = made()
     ids = [cache.allocate(), cache.allocate()]
     rows = normal(2, 1, 20, LATENT + ROTARY)
@@ -50,7 +50,7 @@ def test_values_are_written_once():
 
 
 TWO_SCALES = torch.tensor([0.5, 2.0, 4.0])
-# Values in the keys' memory with other scales: equal codes are not equal values.
+# With different scales, equal codes of keys and values are not equal numbers.
 OTHER_SCALES = [
     {"k_scale": TWO_SCALES[:2]},
     {"v_scale": TWO_SCALES[:2]},
@@ -58,8 +58,8 @@ OTHER_SCALES = [
 ]
 
 
-def test_codes_of_keys_are_values_by_another_scale():
-    """The kernel that has the values in the keys is not for them."""
+def test_codes_with_other_scales_for_values():
+    """The kernel that reads values from the keys is not used."""
     k_cache = normal(1, 2, 5, LATENT, seed=1).to(torch.float8_e4m3fn)
     q, values = normal(1, 2, 1, LATENT, seed=2), k_cache[..., :32]
     with simulate(check=True):
@@ -87,7 +87,7 @@ QUERY = torch.zeros(1, HEADS, 1, LATENT + ROTARY).half()
 
 
 def shifted(layer):
-    """The cache's tensors for the op, and the same memory from column 8 on."""
+    """k_cache for the op, and values that begin at its column 8."""
     k_cache = layer.k_cache[:1].transpose(1, 2)
     return k_cache, k_cache[..., 8:72]
 

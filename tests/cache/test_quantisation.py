@@ -30,8 +30,8 @@ GROUPED = [format for format in FORMATS if "_g" in format]
 HALVES = torch.ones(2, 3, 4, 2).half()
 
 
-def slowly(group, format):
-    """One group of columns in Python: codes, (scale, minimum), and what the code 0 stands for."""
+def quantised_in_python(group, format):
+    """The codes of one group of columns, its scale and minimum, and the value of code 0."""
     values = [float(x) for x in group]
     if "_g" not in format:
         largest = max(values, key=abs)
@@ -40,7 +40,7 @@ def slowly(group, format):
         first, last, zero = (-127, 127, 0) if format == "q8_0" else (0, 15, 8)
         if scale == 0:
             return [zero] * BLOCK, [scale], 0.0
-        # To even, and 53 bits suffice here.
+        # Rounds to even. 53 bits suffice here.
         codes = [round(x / float(scale)) + zero for x in values]
         return [max(first, min(last, n)) for n in codes], [scale], -zero * float(scale)
     last = 2 ** int(format[1]) - 1
@@ -63,7 +63,7 @@ def unpacked(data, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_bounds(format):
-    """Down to scales below float16's normal numbers; of fp8 also beyond its largest number."""
+    """Down to scales below float16's normal numbers. fp8 also has numbers beyond its largest."""
     judge(
         *(
             Quantised(format, dtype=dtype, rows=40, columns=128, exponent=exponent, scale=scale)
@@ -81,7 +81,7 @@ def test_the_documented_rounding_bit_for_bit(format):
         if seed % 2:
             x = (x * 4).round() / 4  # ties
         data, scale = quantise(x, format)
-        groups = [slowly(part, format) for part in x.split(shared_columns(format))]
+        groups = [quantised_in_python(part, format) for part in x.split(shared_columns(format))]
         assert unpacked(data, format) == [code for codes, _, _ in groups for code in codes]
         assert torch.equal(scale, torch.stack([n for _, numbers, _ in groups for n in numbers]))
         values = [least + float(numbers[0]) * n for codes, numbers, least in groups for n in codes]
@@ -113,7 +113,7 @@ def test_ggmls_blocks(format, zero):
     expected = (torch.tensor(codes) - zero) * torch.tensor(steps)[:, None]
     assert torch.equal(dequantise(data, scale, torch.float32), expected.flatten().expand(2, 3, 64))
     assert torch.equal(to_ggml(data, scale), rows)
-    # Rows of any strides, that begin at an odd byte, and no rows.
+    # Rows of any strides that begin at an odd byte, and no rows.
     strided = torch.nn.functional.pad(rows, (1, 2))[:, ::2, 1:-2]
     for x, whole in zip(from_ggml(strided, format), (data, scale), strict=True):
         assert torch.equal(x, whole[:, ::2])
@@ -138,7 +138,7 @@ def test_zeros(format, dtype):
 
 @pytest.mark.parametrize("format", [*BLOCKED, *GROUPED])
 def test_groups_that_no_scale_holds(format):
-    """Such a group is NaN, from codes of zeros: nothing depends on what a NaN casts to."""
+    """Such a group is NaN and its codes are 0, so that nothing depends on the cast of a NaN."""
     x = torch.full((6, 64), 0.75)
     x[1] = 0.0
     x[1, ::2] = -0.0
@@ -184,7 +184,7 @@ def test_fp8_rounds_a_quotient_once():
 
 
 def test_fp8_as_bytes():
-    """As mps holds it: uint8 has the same bits, and needs a scale to tell it from q4_0."""
+    """On mps fp8 is stored as uint8. The scale distinguishes it from q4_0."""
     x = normal(2, 3, 4, 8)
     scale = torch.tensor([0.5, 1.0, 2.0])
     data, _ = quantise(x, "fp8_e4m3", scale)
@@ -196,7 +196,7 @@ def test_fp8_as_bytes():
     assert torch.equal(actual, dequantise(data, scale, torch.float32))
 
 
-def test_fp8_where_there_is_no_float8(monkeypatch):
+def test_fp8_on_devices_without_float8(monkeypatch):
     x = normal(2, 3, 4, 8)
     expected, _ = quantise(x, "fp8_e4m3")
     monkeypatch.setattr("torch_metal_attn.quantisation._has_float8", lambda device: False)
@@ -205,7 +205,7 @@ def test_fp8_where_there_is_no_float8(monkeypatch):
     assert torch.equal(scale, torch.ones(3))
 
 
-def test_heads_elsewhere():
+def test_heads_dim():
     x = normal(2, 5, 3, 8)  # (B, L, H, D)
     scale = torch.tensor([[0.5, 1.0, 2.0], [1.0, 4.0, 0.25]])
     data, _ = quantise(x, "fp8_e4m3", scale, heads_dim=2)

@@ -1,4 +1,4 @@
-"""`recent` of the caches: the last rows in full precision, whatever is done with the cache."""
+"""The option `recent` of the caches keeps the last rows in full precision."""
 
 import random
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 RECENT, ROOM = 4, 4 + VERIFY_QUERIES
 KINDS = ["static", "paged", "static latent", "paged latent"]
-# Each kind by the CPU's own kernels; in the simulator each layout and each content once.
+# Each kind on the CPU kernels. In the simulator, each layout and each content once.
 RUNS = [("reference", kind) for kind in KINDS]
 RUNS += [("simulator", "static"), ("simulator", "paged latent")]
 each_run = pytest.mark.parametrize("backend, kind", RUNS, indirect=["backend"])
@@ -29,7 +29,7 @@ def made(kind, **options):
 
 @each_run
 def test_random_steps(backend, kind):
-    """Against the definition, in float64; the last rows are exact unless they were taken back."""
+    """Against the definition, in float64. The last rows are exact unless they were truncated."""
     seed = int("static" in kind) + 2 * (backend == "simulator")
     r, held = random.Random(seed), made(kind)
     for step in range(12):
@@ -84,7 +84,7 @@ def test_trees(backend, kind):
     held.step([4, 2], 9, {"parents": parents.expand(2, 4)})
     held.accept([[0, 2], [0, 1]], [tree, tree[:2]])
     held.step(1, 9)
-    # Not all rows of a tree that is longer than the room are there in full precision.
+    # Of a tree that is longer than ROOM, some rows are not kept in full precision.
     held.append(ROOM + 2, 11)
     chain = [*range(-1, ROOM + 1)]
     before = [x.clone() for x in held.cache.layers[0].by_block()]
@@ -97,7 +97,7 @@ def test_trees(backend, kind):
 @pytest.mark.parametrize("kind", KINDS[:2])
 @each_case("steps", [[160], [160, -64, 3]])  # the first 160 rows overwrote others
 def test_going_back(steps, kind):
-    """By 64 rows from the longest length; further only if it is allowed to read codes."""
+    """Up to 64 rows back from the longest length. Further back, keep_recent must be False."""
     held = made(kind)
     for number, more in enumerate(steps):
         held.append(max(more, 0), number)
@@ -109,7 +109,7 @@ def test_going_back(steps, kind):
     held.truncate(0, 97)
     held.truncate(1, 40, keep_recent=False)
     held.append(3, 5)
-    held.truncate(1, 41)  # what was given up is not promised
+    held.truncate(1, 41)  # rows that were given up need not be exact
     held.step(1, 7)
     held.truncate(0, 0)
     held.step(1, 9)
@@ -146,7 +146,7 @@ def test_slots_are_used_again():
 
 
 def test_launches():
-    """A step appends the codes, then appends and attends; older rows are one call and a merge."""
+    """A step appends codes, then attends to recent rows. Older rows need a call and a merge."""
     held = made("static")
     held.append(3, 0)
     run = runs.current()
@@ -170,7 +170,7 @@ def test_backward_is_refused():
 
 
 def test_compiled():
-    """As other caches, whose books are on the host: a graph breaks there, and results are equal."""
+    """The lengths are on the host, so the graph breaks there. Results are equal."""
     results = []
     for compiled in (False, True):
         held = made("paged latent")

@@ -1,4 +1,4 @@
-"""Small problems that show a fault of flash_decode in what they exercise."""
+"""Small problems that notice faults of flash_decode, one for each feature."""
 
 import ctypes
 import math
@@ -19,21 +19,23 @@ from torch_metal_attn.simulator import engine
 from torch_metal_attn.testing.judge import ints
 
 ops = torch.ops.metal_attn
-# GQA, two steps over the keys and a part of one, spans of columns that are not full.
+# GQA, two and a half steps over the keys, and a partial span of columns.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 3, "kv_length": 300, "head_dim": 72}
 HALF = {"dtype": torch.float16}
 ONE = {"batch": 1, "q_length": 1}
 SHARED_COLUMNS = {"heads": 32, "kv_heads": 1, "head_dim": 128}
-# Scales that differ by key and span, and are NaN where there is no key.
+# Scales that differ by key and span, and are NaN for missing keys.
 CODES = {"batch": 1, "kv_length": 45, "head_dim": 64, "format": "q8_0"}
 CODES |= {"leftpad_k": (3,), "seqused_k": (40,)}
 PAGED = {"cache": "paged", "q_length": 1, "kv_length": 600, "seqused_k": (31, 600)}
 PACKED = {"batch": 4, "q_length": 1, "q_lengths": (3, 0, 5, 1), "spare_rows": 2, "head_dim": 64}
 PACKED |= {"kv_length": 70, "seqused_k": (60, 5, 70, 1)}
+CAUSAL, MANY_ROWS = {"causal": True}, {"heads": 16, "kv_heads": 1}
+PAGES_OF_5 = {"cache": "paged", "page": 5, "capacity": 65}
 
 
 def attend(fields, *changes):
-    """flash_decode of SHAPE with other fields; of a case for each of the changes."""
+    """Checks flash_decode for SHAPE with these fields, once for each change."""
     shape = SHAPE | {"num_splits": 1, "backward": False} | fields
     judge(*(case(call="flash_decode", **shape | change) for change in changes or [{}]))
 
@@ -42,27 +44,25 @@ def attend(fields, *changes):
 PROBLEMS = {
     # SIMD groups with different keys.
     "plain": ({"causal": True}, {}, {"q_offset": 30}),
-    # Two with keys and one without.
+    # Two splits with keys and one without.
     "splits": ({"num_splits": 3, "causal": True},),
     # SIMD groups with different columns of the same keys.
     "columns": (ONE | SHARED_COLUMNS,),
-    # Four SIMD groups with other rows, the last with few rows.
+    # Four SIMD groups with different rows. The last one has few.
     "row_groups_of_codes": (CODES | {"heads": 25, "kv_heads": 1, "q_length": 4, "v_head_dim": 96},),
     "vector_scales": (CODES | {"heads": 2, "q_length": 1},),
     # Eleven spans of three SIMD groups; fifteen and eight of four.
     "columns_unevenly": (
-        ONE | {"kv_length": 70},
-        {"head_dim": 352},
-        {"head_dim": 480, "v_head_dim": 256},
+        *(ONE | {"kv_length": 70}, {"head_dim": 352}, {"head_dim": 480, "v_head_dim": 256}),
     ),
-    # Four tiles of rows, for SIMD groups with their own keys and with their own columns.
+    # Four tiles of rows, with keys divided among SIMD groups, and with columns divided.
     "tiles": (
         {"batch": 1, "heads": 8, "kv_heads": 1, "q_length": 16, "kv_length": 150, "causal": True},
         {"head_dim": 32, "window_size_left": 20},
         {"head_dim": 128, "num_splits": 2},
     ),
     "lengths": ({"seqused_k": (290, 50), "leftpad_k": (5, 35)},),
-    # A tile whose queries see different first and last blocks; in float32, with few keys.
+    # The queries of a tile see different first and last blocks. In float32, with few keys.
     "windows": (
         {"q_length": 16, "head_dim": 32, "dtype": "float32"},
         {"window_size_left": 20, "window_size_right": 13},
@@ -71,7 +71,7 @@ PROBLEMS = {
     ),
     # Queries before the first key.
     "nothing": ({"q_length": 5, "causal": True, "q_offset": -3},),
-    # Sinks of different heads that share a KV head; merging the splits adds them too.
+    # Heads of one KV head have different sinks. Splits are merged with them too.
     "sinks": (
         {"dtype": "float32", "softmax_scale": 0.01, "learnable_sink": "float32"},
         *({}, {"num_splits": 2}),
@@ -80,7 +80,7 @@ PROBLEMS = {
         *make_qkv(**SHAPE), op=partial(ops.flash_decode, num_splits=1), device="cpu"
     ),
     "rules": ({}, {"attn_bias": "float32 bhqk"}, {"alibi_slopes": "bh"}),
-    # MLA: values in the rows of keys, NaN where those do not exist; columns shared or not.
+    # MLA: values in the rows of keys, which are NaN if they do not exist. Columns shared or not.
     "latent": (
         ONE
         | {"kv_heads": 1, "kv_length": 60, "values_in_keys": True}
@@ -92,36 +92,31 @@ PROBLEMS = {
     "rotary": (
         {"dtype": "float32", "rotary": "q", "rotary_columns": 16, "rotary_by_sequence": True},
     ),
-    # Pages with so few keys that a sequence has more of them than a SIMD group holds.
+    # A sequence has more pages than a SIMD group holds numbers.
     "pages": (PAGED, {"page": 1, "head_dim": 64}, SHARED_COLUMNS | {"page": 3}),
-    # The same, in which no eight keys lie in two.
+    # Eight neighbouring keys are always in one page.
     "whole_pages": (
-        PAGED | {"page": 8},
-        *({"page": 16, "head_dim": 128}, {"head_dim": 64}, SHARED_COLUMNS),
+        *(PAGED | {"page": 8}, {"page": 16, "head_dim": 128}, {"head_dim": 64}, SHARED_COLUMNS),
     ),
     "scales_of_spans": (CODES | {"q_length": 2},),
-    # fp8, where another row begins behind the last column, or nothing does.
+    # fp8: after the last column another row begins, or the memory ends.
     "codes_of_odd_rows": (ONE | {"kv_length": 45, "head_dim": 20, "format": "fp8_e4m3"},),
-    # For two queries each, of which the second sees more; the last block is not full.
+    # Lists for two queries, of which the second one sees more. The last block is partial.
     "lists_of_blocks": (
         {"listed": 60, "kv_block_size": 8, "q_block_size": 2},
         *({"causal": True}, {"window_size_left": 40, "q_offset": 150}),
     ),
-    # Lengths differ, with NaN in all other rows.
+    # Sequences of different lengths, with NaN in all other rows.
     "lists_in_pages": (
         {"cache": "paged", "seqused_k": (31, 290), "listed": 40, "list_dims": "b"},
         *({"page": 3}, {"page": 16}),
     ),
-    # Numbers of queries that differ, none among them, and rows of no sequence.
+    # Different numbers of queries, also none, and rows of no sequence.
     "packed": (PACKED | {"causal": True, "learnable_sink": "float32"}, {}, {"num_splits": 3}),
     # More rows than a threadgroup has at once.
-    "step_of_tiles": partial(
-        check_step, length=16, heads=16, kv_heads=1, rotary_columns=32, causal=True
-    ),
-    "step_in_pages": partial(
-        check_step, length=3, cache="paged", page=5, capacity=65, lengths=(6, 23), causal=True
-    ),
-    "step_of_indices": partial(check_step, length=3, cache="indexed", causal=True),
+    "step_of_tiles": lambda: check_step(**CAUSAL, **MANY_ROWS, length=16, rotary_columns=32),
+    "step_in_pages": lambda: check_step(**CAUSAL, **PAGES_OF_5, length=3, lengths=(6, 23)),
+    "step_of_indices": lambda: check_step(**CAUSAL, length=3, cache="indexed"),
 }
 
 
@@ -134,26 +129,26 @@ def run(problem):
 
 
 def row_groups():
-    """SIMD groups with other rows: whole, in part and without any; columns that are not full."""
+    """SIMD groups with all, some and none of their rows, and partial spans of columns."""
     many = {"kv_length": 75, "causal": True, "learnable_sink": "float32"}
     attend(many, {"heads": 2, "q_length": 40}, {"heads": 8, "q_length": 33})
     attend({"heads": 16, "kv_heads": 1, "q_length": 4, "kv_length": 70, "num_splits": 2})
-    # A SIMD group has a span of values, and none of the keys.
+    # One SIMD group has a span of values, but none of keys.
     attend({"heads": 2, "q_length": 33, "kv_length": 20, "head_dim": 32, "v_head_dim": 33})
 
 
 def vectors():
-    """One and two rows, summed up by lanes, with units of values that are not all there."""
+    """One and two rows, summed by lanes, with some units of values missing."""
     attend(ONE)
     q, k, v = make_qkv(1, 2, 2, 1, 70, 128, **HALF)
     v[:, :, :5] = v[:, :, 60:] = math.inf
     options = {"leftpad_k": ints(5), "seqused_k": ints(60)}
     check_flash_decode(q, k, v, **options, device="cpu", num_splits=1)
-    # The last key's, which keys behind it repeat with weight 0.
+    # Missing keys after the last one read its values with weight 0.
     v[:, :, 5:60] = math.inf
     out, _ = ops.flash_decode(q, k, v, **options, num_splits=1)
     assert (out == math.inf).all()
-    # Weights of all keys of a SIMD group are 0 in float32. As in PyTorch, 0 * inf is NaN.
+    # All weights of a SIMD group's keys are 0 in float32. As in PyTorch, 0 * inf is NaN.
     q, k, v = make_qkv(**SHAPE | {"batch": 1, "heads": 2, "q_length": 2}, **HALF)
     v[:, :, 0] = math.inf
     k[:, :, :8] = -50.0 * q.sum(2, keepdim=True)
@@ -165,7 +160,7 @@ def vectors():
 
 
 def infinite_value():
-    """The last key's value. Keys after it repeat it with weight 0, and 0 * inf is NaN."""
+    """The value of the last key. Missing keys after it read it with weight 0: 0 * inf is NaN."""
     q, k, v = make_qkv(**SHAPE, **HALF)
     v[:, :, -1] = math.inf
     out, _ = ops.flash_decode(q, k, v, num_splits=1)
@@ -173,9 +168,9 @@ def infinite_value():
 
 
 def missing_pages():
-    """Before a window, in the block where it begins; and where only the kernel sees them.
+    """Missing pages before a window, in its first block, and pages that only the kernel sees.
 
-    Latents too: what is masked out of the products of a key is multiplied as a value.
+    Also with latents, where a row that is masked as a key is still multiplied as a value.
     """
     used = [400, 300]
     latents = {"heads": 12, "kv_heads": 1, "head_dim": 96}
@@ -197,8 +192,9 @@ def missing_pages():
         for row, length in zip(table, used, strict=True):
             row[: (length - 51) // page] = -1
         options = {"window_size_left": 50, "seqused_k": ints(*used), "num_splits": 1}
-        check_flash_decode(*(q, k, v), cache=(*caches, where), device="cpu", causal=True, **options)
-        run = partial(ops.flash_decode, q, *caches, **where, causal=True, **options)
+        options["causal"] = True
+        check_flash_decode(q, k, v, cache=(*caches, where), device="cpu", **options)
+        run = partial(ops.flash_decode, q, *caches, **where, **options)
         for cache in caches:
             cache[0] = 0.0
         bad = table[1].clone()
@@ -208,25 +204,22 @@ def missing_pages():
 
 def no_pages():
     q, *_ = make_qkv(2, 2, 2, 1, 1, 64, **HALF)
-    cache = torch.empty(0, 2, 16, 64, **HALF)
-    used = ints(0, 0)
-    table = torch.full((2, 3), 7).int()
-    check_alone(
-        partial(ops.flash_decode, q, cache, cache, block_table=table, seqused_k=used), used, 5
-    )
+    cache, used = torch.empty(0, 2, 16, 64, **HALF), ints(0, 0)
+    options = {"block_table": torch.full((2, 3), 7).int(), "seqused_k": used}
+    check_alone(partial(ops.flash_decode, q, cache, cache, **options), used, 5)
 
 
 def lists():
-    """Of keys in any order, twice and not at all, by KV head and sequence; two rows of tiles."""
+    """Keys in any order, repeated or not listed, by KV head and sequence, for two rows of tiles."""
     by_head = {"listed": 70, "list_dims": "bh"}
     attend(by_head | {"causal": True, "q_offset": 200})
     attend({"heads": 2, "num_splits": 2, "listed": 2})
-    # A SIMD group has two fragments of keys; more rows of a list than a tile has.
+    # A SIMD group has two fragments of keys, and a list more rows than a tile.
     attend(by_head, {"heads": 32}, {"heads": 104, "head_dim": 200})
 
 
 def lists_of_hidden_keys():
-    """Their values are NaN, and so are those of the first key; one list has nothing else."""
+    """Hidden keys and the first key have values of NaN. One list has only such keys."""
     q, k, v = make_qkv(**SHAPE, **HALF)
     v[:, :, 0] = v[:, :, 299] = math.nan
     entries = torch.tensor([[299, -1, -1], [299, 7, -1], [5, -1, 299]]).int()[None, None]
@@ -238,12 +231,12 @@ def lists_of_hidden_keys():
 
 
 def impossible_entries():
-    """One that only the kernel sees is NaN, of that list's rows alone; nothing else is read."""
+    """An invalid entry that only the kernel sees makes the rows of its list NaN, and no others."""
     q, k, v = make_qkv(**SHAPE, **HALF)
     entries = torch.randint(0, 38, (1, 1, 3, 9)).int()
     for num_splits in (1, 2):
-        run = partial(ops.flash_decode, q, k, v, kv_block_size=8, num_splits=num_splits)
-        run = partial(run, indices=entries)
+        options = {"kv_block_size": 8, "num_splits": num_splits, "indices": entries}
+        run = partial(ops.flash_decode, q, k, v, **options)
         expected, bad = run(), entries.clone()
         for entry in (38, -2, 2**31 - 1, -(2**31)):
             bad[0, 0, 1, 4] = entry
@@ -260,7 +253,7 @@ def step():
 
 
 def step_of_splits():
-    """New keys in a step that the old ones have begun; in any order of splits."""
+    """New keys share a step with old ones. Splits run in any order."""
     for num_splits, seed in ((2, 0), (3, 0), (2, 1), (2, 2), (2, 3)):
         sizes = {"length": 5, "capacity": 320, "lengths": (170, 250)}
         with simulate(check=True, seed=seed, workers=1):
@@ -268,7 +261,7 @@ def step_of_splits():
 
 
 def check_alone(run, tensor, bad):
-    """Sequence 1 has an impossible value that only the kernel sees: it alone is NaN."""
+    """Checks that an invalid value that only the kernel sees makes sequence 1 NaN, and no other."""
     expected = run()
     results = results_of(run, tensor, [tensor[0].tolist(), bad])
     for result, right in zip(results, expected, strict=True):
@@ -277,7 +270,7 @@ def check_alone(run, tensor, bad):
 
 
 def results_of_zeros(patch):
-    """Results hold 0 before the kernel runs, not NaN: what stays unwritten shows."""
+    """Fills results with 0 before the kernel runs, so that NaN must have been written."""
     slots = shader_params.slots("FlashDecodeBuffer", "FLASH_DECODE_")
     run = engine.run
 
@@ -291,7 +284,7 @@ def results_of_zeros(patch):
 
 
 def packed_q(lengths, used, shape=None, **options):
-    """q packed, and dense keys of so many used ones, NaN behind them: flash_decode's arguments."""
+    """Packed q, and dense keys that are NaN after the used ones, as flash_decode's arguments."""
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16} | (shape or {})
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     q, *_ = make_qkv(1, **shape, q_length=int(ends[-1]), kv_length=1)
@@ -303,7 +296,7 @@ def packed_q(lengths, used, shape=None, **options):
 
 
 def packed_lists():
-    """Of each query: keys and blocks of them, by KV head, with rows of no sequence behind."""
+    """A list of keys or blocks for each query, by KV head, with rows of no sequence at the end."""
     attend(PACKED | {"listed": 30, "list_dims": "h"}, {"causal": True}, {"num_splits": 2})
     attend(PACKED | {"heads": 80, "causal": True, "listed": 5, "kv_block_size": 8})
 
@@ -315,7 +308,7 @@ def impossible_packed():
     for bad in ([0, 3, 900], [0, 2**31 - 1, 7], [0, -5, 7], [-3, 3, 7]):
         out, _ = results_of(run, options["cu_seqlens_q"], bad)
         assert out.isnan().any(), bad
-        if bad[:2] == [0, 3]:  # the first sequence's
+        if bad[:2] == [0, 3]:  # the ends of the first sequence are valid
             assert torch.equal(out[:3], expected[:3])
             assert out[3:].isnan().any()
 
@@ -327,12 +320,12 @@ def packed_steps():
     options = PACKED_STEP | {"causal": True}
     as_many = (3, 3), (0, 0), (5, 5), (1, 1)
     check_step(packed=as_many, **options)
-    check_step(packed=as_many, cache="paged", page=5, **options | {"capacity": 65})
+    check_step(packed=as_many, **options | PAGES_OF_5)
     check_step(packed=((1, 3), (2, 2), (0, 5), (3, 4)), **options)
 
 
 def impossible_packed_step():
-    """Ends of new rows that the kernel alone sees: the sequence is NaN, nothing outside is read."""
+    """Invalid ends of new rows that only the kernel sees make the sequence NaN."""
     tensors = tensors_of(packed=((3, 3), (0, 1), (5, 5), (1, 1)), **PACKED_STEP)
     step = partial(ops.decode_step, **tensors, max_seqlen_q=5, causal=True)
     for bad in ([0, 3, 4, 900, 901], [0, 3, 4, -1, 10], [0, 3, 5, 4, 10]):
@@ -341,21 +334,21 @@ def impossible_packed_step():
 
 
 def impossible():
-    """Lengths, paddings and batches of a cache; more queries than a threadgroup has threads."""
+    """Invalid lengths, paddings and batches, with more queries than threads in a threadgroup."""
     q, k, v = make_qkv(**SHAPE | {"q_length": 80, "head_dim": 32}, **HALF)
     used, first, batches = ints(290, 50), ints(5, 35), ints(1, 0)
     with pytest.MonkeyPatch.context() as patch:
         results_of_zeros(patch)
         for num_splits in (1, 2):
             decode = partial(ops.flash_decode, q, k, v, num_splits=num_splits)
-            behind = partial(decode, seqused_k=used, leftpad_k=first)
+            padded = partial(decode, seqused_k=used, leftpad_k=first)
             for tensor, bad in ((used, 301), (used, -1), (first, 400)):
-                check_alone(behind, tensor, bad)
+                check_alone(padded, tensor, bad)
             check_alone(partial(decode, cache_batch_idx=batches), batches, 2)
 
 
 def impossible_step():
-    """New keys that do not fit, or that tables have no row for."""
+    """New keys that do not fit, or for which the tables have no row."""
     plain = tensors_of(length=3, capacity=32)
     rotated = tensors_of(length=3, capacity=32, rotary_columns=32, leftpad_k=(0, 0))
     for table in ("rotary_cos", "rotary_sin"):

@@ -1,4 +1,4 @@
-"""decode_step: new rows for a cache and attention to it, in one dispatch or two."""
+"""decode_step appends rows to a cache and attends to it, in one dispatch or two."""
 
 import pytest
 import torch
@@ -19,10 +19,10 @@ VALUES = {
     "one row": {"length": 1, "rotary_columns": 32, "rotary_interleaved": True},
     "splits": {"length": 5, "rotary_columns": 32, "num_splits": 3}
     | {"lengths": (13, 170), "capacity": 192},
-    # 256 rows of a KV head: the tile walks over the keys twice, and appends once.
+    # 256 rows of a KV head: the tile loops over the keys twice, and appends once.
     "more rows than a tile": {"length": 16, "heads": 16, "kv_heads": 1, "num_splits": 2}
     | {"rotary_columns": 32, "rotary_interleaved": True},
-    # New keys over the ends of pages.
+    # New keys that cross the ends of pages.
     "pages": ROWS_FIRST | {"page": 3, "capacity": 66, "lengths": (6, 23), "rotary_columns": 64},
     # Each format of a cache, in each dtype of the rows.
     "q8_0": ROWS_FIRST | {"format": "q8_0", "dtype": "float32", "rotary_columns": 64},
@@ -31,9 +31,9 @@ VALUES = {
     "float16 under float32": {"cache_dtype": "float16", "dtype": "float32", "rotary_columns": 64},
     "bfloat16 under float32": ROWS_FIRST
     | {"cache_dtype": "bfloat16", "dtype": "float32", "page": 8, "head_dim": 20, "v_head_dim": 20},
-    "queries of one place": PADDED | {"by_token": False},
-    "rows counted from the cache's first": PADDED | {"rotary_from_leftpad": False},
-    "new rows of another number": {"packed": ((3, 3), (0, 2), (5, 5), (1, 4)), "cache": "paged"}
+    "queries at one position": PADDED | {"by_token": False},
+    "positions that include the padding": PADDED | {"rotary_from_leftpad": False},
+    "other numbers of queries": {"packed": ((3, 3), (0, 2), (5, 5), (1, 4)), "cache": "paged"}
     | {"lengths": (13, 20, 2, 9), "format": "q4_0", "v_format": "fp8_e4m3", "rotary_columns": 32},
     # New rows of a tree are rotated by their depth, and then in blocks of columns.
     "trees over pages of codes": TREE
@@ -56,7 +56,7 @@ def test_values(name, device):
 
 
 def test_as_three_ops(device):
-    """The same bits with every option of the scores, which no case of `Step` has."""
+    """The bits of append_kv and flash_decode, with options of scores that no `Step` has."""
     options = {"window_size_left": 7, "causal": True, "attention_chunk": 8}
     options |= {"softcap": 2.0, "softmax_scale": 0.4, "num_splits": 1}
     options |= {"learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0])}

@@ -1,4 +1,4 @@
-"""flash_decode: few queries, long caches, split over the keys."""
+"""flash_decode: few queries and long caches, whose keys are split."""
 
 from itertools import product
 
@@ -39,7 +39,7 @@ ROWS_OF_96 = {"head_dim": 96, "v_head_dim": 64}
 LENGTHS = {"batch": 6, "kv_length": 257, "seqused_k": (0, 1, 7, 33, 65, 257)}
 PACKED = {"batch": 3, "kv_length": 70, "seqused_k": (70, 50, 60), "spare_rows": 2}
 ROWS_FIRST = {"k_layout": ("order 021",), "v_layout": ("order 021",)}
-# A subject's cases share kernels with each other's: of each option one or two cases are enough.
+# Subjects share kernels, so each option needs one or two cases only.
 SUBJECTS = {
     # The rows of a tile are the queries of all heads of a KV head: from 1 to 512.
     "ratios of heads": [
@@ -48,7 +48,7 @@ SUBJECTS = {
             *((1, 1, 1, 1), (4, 4, 3, 1), (7, 1, 3, 1), (8, 2, 16, 3), (32, 1, 16, 1)),
         )
     ],
-    # Splits without keys among them.
+    # Some splits have no keys.
     "numbers of keys": [
         case(kv_length=kv_length, num_splits=splits)
         for kv_length, splits in product((1, 7, 31, 33, 65, 127, 129, 1023), (1, 2, 7))
@@ -68,7 +68,7 @@ SUBJECTS = {
         case(heads=1, dtype="float32", num_splits=2, **LATENT),
         # 32 tiles of rows.
         case(heads=16, q_length=64, kv_length=70, causal=True, dtype="bfloat16", **LATENT),
-        # Rows that are keys and values at once, and do not exist.
+        # Missing rows, which are both keys and values.
         case(batch=2, heads=16, seqused_k=(20, 65), cache="paged", format="fp8_e4m3", **LATENT),
         *(
             case(seqused_k=(37,), leftpad_k=(5,), **LATENT | ROWS_OF_96 | options)
@@ -79,7 +79,7 @@ SUBJECTS = {
         case(**{"batch": 2, "q_length": 5, "kv_length": 101, "num_splits": 1} | feature)
         for feature in FEATURES
     ],
-    # Heads inside rows, a broadcast head, rows that are not aligned.
+    # Heads inside rows, a broadcast head, and rows that are not aligned.
     "strides": [
         case(
             q_length=3,
@@ -100,14 +100,14 @@ SUBJECTS = {
         case(**LENGTHS, q_length=2, cache="paged", page=page, num_splits=splits, **layout)
         for (page, splits), layout in product(((1, 1), (16, 3), (100, 1)), ({}, ROWS_FIRST))
     ],
-    # Numbers of queries that differ: tiles of rows that some sequences do not fill, and one row.
+    # Different numbers of queries: tiles that some sequences do not fill, and a single row.
     "packed queries": [
         case(**PACKED | {"seqused_k": (9, 3, 40)}, heads=2, q_lengths=(1, 0, 1), num_splits=1),
         case(**PACKED, q_lengths=(33, 2, 20), window_size_left=30, causal=True, num_splits=1),
         case(**PACKED | {"heads": 8, "kv_heads": 1}, q_lengths=(1, 64, 16), num_splits=2),
     ],
     "caches": [
-        # SIMD groups that split the columns read the page numbers each.
+        # SIMD groups that divide the columns each read the page numbers.
         case(heads=32, kv_heads=1, head_dim=128, kv_length=300, cache="paged", page=8),
         # tests/cache/test_grouped.py has every format.
         case(**LENGTHS, **ROWS_FIRST, format="fp8_e4m3", dtype="bfloat16", cache="paged"),
@@ -173,7 +173,7 @@ def test_pages_cost_few_loads(kv_heads, head_dim, page):
 
 @pytest.mark.parametrize("num_splits, is_long", [(16, False), (1024, True)])
 def test_partial_results_of_many_elements(num_splits, is_long):
-    """1024 splits have 2^32 numbers of out, which itself has 2^22."""
+    """out has 2^22 elements, so 1024 splits have 2^32."""
     q = torch.empty(1, 1, 1, 128).expand(16, 32, 64, 128)
     k = torch.empty(1, 1, 1, 128).expand(16, 4, 4096, 128)
     defines = told("flash_decode", q, k, k, num_splits=num_splits)["defines"]

@@ -1,4 +1,4 @@
-"""What flash_decode reads: each key and value once a KV head, and of a window only the window."""
+"""flash_decode reads each key and value once a KV head, and only those that are seen."""
 
 from itertools import product
 
@@ -18,7 +18,7 @@ from torch_metal_attn.testing.judge import ints
     [(1, (64, 64)), (1, (256, 256)), (2, (576, 512)), (8, (128, 128)), (32, (64, 64))],
 )
 def test_keys_and_values_are_read_once(kv_heads, head_dims):
-    """32 query heads read them, also with MLA's values inside its keys."""
+    """For 32 query heads, also with MLA's values inside the keys."""
     assert 1 < read_share(kv_heads, head_dims, 1024) <= 1.05
 
 
@@ -29,8 +29,8 @@ def test_keys_and_values_of_several_rows_are_read_once(queries, heads, head_dim)
     assert read_a_key == 1
 
 
-def test_codes_and_scales_of_several_rows_are_read_as_of_few():
-    """Three SIMD groups share the keys of 96 rows; one has 32."""
+def test_more_rows_read_no_more_codes_and_scales():
+    """For 96 rows three SIMD groups share the keys. For 32 rows there is one."""
     read = {}
     for rows, length in product((32, 96), (64, 192)):
         data, scale = quantise(torch.randn(1, 1, length, 128), "q4_g32")
@@ -43,7 +43,7 @@ def test_codes_and_scales_of_several_rows_are_read_as_of_few():
 
 @pytest.mark.parametrize("rows, head_dim", [(1, 64), (2, 64)])
 def test_values_of_few_rows_need_no_products(rows, head_dim):
-    """The keys do: 4 fragments of 32. Each value is loaded and converted once for all rows."""
+    """4 fragments of 32 keys need them. A value is loaded and converted once for all rows."""
     counts = row(HEADS // rows, (head_dim, head_dim))
     assert counts["MMA"] == 4 * head_dim / 8
     assert counts["device loads"] == 2 * 32 * head_dim * 2 / 16 / 32, "16 bytes each"
@@ -60,7 +60,7 @@ def counters(kv_length, num_splits=1, dtype=torch.float16, cache=torch.float16, 
 
 
 def test_keys_under_float32_queries_are_converted_once():
-    """As they are read, in the bytes that half precision has; values are not converted."""
+    """Keys are read in half precision and converted. Values are not converted."""
     short, long = (counters(n, dtype=torch.float32) for n in (1024, 2048))
     half_short, half_long = (counters(n) for n in (1024, 2048))
     assert long.converts - short.converts == 1024 * 64
@@ -71,7 +71,7 @@ def test_keys_under_float32_queries_are_converted_once():
 
 
 def test_codes_are_not_converted_one_by_one():
-    """But the scale of 32 columns is, by each lane that has a unit of them."""
+    """The scale of 32 columns is converted, by each lane that has a unit of them."""
     short, long = (
         counters(
             n,
@@ -121,7 +121,7 @@ def splits(**options):
 
 
 def test_splits_make_whole_waves(cores):
-    """Of three threadgroups of four SIMD groups a core."""
+    """A wave has three threadgroups of four SIMD groups a core."""
     cores(8)
     assert splits() == 3
     assert splits(kv_heads=32) == 3, "4 waves of 24, where 1 split takes 2 and the last has 8"
@@ -137,8 +137,8 @@ def test_splits_make_whole_waves(cores):
     assert 230 <= splits(kv_heads=1, kv_length=2**18) <= 240, "no core is idle"
 
 
-def test_splits_move_no_more_bytes_of_their_own_than_of_keys(cores):
-    """Queries, and float32 results, written and read again."""
+def test_splits_move_no_more_bytes_than_the_keys(cores):
+    """The bytes of a split are queries and results in float32, which are written and read."""
     cores(80)
     for kv_length in (512, 4096, 2**15):
         row_bytes, keys = 32 * (256 + 2 * 512), kv_length * 512
@@ -147,7 +147,7 @@ def test_splits_move_no_more_bytes_of_their_own_than_of_keys(cores):
 
 
 def test_each_tile_of_rows_has_its_threadgroup(cores):
-    """512 rows of a KV head are 6 tiles of 96, which fill cores before splits of the keys do."""
+    """512 rows of a KV head are 6 tiles of 96, which fill cores before keys are split."""
     cores(8)
     shape = {"kv_heads": 1, "q_length": 16, "kv_length": 4096}
     assert explained(**shape, num_splits=1)["grid"] == [1, 6, 1]
@@ -159,7 +159,7 @@ def test_each_tile_of_rows_has_its_threadgroup(cores):
 
 
 def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):
-    """It alone sees the new keys. Its splits are priced with a read of the keys for each tile."""
+    """Only it sees the new keys. The cost of splits includes a read of the keys for each tile."""
     cores(8)
     q, cache = torch.zeros(1, 32, 16, 128).half(), torch.zeros(1, 1, 4096, 128).half()
     new = torch.zeros(1, 1, 16, 128).half()
@@ -167,5 +167,5 @@ def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):
     assert extension.launches(packed)[0]["grid"] == [8, 1, 1]
 
 
-def test_a_gpu_that_nobody_knows_is_not_a_small_one():
+def test_splits_on_an_unknown_gpu():
     assert splits() == UNKNOWN_CORES * 3 // 8

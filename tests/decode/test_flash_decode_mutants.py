@@ -1,4 +1,4 @@
-"""Planted faults in the text of flash_decode: the tests' own checks must see every one of them."""
+"""Planted faults in flash_decode. The checks of the tests must notice each one."""
 
 from tests.decode import flash_decode_problems as problems
 from tests.helpers.mutants import mutant_tests
@@ -17,8 +17,7 @@ MUTANTS = {
         units of out swapped [wrong or out_of_bounds]:
             span * SPAN_COLUMNS + {~lane.unit_column => (lane.unit_column ^ 8)~} + d %
         pairs of a unit swapped: fragments[i * PAIRS + {~j => (j ^ 1)~}] =
-        last span's tail of k read [out_of_bounds]:
-            {~WHOLE || column + i * CHUNK < COLUMNS => true~}
+        last span's tail of k [out_of_bounds]: {~WHOLE || column + i * CHUNK < COLUMNS => true~}
         head of another KV head [race]: head = {~kv_head * heads + =>~} existing % heads
         one head's queries for all: head = kv_head * heads {~+ existing % heads =>~}
         one query for all: query = {~existing / heads => 0~}
@@ -26,15 +25,13 @@ MUTANTS = {
         values of the first KV head: inputs.values(task.batch, {~task.kv_head => 0~}, task.sequence
         query past the last read [out_of_bounds]: {~min(row, rows - 1) => row~}
         key past the last read [out_of_bounds]: keys.find_in(max(pages[j], 0), {~readable => row~})
-        value past the last read [out_of_bounds]:
-            values.find_in(max(pages[j], 0), {~readable => row~})
+        value past the last [out_of_bounds]: values.find_in(max(pages[j], 0), {~readable => row~})
         keys of the first SIMD group for all: places.begin {~+ lane.key_simdgroup * BLOCK_K =>~}
         scores not transposed:
             place = tile + (i * FRAGMENT + lane.{~column => row~}) * SCORE_STRIDE + j * FRAGMENT +
             lane.{~row => column~}; place[0] = products.fragments[j][i].x; place[{~SCORE_STRIDE =>
             1~}] =
-        scores of all SIMD groups in one tile [race]:
-            tile = tiles {~+ lane.simdgroup * SCORE_TILE =>~}
+        one tile for all scores [race]: tile = tiles {~+ lane.simdgroup * SCORE_TILE =>~}
         correction dropped: sum {~* corrections[i] =>~} + products
         visibility never applied: if ({~hides => false~}) {
         visibility in the block at 0: const int column = {~block.first + =>~} lane.column;
@@ -64,8 +61,7 @@ MUTANTS = {
         splits overlap by a step: min((split + 1) * split_steps{~=> + 1~}, shared_steps)
         a step between splits left out: min((split + 1) * split_steps{~=> - 1~}, shared_steps)
         every split from the first key: keys.begin + {~min(split * split_steps, shared_steps) => 0~}
-        a split's out where the first has its own [race]:
-            all {~+ split * params.out_split_stride =>~}
+        out of splits in one place [race]: all {~+ split * params.out_split_stride =>~}
         a split's lse where the first has its own [race]: {~split * params.lse_split_stride => 0~}
     """,
     "columns": """
@@ -84,46 +80,38 @@ MUTANTS = {
             const int group = {~lane.row_simdgroup => 0~};
         keys read before they are shared [race or uninitialised]:
             kv.lane.span(s)); } } } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
-        spans of keys that nobody has [uninitialised]:
-            if ({~!span_exists(kv.lane.span(s), QK_SPANS) => false~}) {
+        missing spans [uninitialised]: if ({~!span_exists(kv.lane.span(s), QK_SPANS) => false~}) {
         values shared with the keys [wrong or race or uninitialised]:
             loaded_pairs + {~KEY_PAIRS + =>~}
         values of the first span [wrong or race]:
             return loaded_pairs + KEY_PAIRS + (({~lane.first_span => 0~} * KEY_FRAGMENTS
-        log-sum-exp of the first SIMD group alone:
-            {~key_simdgroup == 0 && first_span => simdgroup~} == 0 && column
-        tiles of one SIMD group's rows [wrong or race]:
-            first + list_group * ROWS {~* ROW_SIMDGROUPS =>~}
+        lse of the first group: {~key_simdgroup == 0 && first_span => simdgroup~} == 0 && column
+        tiles of one group's rows [wrong or race]: first + list_group * ROWS {~* ROW_SIMDGROUPS =>~}
     """,
     "row_groups_of_codes": """
         keys of one scale:
             *kv.scale_of(kv.key_unit(j, s)) = kv.keys.span_scale(k_places[j], {~kv.lane.span(s) =>
             0~})
         values of one scale: span_scale(v_places[j], {~kv.lane.span(s) => 0~})
-        scales of values that are no keys' [uninitialised]:
-            v_scales[j] = *kv.scale_of(kv.{~value_unit => key_unit~}(j
+        scales of keys [uninitialised]: v_scales[j] = *kv.scale_of(kv.{~value_unit => key_unit~}(j
         scales where the codes are [wrong or race]: (unit + {~SPAN_FRAGMENTS => 0~} * SIMD_LANES)
         products without their scale: {~chain.scale(*kv.scale_of(kv.key_unit(j, begin))); =>~}
-        scales of spans that nobody has [uninitialised]:
+        scales of missing spans [uninitialised]:
             K_SPAN_SCALES && {~span_exists(kv.lane.span(begin), QK_SPANS) => true~}
-        codes that nobody has loaded [uninitialised]: if (!V_IN_K {~&& ROW_SIMDGROUPS == 1 =>~})
+        codes that are not loaded [uninitialised]: if (!V_IN_K {~&& ROW_SIMDGROUPS == 1 =>~})
     """,
     problems.vectors: """
-        units of one lane for all [wrong or race or uninitialised]:
-            u * LANES {~+ lane.index % LANES =>~}
-        values of the first keys:
-            blocks.row(block.first + n * LOAD_KEYS {~+ lane.index / LANES =>~})
-        weights of the first keys:
-            weights[{~(n * LOAD_KEYS + lane.index / LANES) => n * LOAD_KEYS~} * ROWS + r]
+        units of one lane [wrong or race or uninitialised]: u * LANES {~+ lane.index % LANES =>~}
+        values of first keys: blocks.row(block.first + n * LOAD_KEYS {~+ lane.index / LANES =>~})
+        first weights: weights[{~(n * LOAD_KEYS + lane.index / LANES) => n * LOAD_KEYS~} * ROWS + r]
         values outside the lengths not cleared: {~&& kv.is_valid(key) =>~}
-        values behind the length not cleared: {~kv.is_valid(key) => key >= kv.sequence.first_key~}
+        values after the length not cleared: {~kv.is_valid(key) => key >= kv.sequence.first_key~}
         nothing seen where a share is 0: share {~< => <=~} 0.0f
         nothing seen, something shared: {~share < 0.0f ? 0.0f : =>~} sums[n] * share
         correction of the first row: weights[BLOCK_K * ROWS {~+ r =>~}]
         correction left out: {~* corrections[r] =>~} + block[r]
         half of the lanes' sums left out: sums[n] = kept {~+ simd_shuffle_xor(passed, bit) =>~};
-        both lanes keep the lower half [wrong or race or uninitialised]:
-            first += {~upper => false~} ? count
+        two lower halves [wrong or race or uninitialised]: first += {~upper => false~} ? count
         share of the first row: share = shares[{~r => 0~}]
         no barrier after the weights [race or uninitialised]:
             {~simdgroup_barrier(mem_flags::mem_threadgroup); =>~} add_block
@@ -138,8 +126,7 @@ MUTANTS = {
     """,
     "columns_unevenly": """
         span past the last stored [race]: if ({~span_exists(span, V_SPANS) => true~})
-        span past the last read [everywhere, out_of_bounds]:
-            {~span_exists(kv.lane.span(s), QK_SPANS) => true~}
+        extra span [everywhere, out_of_bounds]: {~span_exists(kv.lane.span(s), QK_SPANS) => true~}
         span past the last of v read [out_of_bounds]:
             if ({~!span_exists(lane.span(s), V_SPANS) => false~}) { continue; } block.load
         values of one span loaded [uninitialised]: block.load_values({~s => 0~}, kv
@@ -148,8 +135,7 @@ MUTANTS = {
         every tile the first [race]: rows[i].reset({~first_row + =>~} min(
         q of the first tile: row.reset({~first_row + =>~} i * FRAGMENT
         results of the first tile [race]: MANY_ROWS ? {~simd_broadcast(tile_row, ushort(0)) => 0~} :
-        results of the first split [race]:
-            MANY_ROWS ? {~simd_broadcast(task.split, ushort(0)) => 0~} :
+        results of split 0 [race]: MANY_ROWS ? {~simd_broadcast(task.split, ushort(0)) => 0~} :
         tile of the first query: keys_of({~last_row / problem.queries_per_kv => 0~})
     """,
     "lengths": """
@@ -157,7 +143,7 @@ MUTANTS = {
         values of the padding not zeroed: {~row >= sequence.first_key && =>~}
     """,
     problems.infinite_value: """
-        values behind the length not zeroed: {~&& row < sequence.kv_length =>~};
+        values after the length not zeroed: {~&& row < sequence.kv_length =>~};
     """,
     "windows": """
         window begins a block late: seen.begin / BLOCK * BLOCK{~=> + BLOCK~}
@@ -183,8 +169,7 @@ MUTANTS = {
         sum not lowered to the sink: sum = sum {~* fast::exp2(keys_max - softmax.row_max) =>~} +
     """,
     "large_sinks": """
-        sink rounded in base 2:
-            {~(scaled - other) + rounded_off(float(logit), scaled) => scaled - other~}
+        sink rounded: {~(scaled - other) + rounded_off(float(logit), scaled) => scaled - other~}
     """,
     "rules": """
         rules of the first query: batch, rows[i].head, {~rows[i].query => 0~}, lane.column
@@ -204,20 +189,16 @@ MUTANTS = {
             0~}, d)
     """,
     "pages": """
-        page window never moved [simd_lane]:
-            {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
+        window not moved [simd_lane]: {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
         page window of the values never moved [simd_lane]: {~values.use_pages_of(keys); =>~}
         eight keys in one page: : page_of(row{~=> / 8 * 8~})
-        pages never looked up [simd_lane]:
-            {~move_to(kv.keys, kv.values, first, BLOCK_K, kv.lane.index); =>~}
+        no lookup [simd_lane]: {~move_to(kv.keys, kv.values, first, BLOCK_K, kv.lane.index); =>~}
         one page of a block [simd_lane]: move_to(kv.keys, kv.values, {~first, BLOCK_K => 0, 8~}
-        table of the first sequence:
-            block_table {~+ batch * params.block_table_stride =>~}, sequence
+        table of sequence 0: block_table {~+ batch * params.block_table_stride =>~}, sequence
     """,
     "whole_pages": """
         page of the first lanes' window [simd_lane]: uint(first) / PAGE_ROWS {~- window =>~}
-        one page of all keys of a block:
-            page_among(readable, kv.readable_row({~first_row => first~}))
+        one page for a block: page_among(readable, kv.readable_row({~first_row => first~}))
         values in the page of the first keys: block.pages[{~n * LOAD_KEYS / FRAGMENT => 0~}]
     """,
     problems.missing_pages: """
@@ -226,12 +207,10 @@ MUTANTS = {
         values of missing pages, not zeroed, of lanes: exists = {~page >= 0 && =>~}
     """,
     problems.no_pages: """
-        the first page read where there is none [out_of_bounds]:
-            {~problem.cache_size == 0 => false~}
+        first page read without pages [out_of_bounds]: {~problem.cache_size == 0 => false~}
     """,
     "scales_of_spans": """
-        products of one scale:
-            span_scale(k_places[j], {~min(kv.lane.span(begin), QK_SPANS - 1) => 0~})
+        products of span 0: span_scale(k_places[j], {~min(kv.lane.span(begin), QK_SPANS - 1) => 0~})
         weights of one scale: span_scale(v_places[j], {~kv.lane.span(s) => 0~})
         scale of the even key for both: ? vec<T, 2>(number, {~other => number~})
         scale of the lane's own row: {~of_columns(v_scales[j], lane_index) => v_scales[j]~}
@@ -241,7 +220,7 @@ MUTANTS = {
         odd codes before even ones: codes[i] >> ({~=> 8 -~}j * BITS)
     """,
     "codes_of_odd_rows": """
-        columns behind the last read [everywhere, out_of_bounds]:
+        columns after the last read [everywhere, out_of_bounds]:
             {~COLUMNS % FRAGMENT == 0 || column + i < COLUMNS => true~}
     """,
     problems.packed_lists: """
@@ -249,8 +228,7 @@ MUTANTS = {
         one list of a sequence: {~min(list, task.sequence.q_length) => 0~}
     """,
     "packed": """
-        out of the first sequence [race]:
-            row.reset(out, params.out_strides, batch, head, {~first => 0~}, 0)
+        out of sequence 0 [race]: row.reset(out, params.out_strides, batch, head, {~first => 0~}, 0)
         lse of the first sequence [race]: batch + {~first * params.lse_strides.row => 0~} +
         as many rows as the longest [race]:
             rows = {~sequence => params.problem~}.q_length * params.problem.queries_per_kv
@@ -275,18 +253,14 @@ MUTANTS = {
     """,
     problems.lists: """
         list of the first query [wrong or race]: {~row_group / params.list_groups => 0~}
-        list of the first KV head:
-            INDICES ? {~task.kv_head => 0~} : task.kv_head * problem.queries_per_kv
-        list of the first sequence:
-            first = {~Offset(batch) => 0~} * Offset(params.index_strides.batch)
-        rows of the next list written [wrong or race]:
-            {~min(first + params.list_rows, rows) => rows~}
+        list of KV head 0: INDICES ? {~task.kv_head => 0~} : task.kv_head * problem.queries_per_kv
+        list of sequence 0: first = {~Offset(batch) => 0~} * Offset(params.index_strides.batch)
+        rows of the next list [wrong or race]: {~min(first + params.list_rows, rows) => rows~}
         first tile of a list only [wrong or race]: {~row_group % params.list_groups => 0~}
-        listed rows as neighbours:
-            blocks.row({~first_row + kv.lane.row) => first + kv.lane.row) + j * FRAGMENT~}
+        neighbours: blocks.row({~first_row + kv.lane.row) => first + kv.lane.row) + j * FRAGMENT~}
         values of neighbours [wrong or out_of_bounds]:
             blocks.row(block.first {~=> )~} + n * LOAD_KEYS + lane.index / LANES{~) =>~}
-        places behind the list read [wrong or out_of_bounds]: {~place < count * BLOCK => true~} ?
+        places after the list read [wrong or out_of_bounds]: {~place < count * BLOCK => true~} ?
         -1 as the first key [wrong or out_of_bounds]: {~max(row, 0) => row~} : row
         rows of columns swapped: ? vec<T, 2>({~number, other => other, number~})
     """,
@@ -295,10 +269,8 @@ MUTANTS = {
         blocks of one key: entry {~* BLOCK =>~} + int
         one query's keys for all of a list:
             hide_listed(scores, block, lane.index, task.visible.keys_of({~query => 0~}))
-        keys of the list's first query:
-            INDICES ? {~(share.end - 1) => share.begin~} / problem.queries_per_kv
-        keys of the list's last query:
-            INDICES ? {~share.begin => (share.end - 1)~} / problem.queries_per_kv : 0
+        first query's keys: INDICES ? {~(share.end - 1) => share.begin~} / problem.queries_per_kv
+        last query's keys: INDICES ? {~share.begin => (share.end - 1)~} / problem.queries_per_kv : 0
         hidden keys of a query shown: {~keys[e] >= seen.begin && keys[e] < seen.end => true~}
     """,
     "lists_in_pages": """
@@ -314,8 +286,7 @@ MUTANTS = {
     """,
     problems.impossible: """
         impossible sequences as clamped: || PAGED) && ({~sequence.impossible || =>~} no_page)
-        out of the first head alone:
-            place(out_row, {~row.head => task.kv_head~}, params); out_row.fill
+        out of the first head: place(out_row, {~row.head => task.kv_head~}, params); out_row.fill
         as many rows as threads: n < {~task.rows => 1~}; n +=
         lse left [race]: {~=> row.query = 0;~}store_lse(row, row_lse
     """,
@@ -328,8 +299,7 @@ MUTANTS = {
         new keys not counted: used {~+ max(added.end - added.begin, 0) =>~}
         appended one key late: place.first = old_length{~=> + 1~};
         appended to the first KV head [race]: append_rows(buffers, place, batch, {~kv_head => 0~}
-        half of them appended:
-            0, {~added.end - added.begin => (added.end - added.begin) / 2~}, thread_index
+        half appended: 0, {~added.end - added.begin => (added.end - added.begin) / 2~}, thread_index
         padding ignored:
             {~place.first_rotary -= params.rotary_from_leftpad != 0 ? inputs.leftpad_k[batch] : 0;
             =>~}
@@ -338,18 +308,15 @@ MUTANTS = {
             {~(params.append.rotary_from_leftpad != 0 ? sequence.first_key : 0) =>
             sequence.first_key~}
         q rotated at the first row: start_at({~task.first_rotary => 0~},
-        q rotated as if without a padding:
-            start_at(task.first_rotary{~=> + task.sequence.first_key~},
-        q's tokens always counted:
-            start_at(task.first_rotary, {~params.rotate_q_by_token != 0 => true~})
-        q's tokens never counted:
-            start_at(task.first_rotary, {~params.rotate_q_by_token != 0 => false~})
+        q rotated without padding: start_at(task.first_rotary{~=> + task.sequence.first_key~},
+        q always by token: start_at(task.first_rotary, {~params.rotate_q_by_token != 0 => true~})
+        q never by token: start_at(task.first_rotary, {~params.rotate_q_by_token != 0 => false~})
     """,
     problems.impossible_step: """
         rows before the tables [out_of_bounds]: {~first_rotary < 0 || =>~}
-        rows behind the tables [out_of_bounds]:
+        rows after the tables [out_of_bounds]:
             {~first_rotary + rotary_rows > params.append.table_rows => false~}
-        one row behind the tables [out_of_bounds]:
+        one row after the tables [out_of_bounds]:
             first_rotary + rotary_rows > params.append.table_rows{~=> + 1~}
         lengths below nothing counted from: {~used < 0 ? used : =>~}
     """,
@@ -363,15 +330,13 @@ MUTANTS = {
         one tile of rows a threadgroup: if ({~!ROW_LOOP => true~})
     """,
     "step_in_pages": """
-        appended to the first sequence's pages:
-            inputs.block_table {~+ batch * params.block_table_stride =>~}
+        pages of sequence 0: inputs.block_table {~+ batch * params.block_table_stride =>~}
     """,
     "step_of_indices": """
         appended to the sequence's own batch [race]:
             place.cache_batch = {~CACHE_BATCH_IDX ? inputs.cache_batch_idx[batch] : =>~} batch;
     """,
 }
-
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "flash_decode", run=problems.run

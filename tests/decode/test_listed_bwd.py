@@ -1,4 +1,4 @@
-"""Gradients of listed keys: memory linear in the lists, whatever is gathered at once."""
+"""Gradients of listed keys, with memory linear in the lists, for any number gathered at once."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch_metal_attn.ops import listed_bwd
 
 @pytest.mark.parametrize("gathered", [1, 2**13, 2**24])
 def test_some_lists_at_a_time(gathered, monkeypatch):
-    """The last list is of fewer queries, and keys outside the lengths are NaN."""
+    """The last list has fewer queries, and keys outside the lengths are NaN."""
     monkeypatch.setattr(listed_bwd, "GATHERED", gathered)
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 17, "kv_length": 50}
     lists = {"listed": 4, "list_dims": "bh", "kv_block_size": 5, "q_block_size": 3}
@@ -54,7 +54,7 @@ def test_nothing_listed(batch, lists, entries, keys):
     assert all((x == 0).all() for x in torch.autograd.grad(loss, leaves))
 
 
-def test_of_packed_queries_there_are_none():
+def test_packed_queries_have_no_gradient():
     arguments, options = packed_q((3, 4), (60, 70))
     leaves = [x.nan_to_num(0).requires_grad_() for x in arguments]
     indices = torch.zeros(1, 1, 7, 2).int()

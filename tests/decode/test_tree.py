@@ -14,13 +14,13 @@ ops = torch.ops.metal_attn
 
 
 def test_rules():
-    """The unchanged kernels pass the other problems, see the end."""
+    """test_the_unchanged_kernels_pass runs the other problems."""
     with simulate(check=True):
         problems.rules()
 
 
 def test_reference():
-    """The CPU kernels compute the same by masks, without the simulator."""
+    """The CPU kernels, which compute trees by masks."""
     problems.trees()
     problems.windows()
     problems.rules()
@@ -34,7 +34,7 @@ def test_many_rows_of_a_kv_head(device):
 
 
 def test_room_in_threadgroup_memory(device):
-    """With the tree, keys that SIMD groups exchange would need 28 bytes more than there are."""
+    """A tree and the keys that SIMD groups exchange would need 28 bytes too many."""
     tile = "ROW_FRAGMENTS=2 KEY_FRAGMENTS=2 SPANS=1 VECTOR_ROWS=0"
     shape = {"heads": 8, "kv_heads": 1, "head_dim": 128, "dtype": torch.float32}
     with tiles.forced({"flash_decode": tile}):
@@ -58,8 +58,8 @@ def test_strides(device):
         part.copy_(tree)
         there = on(device, tensors)
         expected = ops.flash_decode(**there, **on(device, {form: tree}))
-        found = ops.flash_decode(**there, **{form: part if device == "cpu" else part.to(device)})
-        assert all(map(torch.equal, found, expected))
+        actual = ops.flash_decode(**there, **{form: part if device == "cpu" else part.to(device)})
+        assert all(map(torch.equal, actual, expected))
 
 
 def test_no_queries(device):
@@ -92,8 +92,7 @@ MUTANTS = {
         the even key for both: column + column_offset(j) {~+ e =>~}
         tree of the tile's first row: tree.token({~query => 0~})
         tree never applied: } else if (TREE && {~hides => false~})
-        tree of the diagonal:
-            {~seen_by_first.end = task.visible.existing.end - task.tree.count; =>~}
+        tree as a diagonal: {~seen_by_first.end = task.visible.existing.end - task.tree.count; =>~}
     """,
     problems.large_trees: """
         tokens of one word: {~token < 32 ? uint2(bit, 0) : uint2(0, bit => uint2(bit, 0~})
@@ -117,24 +116,20 @@ MUTANTS = {
         queries rotated by their row: {~queries.rotary.start_at(depth - row.query, true); =>~}
     """,
     problems.impossible_trees: """
-        impossible tokens as if possible:
-            if ({~TREE && task.tree.depth_of(result.rows[i].query) < 0 => false~})
+        impossible tokens: if ({~TREE && task.tree.depth_of(result.rows[i].query) < 0 => false~})
         later parents followed: possible = parent {~>= -1 && parent =>~} < next;
         a mask's later tokens: (i == token ? shown : {~i < token || !shown => true~})
         a mask's token itself: (i {~== token ? shown : i < => <=~} token || !shown)
     """,
     problems.impossible_lengths: """
-        more tokens than keys:
-            {~sequence.kv_length - sequence.q_length < sequence.first_key => false~};
+        too few keys: {~sequence.kv_length - sequence.q_length < sequence.first_key => false~};
     """,
     problems.impossible_sequences: """
         a token more [uninitialised]: return token {~< => <=~} count ? int(tokens[token].w)
     """,
     problems.impossible_step: """
-        keys in no tree as the first:
-            {~possible ? =>~} result.seen.count_before(index) {~: NO_DEPTH =>~}
+        keys in no tree: {~possible ? =>~} result.seen.count_before(index) {~: NO_DEPTH =>~}
     """,
 }
-
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_decode")

@@ -1,4 +1,4 @@
-"""flash-attn's import paths: its signatures, its padding, and the name `flash_attn` itself."""
+"""flash-attn's import paths: signatures, padding, and the module name `flash_attn`."""
 
 import importlib
 import inspect
@@ -40,9 +40,8 @@ ATTENTION = {
         "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
     ),
 }
-SCORES = (
-    "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
-)
+WINDOW = "window_size_left, window_size_right"
+SCORES = f"dropout_p, softmax_scale, causal, {WINDOW}, softcap, alibi_slopes"
 BACKWARD = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
 DEFAULTS = (
     "dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, "
@@ -117,11 +116,7 @@ REFUSED = [
     ("pad_input", (HIDDEN[0], torch.arange(3), 2**62, 3), r"^batch \* seqlen is .*; it must fit"),
     ("pad_input", (HIDDEN[0], torch.arange(3), 1, 2), r"^indices has 2; it must be in 0\.\.1, the"),
     ("index_put_first_axis", (HIDDEN, torch.tensor([0, 1]), None), "^first_axis_dim is None; it"),
-    (
-        "index_put_first_axis",
-        (torch.tensor(1.0), torch.arange(1), 2),
-        r"^values has shape \(\); it",
-    ),
+    ("index_put_first_axis", (torch.tensor(1.0), torch.arange(1), 2), r"^values has shape \(\); "),
     *(
         ("index_first_axis", (HIDDEN, indices), f"^indices {message}")
         for indices, message in (
@@ -145,8 +140,8 @@ REFUSED = [
 
 class TestPadding:
     @given(data=st.data(), batch=st.integers(0, 4), seqlen=st.integers(0, 9))
-    def test_is_the_loop(self, data, batch, seqlen):
-        """0 is padding, 1 a token, 2 one that is allocated but not used."""
+    def test_unpad_and_pad(self, data, batch, seqlen):
+        """0 is padding, 1 a token, and 2 a token that is allocated but not used."""
         row = st.lists(st.integers(0, 2), min_size=seqlen, max_size=seqlen)
         kinds = data.draw(st.lists(row, min_size=batch, max_size=batch))
         trailing = data.draw(st.sampled_from([(), (3,), (2, 3)]))
@@ -223,7 +218,7 @@ class TestInstall:
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("flash_attn")
 
-    def test_again_changes_nothing(self):
+    def test_installed_twice(self):
         with install_flash_attn():
             with install_flash_attn():
                 pass
@@ -231,7 +226,7 @@ class TestInstall:
         with install_flash_attn():
             assert sys.modules["flash_attn"] is ours
 
-    def test_stays_where_its_result_is_dropped(self):
+    def test_stays_if_its_result_is_dropped(self):
         run_alone(
             "import gc, torch_metal_attn; torch_metal_attn.install_flash_attn(); gc.collect(); "
             "from flash_attn.bert_padding import unpad_input"

@@ -15,7 +15,7 @@ ENDS = torch.tensor([0, 3, 3, 12], dtype=torch.int32)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_forward_and_backward(packed, dropout_p):
-    """As ring and sequence parallelism call them: the public function's results and gradients."""
+    """As ring attention calls them: the results and gradients are those of the public function."""
     lead = (12,) if packed else (2, 7)
     q, dout = normal(*lead, 4, 16), normal(*lead, 4, 16, seed=3)
     k, v = normal(*lead, 2, 16, seed=1), normal(*lead, 2, 16, seed=2)
@@ -31,18 +31,16 @@ def test_forward_and_backward(packed, dropout_p):
     features = (dropout_p, SCALE, True, 4, -1, 2.0, None)
     torch.manual_seed(0)
     forward = getattr(interface, f"_flash_attn{name}forward")
-    actual, found_lse, found_weights, rng_state = forward(q, k, v, *packing, *features, True)
+    actual, actual_lse, pattern, rng_state = forward(q, k, v, *packing, *features, True)
     assert torch.equal(actual, out)
-    assert torch.equal(found_lse, lse)
-    assert found_weights.shape == (0,) if weights is None else torch.equal(found_weights, weights)
+    assert torch.equal(actual_lse, lse)
+    assert pattern.shape == (0,) if weights is None else torch.equal(pattern, weights)
     assert (rng_state.shape, rng_state.dtype) == ((2,), torch.int64)
 
     into = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     backward = getattr(interface, f"_flash_attn{name}backward")
-    state = {"rng_state": rng_state} if dropout_p else {}
-    softmax_d = backward(
-        dout, q, k, v, actual, found_lse, *into, *packing, *features, False, **state
-    )
+    options = (*features, False, *([rng_state] if dropout_p else []))
+    softmax_d = backward(dout, q, k, v, actual, actual_lse, *into, *packing, *options)
     for mine, theirs in zip(into, gradients, strict=True):
         torch.testing.assert_close(mine, theirs)
     expected = (dout * out.detach()).sum(-1)
@@ -85,12 +83,9 @@ def test_refused():
         GPU.fwd(q, q, q, q, *features, None)
     with pytest.raises(NotImplementedError, match="gen is a Generator; it must be None"):
         GPU.fwd(q, q, q, None, *features, torch.Generator())
-    packing = (ENDS, ENDS, 9, 9)
-    rows = normal(12, 2, 16)
+    packed = *[normal(12, 2, 16)] * 3, ENDS, ENDS, 9, 9
     with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
-        interface._flash_attn_varlen_forward(
-            rows, rows, rows, *packing, 0.0, SCALE, False, num_splits=2
-        )
+        interface._flash_attn_varlen_forward(*packed, 0.0, SCALE, False, num_splits=2)
     out, lse, *_ = GPU.fwd(q, q, q, None, *features, None)
     options = (SCALE, False, -1, -1, 0.0, None, False)
     with pytest.raises(ValueError, match=r"rng_state is None and p_dropout 0\.5"):

@@ -14,7 +14,7 @@ from torch_metal_attn.testing.judge import on
 EMB, QKV, KV = rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, rotary.apply_rotary_emb_kv_
 TORCH = rotary.apply_rotary_emb_torch
 
-# A function, the shape and options of a call, and the parts that it rotates and that it keeps.
+# A function, the shape and options of a call, and the parts that it rotates and keeps.
 FORMS = {
     "x": (EMB, (2, 17, 3, 24), {}, lambda x: ([x], [])),
     "x in place": (EMB, (2, 17, 3, 24), {"inplace": True}, lambda x: ([x], [])),
@@ -36,19 +36,18 @@ OFFSETS = {
 @pytest.mark.parametrize("offsets, interleaved", OFFSETS.values(), ids=OFFSETS)
 @pytest.mark.parametrize("form", FORMS)
 def test_dense(form, offsets, interleaved, device):
-    """v and the columns behind the tables stay."""
+    """v and the columns after those of the tables do not change."""
     function, shape, options, parts = FORMS[form]
     cos, sin = make_tables(30, 16)
     x = normal(*shape)
     target = x.to(device, copy=True)
-    of_each = torch.is_tensor(offsets)
-    there = offsets.to(device) if of_each else offsets
-    options = options | {"interleaved": interleaved, "seqlen_offsets": there}
-    out = function(target, cos.to(device), sin.to(device), **options)
+    options = options | {"interleaved": interleaved, "seqlen_offsets": offsets}
+    out = function(target, cos.to(device), sin.to(device), **on(device, options))
     assert (out is target) == (form != "x")
     assert out.is_contiguous()
     assert torch.equal(target.cpu(), x) == (form == "x")
-    where = {"seqlen_offsets" if of_each else "seqlen_offset": offsets, "interleaved": interleaved}
+    name = "seqlen_offsets" if torch.is_tensor(offsets) else "seqlen_offset"
+    where = {name: offsets, "interleaved": interleaved}
     rotated_parts, kept = parts(out.cpu())
     for ours, old in zip(rotated_parts, parts(x)[0], strict=True):
         check_close(ours.transpose(1, 2), old.transpose(1, 2), cos, sin, **where)
@@ -73,7 +72,7 @@ class TestPacked:
             part, mine = (rows[start:end].transpose(0, 1)[None] for rows in (x, out.cpu()))
             check_close(mine, part, cos, sin, seqlen_offset=offset)
 
-    def test_tokens_behind_the_last_sequence(self):
+    def test_tokens_after_the_last_sequence(self):
         cos, sin = make_tables(8, 16)
         x = normal(6, 2, 16)
         out = EMB(x, cos, sin, cu_seqlens=torch.tensor([0, 4]), seqlen_offsets=2)
@@ -92,7 +91,7 @@ LEAVES = {
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("case", LEAVES)
 def test_in_place_in_a_leaf(case, view, device):
-    """flash-attn's functions write leaves that require grad, and lead gradients back to them."""
+    """flash-attn's functions write to leaves that require grad, and gradients reach the leaves."""
     function, shape, options = LEAVES[case]
     options = on(device, options)
     tables = [table.to(device) for table in make_tables(30, 16)]
@@ -120,8 +119,7 @@ def test_compiled_in_a_leaf():
         out = function(leaf, *make_tables(30, 16))
         out.backward(weight)
         results.append((out, leaf, leaf.grad))
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -136,7 +134,7 @@ def test_flash_attns_composition_is_the_oracle(batch, interleaved):
 
 
 def rotated(x, cos, sin, **options):
-    """The oracle for heads behind the length, in x's dtype."""
+    """The oracle for (B, L, H, D), in x's dtype."""
     return oracle(x.transpose(1, 2), cos, sin, **options).transpose(1, 2).to(x.dtype)
 
 
@@ -147,13 +145,15 @@ def test_qkv_is_one_dispatch():
     assert [launch.kernel for launch in run.recorded] == ["rope"]
 
 
-X, PACKED = normal(2, 17, 3, 24), normal(5, 3, 16)  # x of the calls without one
+X, PACKED, COS = normal(2, 17, 3, 24), normal(5, 3, 16), torch.zeros(30, 8)
 
 
 def ends(*values):
     return {"x": PACKED, "cu_seqlens": torch.tensor(values)}
 
 
+LONG = ends(0, 5) | {"max_seqlen": 29, "seqlen_offsets": 2}
+EXPANDED = {"x": X[:1].expand(2, 17, 3, 24), "inplace": True}
 REFUSED = [
     (EMB, {"x": PACKED}, r"x has shape \(5, 3, 16\); it must be \(B, L, H, D\)"),
     (EMB, ends(0, 2) | {"x": X}, r"x has shape \(2, 17, 3, 24\); with cu_seqlens .* \(T, H, D\)"),
@@ -163,19 +163,11 @@ REFUSED = [
     (EMB, {"seqlen_offsets": torch.tensor([0, 2**40])}, "seqlen_offsets asks for rows 0 to 10995"),
     (EMB, ends(0.0, 5.0), "cu_seqlens has dtype torch.float32"),
     (EMB, ends(0, 6), r"cu_seqlens is \[0, 6\]; .* at most at the 5 tokens"),
-    (
-        EMB,
-        ends(0, 5) | {"max_seqlen": 29, "seqlen_offsets": 2},
-        "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows",
-    ),
+    (EMB, LONG, "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows"),
     (EMB, {"x": [1.0]}, "x is a list; it must be a tensor"),
     (EMB, {"cos": None}, "cos is None; it must be a tensor"),
     (EMB, {"interleaved": "a"}, "interleaved is 'a'; it must be a bool"),
-    (
-        EMB,
-        {"x": X[:1].expand(2, 17, 3, 24), "inplace": True},
-        r"x has shape \(2, 17, 3, 24\) and strides .*: .* call x.clone\(\)",
-    ),
+    (EMB, EXPANDED, r"x has shape \(2, 17, 3, 24\) and strides .*: .* call x.clone\(\)"),
     (QKV, {"qkv": normal(2, 17, 4, 3, 24)}, r"qkv has shape \(2, 17, 4, 3, 24\); it must be"),
     (QKV, {"qkv": normal(2, 17, 6, 24)}, "num_heads_q is None; it must leave an even"),
     *(
@@ -186,12 +178,8 @@ REFUSED = [
     (QKV, {"qkv": normal(2, 17, 6, 24), "num_heads_q": 4.0}, r"num_heads_q is 4\.0; it must be an"),
     (QKV, {"cos_k": 1, "sin_k": 1}, "cos_k is an int; it must be a tensor"),
     (QKV, {"num_heads_q": 4}, "num_heads_q is 4; it must be None"),
-    (QKV, {"cos_k": torch.zeros(30, 8)}, "sin_k is None; give both"),
-    (
-        QKV,
-        {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
-        r"sin_k has shape \(30, 4\) and dtype torch.float32; it must match cos",
-    ),
+    (QKV, {"cos_k": COS}, "sin_k is None; give both"),
+    (QKV, {"cos_k": COS, "sin_k": COS[:, :4]}, r"sin_k has shape \(30, 4\) .*; it must match cos"),
     (KV, {"kv": normal(2, 17, 3, 4, 24)}, r"kv has shape \(2, 17, 3, 4, 24\); it must be"),
     (TORCH, {"cos": torch.ones(17)}, r"cos has shape \(17,\) and x"),
     (TORCH, {"sin": torch.ones(17, 8), "cos": torch.ones(17, 4)}, r"sin has shape \(17, 8\) and x"),
@@ -215,17 +203,12 @@ REFUSED = [
 
 @each_case("function, changes, message", REFUSED)
 def test_refused(function, changes, message):
-    """By the caller's names and shapes, which the op has in another order."""
+    """Errors have the caller's names and shapes, whose order differs from the op's."""
     cos, sin = make_tables(30, 16)
-    defaults = {EMB: {"x": X}, TORCH: {"x": X}, QKV: {"qkv": normal(2, 17, 3, 4, 24)}}.get(
-        function, {}
-    )
-    embedding = function is rotary.RotaryEmbedding or isinstance(function, rotary.RotaryEmbedding)
-    tables = {} if embedding else {"cos": cos, "sin": sin}
-    arguments = defaults | tables | changes
-    before = {
-        n: x.clone() for n, x in arguments.items() if n in ("x", "qkv") and torch.is_tensor(x)
-    }
+    defaults = {EMB: {"x": X}, TORCH: {"x": X}, QKV: {"qkv": normal(2, 17, 3, 4, 24)}}
+    tables = {"cos": cos, "sin": sin} if function in (EMB, TORCH, QKV, KV) else {}
+    arguments = defaults.get(function, {}) | tables | changes
+    before = {n: x.clone() for n, x in arguments.items() if torch.is_tensor(x) and not x.is_meta}
     with pytest.raises((TypeError, ValueError), match=message):
         function(**arguments)
     assert all(torch.equal(arguments[n], x) for n, x in before.items())
@@ -248,7 +231,7 @@ class TestRotaryEmbedding:
         options = {"seqlen_offset": 3, "interleaved": interleaved}
         for part in (0, 1):
             out, old = (t[:, :, part].transpose(1, 2) for t in (target.cpu(), x))
-            # A table's last bit may differ where float32 and float64 fall on two sides.
+            # The last bit of a table in float32 may differ from float64's.
             expected = oracle(old, *tables, **options)
             bound = 4 * torch.finfo(dtype).eps * expected.abs().max()
             assert (out.double() - expected).abs().max() <= bound
@@ -256,7 +239,7 @@ class TestRotaryEmbedding:
 
     @pytest.mark.parametrize("packed", [False, True])
     def test_scores_decay_with_distance(self, packed):
-        """xPos: q_m . k_n is the plain rotation's weighted by scale ** ((m - n) / scale_base)."""
+        """xPos: q_m . k_n is that of the plain rotation, times scale ** ((m - n) / scale_base)."""
         module = rotary.RotaryEmbedding(16, scale_base=8.0)
         x = normal(1, 33, 3, 1, 16)
         if packed:
@@ -272,8 +255,8 @@ class TestRotaryEmbedding:
         expected = torch.einsum("md,nd,mnd->mn", plain[0][0, :, 0], plain[1][0, :, 0], weights)
         torch.testing.assert_close(q @ k.T, expected, rtol=1e-4, atol=1e-4)
 
-    def test_tables_grow_and_follow(self):
-        """Longer texts, another dtype, training behind inference: always what a new module does."""
+    def test_tables_are_made_again(self):
+        """For longer sequences, other dtypes and training after inference, as in a new module."""
         module = rotary.RotaryEmbedding(16)
         with torch.inference_mode():
             module(normal(1, 3, 3, 2, 16))

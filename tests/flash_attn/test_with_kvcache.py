@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: flash-attn's arguments, compared with the reference in torch."""
+"""flash_attn_with_kvcache: all arguments of flash-attn, against the reference in torch."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CALL = "flash_attn_with_kvcache"
 
 
 def make(*, batch=2, q_length=1, heads=4, kv_heads=2, head_dim=32, new=None, seed=0):
-    """q, and a cache (B, L, Hkv, D); with `new` as many new keys and values, else None."""
+    """q, a cache (B, L, Hkv, D), and `new` new keys and values, or None."""
     kv_length = 64 if new is None or new < VERIFY_QUERIES else 96
     q = normal(batch, q_length, heads, head_dim, seed=seed)
     caches = [normal(batch, kv_length, kv_heads, head_dim, seed=seed + i) for i in (1, 2)]
@@ -29,7 +29,7 @@ def make(*, batch=2, q_length=1, heads=4, kv_heads=2, head_dim=32, new=None, see
     return q, *caches, *rows
 
 
-# Attention to what a cache holds: options, and the numbers of queries. Plain calls have an op.
+# Attention to old keys: options, and numbers of queries.
 OLD_KEYS = [
     ({}, (1,)),
     ({"causal": True, "softmax_scale": 0.4}, (4, MANY)),
@@ -40,7 +40,7 @@ OLD_KEYS = [
         (4, MANY),
     ),
 ]
-# With new keys, which are rotated or not, and the numbers of queries and of new keys.
+# With new keys: options, and the numbers of queries and of new keys.
 HALVES, PAIRS = ({"rotary_columns": 16, "rotary_interleaved": x} for x in (False, True))
 NEW_KEYS = [
     (HALVES, (3, 5)),
@@ -62,7 +62,7 @@ HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 32, "v_head_dim": 32, "strict": 
 
 
 def cases(old_keys, new_keys, caches):
-    """Up to VERIFY_QUERIES by flash_decode, more by flash_fwd."""
+    """Up to VERIFY_QUERIES queries run on flash_decode, more on flash_fwd."""
     sizes = {"batch": 2, "kv_length": 64, "seqused_k": (37, 21)}
     for options, lengths in old_keys:
         for q_length in lengths:
@@ -76,7 +76,7 @@ def cases(old_keys, new_keys, caches):
         yield Step(CALL, lengths=(17, 26), **HEADS | cache | more)
 
 
-# Packed queries and trees, with new rows and without.
+# Packed queries and trees, with and without new rows.
 WHOLE = {"call": CALL, "heads": 4, "kv_heads": 2, "head_dim": 64, "causal": True}
 TREE = {"tree": "parents", "tree_by_sequence": True}
 OTHERS = [
@@ -89,7 +89,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("case", [*cases(OLD_KEYS, NEW_KEYS, CACHES), *OTHERS], ids=str)
 def test_values(case):
-    """By the CPU's own kernels: how the function calls the ops is under test."""
+    """On the CPU kernels, as this tests how the function calls the ops."""
     hold([case], torch.device("cpu"))
 
 
@@ -104,7 +104,7 @@ WINDOWS = [{}, {"causal": True}, {"window_size": (5, -1)}, {"window_size": (-1, 
 @pytest.mark.parametrize("new", [None, 3])
 @each_case("options", [*WINDOWS, {"softmax_scale": 0.4}, {"cache_batch_idx": ints(1, 0)}])
 def test_plain_calls(options, new):
-    """They have an op of their own, and the results of others."""
+    """They have a separate op, with the results of other calls."""
     arguments = options | {"cache_seqlens": ints(37, 21)}
     if "cache_batch_idx" not in options:
         arguments["block_table"] = ints(1, 0).view(2, 1)
@@ -120,7 +120,7 @@ def test_plain_calls(options, new):
 
 
 def test_lengths_of_any_form():
-    """An int is every sequence's; None is the whole cache."""
+    """An int is the length of every sequence. None means the whole cache."""
     tensors = make()
     for length, lengths in ((21, ints(21, 21)), (None, ints(64, 64))):
         actual = flash_attn_with_kvcache(*tensors, cache_seqlens=length)
@@ -137,11 +137,9 @@ def test_lengths_of_any_form():
     ],
 )
 def test_launches(q_length, num_splits, kernels):
-    q, k_cache, v_cache, k, v = make(q_length=q_length, new=q_length)
+    options = {"cache_seqlens": 17, "num_splits": num_splits, "causal": True}
     with simulate(record=True) as run:
-        flash_attn_with_kvcache(
-            q, k_cache, v_cache, k, v, cache_seqlens=17, num_splits=num_splits, causal=True
-        )
+        flash_attn_with_kvcache(*make(q_length=q_length, new=q_length), **options)
     assert [launch.kernel for launch in run.recorded] == kernels
 
 
@@ -149,8 +147,8 @@ def test_launches(q_length, num_splits, kernels):
 def test_q_in_the_memory_of_a_cache(length):
     """Appending would write q before attention reads it."""
     memory, v_cache, k, v = (torch.randn(1, n, 2, 32) for n in (300, 200, length, length))
-    call = {"v_cache": v_cache, "k": k, "v": v, "cache_seqlens": 9, "causal": True}
-    call["num_splits"] = 1
+    call = {"v_cache": v_cache, "k": k, "v": v}
+    call |= {"cache_seqlens": 9, "causal": True, "num_splits": 1}
     with simulate(check=True):
         before = memory.clone()
         with pytest.raises(ValueError, match="q may share elements with k_cache, which"):
@@ -166,6 +164,7 @@ def tables_of(rows):
 
 OLD = {"k": None, "v": None}  # without new keys
 SHORT_TABLE = {"block_table": ints(0, 1).view(2, 1)}
+BAD_PAGE = {"block_table": ints(0, 1, 9, 1).view(2, 2)}
 REFUSED = [
     ({"k": None}, "only one of k and v"),
     ({"cache_seqlens": 2**31}, "is 2147483648; it must fit"),
@@ -184,12 +183,9 @@ REFUSED = [
         OLD | SHORT_TABLE | {"cache_seqlens": 65},
         r"cache_seqlens\[0\] is 65; .* the keys in the pages that block_table has for",
     ),
-    # Only attention would refuse these.
+    # Errors of attention. They must be raised before rows are written.
     ({"q": lambda q: torch.cat([q, q], -1)[..., ::2]}, r"q has strides \(.*; the last must be 1"),
-    (
-        {"block_table": ints(0, 1, 9, 1).view(2, 2), "cache_seqlens": ints(5, 64)},
-        r"block_table\[1, 0\] is 9",
-    ),
+    (BAD_PAGE | {"cache_seqlens": ints(5, 64)}, r"block_table\[1, 0\] is 9"),
     (
         {"cache_batch_idx": ints(1, 1), "cache_seqlens": ints(5, 9)},
         "sequence 0 writes row 5 of batch 1 of k_cache, and sequence 1 reads it .*; copy the batch",
@@ -200,7 +196,7 @@ REFUSED = [
 @pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("new", [0, 1, 17])
 def test_gradients(new, q_length):
-    """Raise when they are asked for; a model that runs without torch.no_grad does not."""
+    """They raise in backward only, so that a model runs without torch.no_grad."""
     q, k_cache, v_cache, k, v = make(q_length=q_length, new=new or 1)
     if new == 0:
         k, v = None, None
@@ -218,7 +214,7 @@ def test_gradients(new, q_length):
 @pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "alibi_slopes"])
 def test_gradient_of_any_argument(name, q_length):
-    """One contract for any number of queries, also in torch.func's transforms."""
+    """The errors are the same for any number of queries, also in transforms of torch.func."""
     q, k_cache, v_cache, *_ = make(q_length=q_length)
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "alibi_slopes": torch.rand(4)}
 
@@ -237,7 +233,7 @@ def test_gradient_of_any_argument(name, q_length):
 @pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("new", [None, 1])
 def test_autocast(new, q_length):
-    """New rows and queries are cast. A cache is written in place, so it must have the dtype."""
+    """q, k and v are cast. The caches are written in place, so they must have the dtype."""
     q, k_cache, v_cache, *rows = make(q_length=q_length, new=new)
     halves = [None if x is None else x.bfloat16() for x in (q, k_cache, v_cache, *rows)]
     written = [x.clone() for x in halves[1:3]]
@@ -262,10 +258,9 @@ def test_gradient_in_a_graph(q_length):
 @pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("empty", ["batch", "new"])
 def test_no_new_rows(empty, q_length, device):
-    """An empty batch, or keys of length 0, which still rotate q."""
-    q, k_cache, v_cache, k, v = (
-        x.to(device) for x in make(q_length=q_length, **({"new": 0} | {empty: 0}))
-    )
+    """An empty batch, or new keys of length 0. q is still rotated."""
+    tensors = make(q_length=q_length, **{"new": 0} | {empty: 0})
+    q, k_cache, v_cache, k, v = (x.to(device) for x in tensors)
     cos, sin = (table.to(device) for table in rotary_tables(96, 8))
     lengths = ints(*[9] * len(q)).to(device)
     out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True)

@@ -1,15 +1,11 @@
-"""Holds flex_attention to twice the error of torch's own, against torch's own in float64."""
+"""Checks flex_attention against torch's in float64, within twice torch's error."""
 
 import contextlib
 import math
 
 import torch
 from torch._higher_order_ops.flex_attention import math_attention
-from torch.nn.attention.flex_attention import (
-    _create_empty_block_mask,
-    _identity,
-    create_block_mask,
-)
+from torch.nn.attention.flex_attention import _create_empty_block_mask, _identity, create_block_mask
 
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of, make_leaves
@@ -17,7 +13,7 @@ from tests.attention.flash_fwd_check import make_qkv
 from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import near, worst_of
 
-# Every head dim, dtype and size of the tests here, so that kernels of one text are shared.
+# The sizes and the dtype of most tests here, which therefore share kernels.
 HOME = {"heads": 2, "q_length": 80, "kv_length": 96, "head_dim": 16, "dtype": torch.float16}
 
 
@@ -26,7 +22,7 @@ def home(**options):
 
 
 SIZES = 80, 96
-BLOCK = (16, 32)  # of tests about something else
+BLOCK = (16, 32)  # of tests that are not about the size of blocks
 SLOPES = torch.tensor([0.5, 0.0625])
 
 
@@ -80,37 +76,29 @@ def assert_within_twice(actual, exact, rounded):
 
 def hold_results(out, lse, exact, exact_lse, rounded):
     assert_within_twice(out, exact, rounded)
-    hidden = exact_lse == -math.inf
-    assert (out[hidden] == 0).all()
-    assert (lse[hidden] == -math.inf).all()
-    torch.testing.assert_close(
-        lse[~hidden].double(), exact_lse[~hidden].double(), rtol=1e-5, atol=1e-5
-    )
+    assert (out[exact_lse == -math.inf] == 0).all()
+    torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
 
 
 def check_flex(
     query, key, value, score_mod=None, block_mask=None, simulated=True, ours=None, **options
 ):
-    """Forward, in the simulator or the reference; returns out and lse.
+    """Checks the forward, in the simulator or on the CPU kernels, and returns out and lse.
 
-    ours: score_mod and block_mask that flex_attention is given in place of torch's.
+    ours: score_mod and block_mask of our flex_attention, if they differ from torch's.
     """
-    scale = options.get("scale")
-    exact, exact_lse = torch_flex(
-        *(x.double() for x in (query, key, value)), score_mod, block_mask, scale
-    )
-    rounded, _ = torch_flex(query, key, value, score_mod, block_mask, scale)
+    mods, scale = (score_mod, block_mask), options.get("scale")
+    exact, exact_lse = torch_flex(query.double(), key.double(), value.double(), *mods, scale)
+    rounded, _ = torch_flex(query, key, value, *mods, scale)
     options |= {"return_lse": True, "enable_gqa": query.shape[1] != key.shape[1]}
     with simulate(check=True) if simulated else contextlib.nullcontext():
-        out, lse = torch_metal_attn.flex_attention(
-            query, key, value, *(ours or (score_mod, block_mask)), **options
-        )
+        out, lse = torch_metal_attn.flex_attention(query, key, value, *(ours or mods), **options)
     hold_results(out, lse, exact, exact_lse, rounded)
     return out, lse
 
 
 def gradients(function, qkv, mod, mask, dtype, captured=(), captured_dtype=None, **options):
-    """out, lse and gradients; `mod` makes a score_mod of `captured`, if there are any."""
+    """out, lse and gradients. If there are captured tensors, `mod` makes a score_mod of them."""
     leaves = make_leaves(qkv, dtype)
     captured = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
     out, lse = function(*leaves, mod(*captured) if captured else mod, mask, **options)
@@ -120,7 +108,7 @@ def gradients(function, qkv, mod, mask, dtype, captured=(), captured_dtype=None,
 def check_flex_gradients(
     query, key, value, score_mod=None, block_mask=None, simulated=True, ours=None, captured=()
 ):
-    """Results, and gradients as `gradients` has them; `ours` as above."""
+    """Checks results and gradients, and returns the gradients. `ours` is that of check_flex."""
     qkv, mods = (query, key, value), (score_mod, block_mask)
     exact = gradients(torch_flex, qkv, *mods, torch.float64, captured, torch.float64)
     rounded = gradients(torch_flex, qkv, *mods, query.dtype, captured)
@@ -128,10 +116,10 @@ def check_flex_gradients(
     with simulate(check=True) if simulated else contextlib.nullcontext():
         function = torch_metal_attn.flex_attention
         actual = gradients(function, qkv, *(ours or mods), query.dtype, captured, **options)
-    if not captured:  # their dtypes round what score_mod makes of them
+    if not captured:  # the dtype of a captured tensor rounds score_mod's result
         hold_results(*actual[:2], *exact[:2], rounded[0])
     for one, right, by_torch in zip(actual[2:], exact[2:], rounded[2:], strict=True):
-        if by_torch.dtype == torch.float64:  # which kernels compute in float32
+        if by_torch.dtype == torch.float64:  # kernels compute it in float32
             assert one.dtype == torch.float64
             one, by_torch = one.float(), by_torch.float()
         assert_within_twice(one, right, by_torch)

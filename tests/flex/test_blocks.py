@@ -1,4 +1,4 @@
-"""The lists of a BlockMask: sizes of blocks, broadcasting, full blocks, strides and faults."""
+"""The lists of a BlockMask: block sizes, broadcasting, full blocks, strides and invalid entries."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def test_block_sizes(block):
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("heads", [None, 4])
 def test_broadcasting(batch, heads):
-    """GQA too: b and h are those of the queries, of which some see nothing."""
+    """Also with GQA, where h is the query head. Some queries see nothing."""
     factors = torch.tensor([batch is not None, heads is not None]).int()
 
     def mod(b, h, q_idx, kv_idx):
@@ -60,11 +60,7 @@ def test_no_separate_full_blocks():
     blocks = block_mask().to_dense()
     indices = blocks.sort(dim=-1, descending=True, stable=True).indices.int()
     mask = BlockMask.from_kv_blocks(
-        blocks.sum(-1).int(),
-        indices,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=causal,
-        seq_lengths=SIZES,
+        blocks.sum(-1).int(), indices, BLOCK_SIZE=BLOCK, mask_mod=causal, seq_lengths=SIZES
     )
     assert mask.full_kv_num_blocks is None
     check_flex(*home(), None, mask)
@@ -95,7 +91,7 @@ def test_lists_of_any_strides():
 
 
 def only_in_partial_blocks(b, h, q_idx, kv_idx):
-    """Causal, and nothing in blocks that are full: they must not ask."""
+    """Causal, but False in full blocks, which must not call mask_mod."""
     first_query, last_key = q_idx // BLOCK[0] * BLOCK[0], kv_idx // BLOCK[1] * BLOCK[1] + 31
     return (q_idx >= kv_idx) & (first_query < last_key)
 
@@ -120,7 +116,7 @@ def test_unlisted_blocks_are_not_seen():
 
 
 def entries_after_the_checks():
-    """One of the last list's entries, just outside: its rows alone are NaN."""
+    """An entry of the last list that is out of range makes only the rows of that list NaN."""
     qkv = home()
     mask = contradictory()
     attend = partial(torch_metal_attn.flex_attention, *qkv, block_mask=mask)
@@ -133,7 +129,7 @@ def entries_after_the_checks():
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-# A fault shows in numbers, or by a read behind the end of a list.
+# A fault changes results, or reads after the end of a list.
 SEEN = (None, "out_of_bounds")
 LIST_MUTANTS = """
     full blocks are masked: masked = {~next_entry < partial.count => true~};
@@ -147,7 +143,7 @@ MUTANTS = {
     check_full_and_partial: LIST_MUTANTS,
     entries_after_the_checks: """
         entry before the first block: {~block >= 0 && =>~} block < blocks
-        entry behind the last block: block {~< => <=~} blocks
+        entry after the last block: block {~< => <=~} blocks
         entries out of range skipped: {~impossible = true; =>~}
     """,
 }
@@ -161,7 +157,7 @@ def an_odd_block_size():
 GRADIENT_MUTANTS = {
     an_odd_block_size: """
         flash_bwd_dq, flash_bwd_dkv: slope forgotten: {~gradients.multiply(slopes); =>~}
-    """,
+    """
 }
 
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
@@ -174,7 +170,7 @@ test_mutant_of_gradients_is_caught, test_the_unchanged_gradients_pass = mutant_t
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_entries_out_of_range_are_not_read(backward, monkeypatch):
-    """On mps nobody checks the lists before the kernel: it gives NaN and reads nothing outside."""
+    """On mps lists are not checked before the kernel, which gives NaN and reads nothing outside."""
     mask = contradictory()
     leaves = [x.requires_grad_() for x in home()]
 

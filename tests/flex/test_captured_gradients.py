@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.attention.autograd_check import normal
 from tests.flex.flex_check import (
     assert_within_twice,
     block_mask,
@@ -15,12 +14,13 @@ from tests.flex.flex_check import (
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention, scores, simulate
 from torch_metal_attn.flex import reference
+from torch_metal_attn.testing.judge import normal
 
 TOKENS = torch.arange(96) * 7 % 5
 
 
 def everything(scales, table, bias, offsets):
-    """Loads of elements of a head, of a bucket, of each score, and of the token of a key."""
+    """Loads by head, by bucket, by score and by the token of a key."""
 
     def mod(score, b, h, q_idx, kv_idx):
         bucket = (kv_idx - q_idx).clamp(-6, 6) + 6
@@ -45,7 +45,7 @@ def several_loads(table):
 
 
 def folded(slopes, sink):
-    """Values of captured tensors alone are computed outside of the kernel."""
+    """Values that depend only on captured tensors are computed outside of the kernel."""
 
     def mod(score, b, h, q_idx, kv_idx):
         score = score + torch.nn.functional.softplus(slopes * 2)[h] * (q_idx - kv_idx)
@@ -55,7 +55,7 @@ def folded(slopes, sink):
 
 
 def whole_rows(of_queries, of_keys, weights):
-    """Sums of rows and products of rows; weights are of a dtype that Metal lacks."""
+    """Sums and products of rows. The weights are in float64, which Metal lacks."""
 
     def mod(score, b, h, q_idx, kv_idx):
         both = (of_queries[q_idx] * of_keys[kv_idx, h] * weights).sum()
@@ -66,7 +66,7 @@ def whole_rows(of_queries, of_keys, weights):
 
 
 def element_by_element(of_queries, of_keys, weights):
-    """The same, as torch's own function has no gradient of whole rows."""
+    """The same without rows, of which torch's function has no gradients."""
 
     def mod(score, b, h, q_idx, kv_idx):
         rows = [(of_keys[kv_idx, h, i], of_queries[q_idx, i], of_queries[h, i]) for i in range(3)]
@@ -94,7 +94,7 @@ def odd_indices(table, flipped, by_token):
 
 
 def views(table, bias, slopes):
-    """Rows seen in other shapes, and what index_select and an embedding pick."""
+    """Views of rows, index_select and embedding."""
 
     def mod(score, b, h, q_idx, kv_idx):
         row = (
@@ -136,7 +136,7 @@ CAPTURED = {
 def test_in_the_kernels():
     qkv, captured = home(batch=2, kv_heads=1), CAPTURED[everything]
     actual = check_flex_gradients(*qkv, everything, block_mask(), captured=captured)
-    # The same bits, whichever threadgroup runs first.
+    # The same bits in another order of threadgroups.
     arguments = qkv, everything, block_mask(), torch.float16, captured
     with simulate(check=True, seed=5):
         again = gradients(flex_attention, *arguments, return_lse=True, enable_gqa=True)[2:]
@@ -145,7 +145,7 @@ def test_in_the_kernels():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_float32_without_blocks(dtype):
-    """The kernels get tensors in float64 as float32. Two tiles of wide rows have one place."""
+    """Tensors in float64 are passed as float32. Two tiles of wide rows share threadgroup memory."""
     captured = [x.to(dtype) for x in CAPTURED[of_queries]]
     arguments = home(dtype=torch.float32, head_dim=512 if dtype == torch.float64 else 16)
     check_flex_gradients(*arguments, of_queries, captured=captured)
@@ -205,7 +205,7 @@ def test_a_tensor_whose_sums_are_too_large():
 
 
 def indices_out_of_range():
-    """On mps nobody checks indices before the kernel, which writes neither numbers nor NaN."""
+    """On mps indices are not checked before the kernel, which skips those out of range."""
     rows = 70
     results = []
     for size in (rows, 80):
@@ -231,30 +231,12 @@ def gradient_of_the_table():
     check_flex_gradients(*qkv, make, mask, captured=[table])
 
 
-MUTANTS = {
-    indices_out_of_range: """
-        indices are clamped [wrong or race]: return {~outside || =>~} element
-    """,
-    gradient_of_the_table: """
-        another's copy [wrong or race]: {~split * SIMDGROUPS + =>~} simdgroup
-        no last flush: {~sums.flush(lane); =>~} }
-        no flush between elements: if ({~simd_max(leaves ? 1.0f : 0.0f) > 0.0f => false~})
-        rows past the last: {~exists && =>~} score.y
-        no share: gradient.x {~* share =>~}
-        the neighbour's place: flex.place(product.y, i, key {~+ 1 =>~}
-    """,
-}
-
-test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
-    MUTANTS, "flash_bwd_captures"
-)
-
 QUERIES, KEYS = 77, 91  # multiples of no tile
 SEEN = torch.arange(KEYS) // 20 != 2
 
 
 def roots(factors):
-    """Its derivatives by the score and by a factor are infinite at 0."""
+    """The derivatives with respect to the score and to a factor are infinite at 0."""
 
     def mod(score, b, h, q_idx, kv_idx):
         return torch.sqrt((score * factors[kv_idx]).abs())
@@ -267,7 +249,7 @@ def shown(b, h, q_idx, kv_idx):
 
 
 def test_infinite_slopes():
-    """No NaN reaches a gradient from masked keys, which are 0 as padding is."""
+    """Masked keys are 0, like padding, and add no NaN to a gradient."""
     q, k, v = home(q_length=QUERIES, kv_length=KEYS)
     k, factors = k * SEEN[:, None], normal(KEYS)
     mask = block_mask(shown, sizes=(QUERIES, KEYS))
@@ -285,7 +267,18 @@ def test_infinite_slopes():
     assert (dfactors[hidden] == 0).all()
 
 
-SLOPE_MUTANTS = {
+MUTANTS = {
+    indices_out_of_range: """
+        flash_bwd_captures: indices are clamped [wrong or race]: return {~outside || =>~} element
+    """,
+    gradient_of_the_table: """
+        flash_bwd_captures: another copy [wrong or race]: {~split * SIMDGROUPS + =>~} simdgroup
+        flash_bwd_captures: no last flush: {~sums.flush(lane); =>~} }
+        flash_bwd_captures: no early flush: if ({~simd_max(leaves ? 1.0f : 0.0f) > 0.0f => false~})
+        flash_bwd_captures: rows past the last: {~exists && =>~} score.y
+        flash_bwd_captures: no share: gradient.x {~* share =>~}
+        flash_bwd_captures: place of the next key: flex.place(product.y, i, key {~+ 1 =>~}
+    """,
     test_infinite_slopes: """
         flash_bwd_dq: keys that do not exist:
             {~visible.apply<false>(slopes, first_query, block + column, 0.0f); =>~}
@@ -296,5 +289,4 @@ SLOPE_MUTANTS = {
     """,
 }
 
-
-test_mutant_of_slopes_is_caught, test_the_unchanged_slopes_pass = mutant_tests(SLOPE_MUTANTS)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS)

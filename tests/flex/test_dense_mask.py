@@ -1,4 +1,4 @@
-"""block_mask: a BlockMask of a plain bool mask."""
+"""block_mask makes a BlockMask of a bool tensor."""
 
 import pickle
 

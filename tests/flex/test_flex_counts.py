@@ -39,8 +39,8 @@ def work(counters):
 
 
 def test_work_is_that_of_the_blocks_that_are_listed(cores):
-    """A tenth of all blocks, each of which is hidden or shown as a whole."""
-    cores(1)  # which long problems keep busy with the tiles of short ones
+    """A tenth of all blocks are listed, each in full."""
+    cores(1)  # long problems then have the tiles of short ones
     (nothing, _), (two, _) = counters(listed(2, 2, 0)), counters(listed(2, 2, 2))
 
     def sparse(b, h, q_idx, kv_idx):
@@ -48,7 +48,7 @@ def test_work_is_that_of_the_blocks_that_are_listed(cores):
         return block * 7919 % 1009 % 10 == 0
 
     mask = create_block_mask(sparse, 1, 1, 1024, 1024, device="cpu", BLOCK_SIZE=BLOCK)
-    mask.mask_mod = full  # lists alone decide
+    mask.mask_mod = full  # only the lists hide keys
     actual, visited = counters(mask)
     assert visited < 16 * 16 / 2
     for kernel in KERNELS:
@@ -58,7 +58,7 @@ def test_work_is_that_of_the_blocks_that_are_listed(cores):
         assert work(actual[kernel])[2] <= visited * of_block[2]
 
 
-def test_full_blocks_do_not_ask_mask_mod():
+def test_full_blocks_do_not_call_mask_mod():
     documents = torch.arange(128) // 64
 
     def mod(b, h, q_idx, kv_idx):

@@ -1,4 +1,4 @@
-"""flash_decode with score_mod, mask_mod and block lists: few queries, any splits."""
+"""flash_decode with score_mod, mask_mod and block lists, for few queries and any splits."""
 
 from functools import partial
 
@@ -30,12 +30,12 @@ explained = partial(explain, flex_attention)
 
 
 def banded(b, h, q_idx, kv_idx):
-    """Hidden, partial and full blocks, the last of which ends behind the last key."""
+    """Hidden, partial and full blocks. The last block ends after the last key."""
     return (kv_idx // 37 % 3 != 1) & (kv_idx <= q_idx + KEYS - QUERIES)
 
 
 def only_in_partial_blocks(b, h, q_idx, kv_idx):
-    """The same, and nothing in blocks that are full: they must not ask."""
+    """The same, but False in full blocks, which must not call mask_mod."""
     first = kv_idx // 16 * 16
     full = (first // 37 == (first + 15) // 37) & (first + 15 <= KEYS - QUERIES)
     return banded(b, h, q_idx, kv_idx) & ~full
@@ -61,7 +61,7 @@ def test_any_number_of_splits(gpu_cores, splits, cores):
     check_flex(*qkv, tanh_softcap, mask_of())
 
 
-def test_splits_are_for_the_keys_that_lists_have_room_for(cores):
+def test_splits_depend_on_the_length_of_the_lists(cores):
     cores(64)
 
     def mod(b, h, q_idx, kv_idx):
@@ -97,7 +97,7 @@ def test_lists_of_batches_and_heads():
 
 
 def test_calls_that_run_on_flash_fwd():
-    """Heads of one KV head, or blocks of queries, with their own lists; and too many queries."""
+    """Lists by query head, several blocks of queries, and too many queries."""
     q, k, v = few(heads=4, kv_heads=2)
     nine = torch.cat([q, q], 2)[:, :, :9]
     many = q[:, :, :1].expand(-1, -1, DECODE_QUERIES + 1, -1)
@@ -127,10 +127,10 @@ def test_work_is_that_of_the_blocks_that_are_listed(cores):
 
 
 def test_pages_of_torch():
-    """torch's PagedAttention turns lists and functions of keys into those of pages, unmodified."""
+    """torch's PagedAttention converts block lists and functions to pages. Both work unmodified."""
     page, pages, lengths = 16, 44, torch.tensor([KEYS, 270])
     paged = PagedAttention(pages, page, 2, device="cpu")
-    for part in (0.3, 1.0):  # so that their pages alternate
+    for part in (0.3, 1.0):  # in two steps, so that the sequences' pages alternate
         for b in (1, 0):
             paged.reserve(torch.tensor(b), (lengths[b] * part).int())
     q, k, v = few(batch=2)
@@ -167,7 +167,7 @@ MUTANTS = {
         a split's first block: result.begin = {~=> STEP_K +~} keys.begin +
         a split too short: min((split + 1) * split_steps{~=> - 1~}
         a shorter list: return {0, {~count => (count - 1)~} * BLOCK}
-    """,
+    """
 }
 
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
@@ -176,7 +176,7 @@ test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
 
 
 def test_entries_out_of_range_are_not_read(monkeypatch):
-    """On mps nobody checks the lists before the kernel. One such entry makes all rows NaN."""
+    """On mps lists are not checked before the kernel. One such entry makes all rows NaN."""
     mask = contradictory(mask_of(), only_in_partial_blocks)
     wrong = mask.kv_indices.clone()
     wrong[..., 0] = 1000

@@ -1,4 +1,4 @@
-"""torch's own flex_attention inside flex_replaced(), compiled or not, and transformers on it."""
+"""torch's flex_attention inside flex_replaced(), compiled or not, also called by transformers."""
 
 import pytest
 import torch
@@ -13,14 +13,12 @@ from tests.flex.test_captured_gradients import CAPTURED, everything
 from torch_metal_attn import flex_replaced, simulate
 
 
-def test_every_name_and_nothing_after():
+def test_every_name_inside_the_block_only():
     q, k, v = home()
     code = torch_flex.__code__
     with simulate(check=True) as run, flex_replaced() as replaced:
-        outs = [
-            function(q, k, v, tanh_softcap)
-            for function in (torch_flex, torch_module.flex_attention)
-        ]
+        functions = torch_flex, torch_module.flex_attention
+        outs = [function(q, k, v, tanh_softcap) for function in functions]
         ours = torch_metal_attn.flex_attention(q, k, v, tanh_softcap)
     assert all(torch.equal(out, ours) for out in outs)
     assert [launch.kernel for launch in run.launches] == ["flash_fwd"] * 3
@@ -32,13 +30,12 @@ def test_every_name_and_nothing_after():
     assert torch_flex.__code__ is code
 
 
-def test_cpu_tensors_outside_of_the_simulator_are_torchs():
+def test_cpu_tensors_outside_of_the_simulator_are_left_to_torch():
     q, k, v = home()
     with flex_replaced() as replaced, flex_replaced(), torch.compiler.set_stance("force_eager"):
         out = torch_flex(q, k, v, tanh_softcap)
-    torch.testing.assert_close(
-        out, torch_metal_attn.flex_attention(q, k, v, tanh_softcap), rtol=2e-3, atol=2e-3
-    )
+    ours = torch_metal_attn.flex_attention(q, k, v, tanh_softcap)
+    torch.testing.assert_close(out, ours, rtol=2e-3, atol=2e-3)
     assert (replaced.replaced, replaced.left_alone) == (0, 1)
 
 
@@ -48,7 +45,7 @@ def test_compiled():
     def attend(q, k, v, scales, *captured, function):
         return function(q * 2, k, v, everything(scales * 2, *captured), mask, return_lse=True)
 
-    captured = [x.clone() for x in CAPTURED[everything]]  # as in test_captured_gradients.py
+    captured = [x.clone() for x in CAPTURED[everything]]
     leaves = [x.requires_grad_() for x in (*home(batch=2), *captured)]
     with simulate(check=True), flex_replaced():
         plain = attend(*leaves, function=torch_metal_attn.flex_attention)
@@ -62,7 +59,7 @@ def test_compiled():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_dtype_of_score_in_a_graph(dtype):
-    """It is float32 whatever query's is, so a cast to it rounds nothing."""
+    """It is float32 for any dtype of query, so a cast to it rounds nothing."""
 
     def mod(score, b, h, q_idx, kv_idx):
         assert score.dtype == torch.float32
@@ -80,7 +77,7 @@ def test_dtype_of_score_in_a_graph(dtype):
 
 
 def test_refused_in_a_graph():
-    """Errors are those of a call outside; so is what mask_mod and score_mod leave out."""
+    """Errors are those of calls outside of a graph. Both functions may be left out there too."""
     attend = torch.compile(torch_metal_attn.flex_attention, backend="eager", fullgraph=True)
     q, k, v = home()
     with simulate(record=True):
@@ -117,21 +114,19 @@ def run_model(model, implementation):
     logits = model(tokens, attention_mask=padding).logits[:, 7:]
     logits.sin().sum().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
-    generated = model.generate(
-        tokens, attention_mask=padding, max_new_tokens=2, do_sample=False, pad_token_id=0
-    )
-    return logits, gradients, generated
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    return logits, gradients, model.generate(tokens, attention_mask=padding, **options)
 
 
 def test_transformers(model):
     logits, gradients, generated = run_model(model, "eager")
     # transformers compiles torch's function and create_block_mask, which takes minutes.
     with torch.compiler.set_stance("force_eager"), simulate() as run, flex_replaced() as replaced:
-        actual, found_gradients, found_generated = run_model(model, "flex_attention")
-    torch.testing.assert_close(actual, logits, rtol=1e-4, atol=1e-4)
-    for one, right in zip(found_gradients, gradients, strict=True):
+        our_logits, our_gradients, our_tokens = run_model(model, "flex_attention")
+    torch.testing.assert_close(our_logits, logits, rtol=1e-4, atol=1e-4)
+    for one, right in zip(our_gradients, gradients, strict=True):
         torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-4 * right.abs().max().item())
-    assert torch.equal(found_generated, generated)
+    assert torch.equal(our_tokens, generated)
     assert replaced.left_alone == 0
     assert replaced.replaced == 2 * (1 + 2)
     kernels = [launch.kernel for launch in run.launches]

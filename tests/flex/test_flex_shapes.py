@@ -30,7 +30,7 @@ def test_last_dimensions_that_are_strided():
 
 @each_case("order", [(0, 1, 3, 2), (1, 2, 3, 0), (2, 3, 0, 1)])
 def test_output_in_query_order(order):
-    """For any order of query's strides, as torch's own: its last dimension goes innermost."""
+    """As in torch, the order of the strides is query's, with the last dimension innermost."""
     shape = (2, 3, 5, 8)
     memory = torch.randn([shape[dim] for dim in order])
     query = memory.permute([order.index(dim) for dim in range(4)])
@@ -97,7 +97,7 @@ def test_float32_queries_on_half_keys(simulated):
 
 
 def test_transforms_of_torch_func():
-    """vmap is refused; grad is autograd's, also of what scalars index."""
+    """vmap is refused. grad has autograd's gradients, also of captured tensors."""
     q, k, v = home(dtype=torch.float32)
     slopes = torch.tensor([0.5, 0.25])
 
@@ -118,7 +118,7 @@ def test_transforms_of_torch_func():
         torch.func.grad(attend, argnums=2)(q, slopes, torch.tensor(1.0))
 
 
-def test_a_text_is_compiled_once():
+def test_calls_with_one_text_share_a_specialisation():
     def attend(slopes, factor, q_length):
         def mod(score, b, h, q_idx, kv_idx):
             return score * factor + slopes[h] * (q_idx - kv_idx)
@@ -156,7 +156,7 @@ def test_explained_texts_blocks_and_cost():
 
 
 def test_explained_gradients():
-    """Gradients of captured tensors compute scores and dP again: two products each."""
+    """Each kernel for gradients of captured tensors computes the scores and dP: two products."""
     table, hidden = torch.zeros(2, 3, requires_grad=True), torch.zeros(96)
 
     def mod(score, b, h, q_idx, kv_idx):

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from tests.flex.flex_check import alibi_of_slopes, block_mask, check_flex, home, tanh_softcap
-from tests.flex.test_blocks import (
-    LIST_MUTANTS,
-    SEEN,
-    contradictory,
-    entries_after_the_checks,
-)
+from tests.flex.test_blocks import LIST_MUTANTS, SEEN, contradictory, entries_after_the_checks
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, flex_attention, simulate
 
@@ -18,9 +13,8 @@ KERNEL = "flash_fwd_tensor"
 
 
 def check_all():
-    alibi = alibi_of_slopes
-    ours = (alibi, contradictory())
-    check_flex(*home(), alibi, block_mask(), simulated=False, ours=ours)
+    ours = (alibi_of_slopes, contradictory())
+    check_flex(*home(), alibi_of_slopes, block_mask(), simulated=False, ours=ours)
 
 
 def test_all():
@@ -31,7 +25,7 @@ def test_all():
 
 
 def test_all_in_tf32():
-    """To the bound of half precision, which is as coarse."""
+    """The bound is that of half precision, which has as many bits."""
     q, k, v = (x.float() for x in home())
     exact = flex_attention(q, k, v, alibi_of_slopes, contradictory())
     with simulate(check=True) as run, allow_tf32():

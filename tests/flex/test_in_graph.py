@@ -1,13 +1,13 @@
-"""flex_attention in torch.compile: numbers that change, and what happens where a graph breaks."""
+"""flex_attention in torch.compile: numbers that change between calls, and graph breaks."""
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask
 
-from tests.attention.autograd_check import normal
 from tests.flex.flex_check import BLOCK, block_mask, home
 from torch_metal_attn import flex_attention, simulate
+from torch_metal_attn.testing.judge import normal
 
 TABLE, OTHER = normal(2, 200), normal(2, 200, seed=1)  # one shape and dtype
 ON = torch.tensor([True])
@@ -65,12 +65,10 @@ def test_heads_that_change():
         q, k, v = (x.requires_grad_() for x in home(heads=heads, q_length=length, kv_length=length))
         arguments = q, k[:, ::2], v[:, ::2], None, block_mask(heads=heads, sizes=(length, length))
         with simulate():
-            results = [
-                f(*arguments, enable_gqa=True).float().square() for f in (compiled, flex_attention)
-            ]
-            gradients = [torch.autograd.grad(out.sum(), (q, k, v)) for out in results]
-        for one, other in zip(*gradients, strict=True):
-            assert torch.equal(one, other)
+            outs = [f(*arguments, enable_gqa=True) for f in (compiled, flex_attention)]
+            losses = [out.float().square().sum() for out in outs]
+            gradients = [torch.autograd.grad(loss, (q, k, v)) for loss in losses]
+        assert all(map(torch.equal, *gradients))
     assert backend.frame_count == 1
 
 
@@ -87,7 +85,7 @@ def test_inductor():
 
 
 def of_value(q, k, v, factor):
-    """Asks for a value, which breaks the graph, and is compiled again when the number changes."""
+    """Reads a value of a tensor, which breaks the graph. A new factor compiles it again."""
 
     def mod(score, b, h, q_idx, kv_idx):
         return score * (factor if ON[0].item() else 1.0) + TABLE[h, q_idx]
@@ -96,7 +94,7 @@ def of_value(q, k, v, factor):
 
 
 def test_a_graph_that_breaks():
-    """The call runs outside of graphs then, and torch.compile does not trace this library."""
+    """The call then runs outside of graphs, and torch.compile does not trace this library."""
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(of_value, backend=backend)
     for factor in (1.0, 2.0):

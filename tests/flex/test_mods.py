@@ -1,4 +1,4 @@
-"""Each op of the table: its Metal text and its derivative, against torch's."""
+"""The Metal text and the derivative of each op of the table, against torch's."""
 
 import functools
 import math
@@ -31,12 +31,12 @@ HALVES = torch.randn(2, 90, generator=GENERATOR).half().T  # any strides
 BFLOATS = torch.randn(3, 2, 90, generator=GENERATOR).bfloat16()
 FLAGS = torch.rand(90, generator=GENERATOR) > 0.5
 INTS = torch.randint(-9, 9, (90,), generator=GENERATOR).int()
-# Neighbours that are one number in float32.
+# Different integers that are one number in float32.
 LONGS = 2**24 + torch.arange(90)
 FACTOR = torch.tensor(0.75)
 DOUBLES = FLOATS.double() / 3
 
-# One for each row of the table and more; `x` is of any sign, ints are not 0.
+# At least one function for each row of the table.
 MODS = {
     "add": lambda s, b, h, q, kv: s + FLOATS[kv],
     "add alpha": lambda s, b, h, q, kv: torch.add(s, FLOATS[kv], alpha=3),
@@ -121,7 +121,7 @@ MODS = {
     "infinity": lambda s, b, h, q, kv: torch.where(s > 9, s, -float("inf")),
 }  # fmt: skip
 
-# Functions of the score alone: rows of the table, and what PyTorch composes of rows.
+# Functions of the score: rows of the table, and functions that PyTorch composes of rows.
 OF_SCORE = {
     name: getattr(module, name)
     for module, names in (
@@ -168,8 +168,7 @@ MODS |= {
     "float64": lambda s, b, h, q, kv: s * DOUBLES[q].to(s.dtype),
 }  # fmt: skip
 
-
-# shaders/flex.h needs those of a kernel.
+# shaders/flex.h needs the defines of a kernel.
 _DEFINES = "#define ELEMENT half\n#define HEAD_DIM_QK 16\n#define HEAD_DIM_V 16\n#define FLEX 1\n"
 HEADER = shaders._CHECKOUT / "flex.h"
 _TEXT = """
@@ -198,7 +197,7 @@ _CALL = """
 
 
 def run(mods, scores, q_idx, kv_idx):
-    """Values and slopes, (mods, positions); all mods see head 1 of batch 0."""
+    """Values and slopes, (mods, positions), for head 1 of batch 0."""
     graph, captured = Graph(), Captured()
     device = torch.device("cpu")
     results = [trace("score_mod", mod, graph, captured, device) for mod in mods]
@@ -208,7 +207,7 @@ def run(mods, scores, q_idx, kv_idx):
     declared = " ".join(
         f"X(const device {names[x.dtype]}*, capture_{i}, {4 + i})" for i, x in enumerate(captured)
     )
-    # As FlexParams.
+    # The layout of FlexParams.
     params = torch.zeros(104, dtype=torch.int32)
     strides = [n for x in captured for n in x.stride()]
     sizes = [n for x in captured for n in x.shape]
@@ -236,7 +235,7 @@ def run(mods, scores, q_idx, kv_idx):
 
 
 def torch_values(mod):
-    """Values and slopes by autograd, of float32 and of int64 positions, as in torch's attention."""
+    """Values and slopes by autograd, with scores in float32 and positions in int64, as in torch."""
     scores = SCORES.clone().requires_grad_()
     values = mod(scores, torch.zeros_like(Q), torch.ones_like(Q), Q.long(), KV.long())
     (slopes,) = torch.autograd.grad(values.sum(), scores, allow_unused=True, materialize_grads=True)
@@ -257,19 +256,19 @@ def test_texts_and_derivatives():
     assert differing(MODS) == []
 
 
-# Near 0, far away and at infinity.
+# Near 0, far from it, and infinite.
 SCORES_FAR = torch.tensor([1.0, 0.5, 1e-3, 1e-20, 89.0, 1e30, float("inf"), float("nan")])
 SCORES_FAR = torch.cat((SCORES_FAR, -SCORES_FAR, torch.linspace(-9, 9, N - 16)))
 
 
 def inexact(names, actual):
-    """The functions of the score among these that are not within their bound of float64."""
+    """The names whose functions of the score are not within the bound around float64."""
     wrong = []
     for i, name in enumerate(names):
         exact = OF_SCORE[name](SCORES_FAR.double())
         of_torch = (OF_SCORE[name](SCORES_FAR) - exact).abs().nan_to_num(0, 0, 0)
         exact = torch.where(exact.abs() < 2.0**128, exact, exact.float().double())
-        # Three units in the last place; where numbers cancel out, of these.
+        # Three units in the last place of the value, or of the score if terms cancel.
         cancel = exact.abs().maximum(SCORES_FAR.abs().clamp(max=9))
         size = exact.abs() if name in table.OPS else cancel
         slack = 3 * 2.0**-23 * size + 2 * of_torch + 1e-38
@@ -308,7 +307,7 @@ def test_faults_in_the_functions_of_the_texts(name, monkeypatch):
         assert differing([name]) == [name]
 
 
-# Integer quotients that a processor refuses, and floats that no integer holds.
+# Integer divisions that trap on CPUs, and floats outside the range of integers.
 LEAST = -(2**31)
 DIVIDENDS = torch.tensor([7, -7, LEAST, 7, LEAST]).int()
 DIVISORS = torch.tensor([-1, -1, -1, 0, 0]).int()
@@ -327,20 +326,19 @@ EDGES = {
     "int": (lambda s, b, h, q, kv: s.int().float(), SATURATED),
     "long": (lambda s, b, h, q, kv: (s * 2.0**32).long().float(), [x * 2.0**32 for x in SATURATED]),
 }
+FLAGGED = "impossible = impossible || b == 0;"
 TEXTS = {
-    "floor_divide": "impossible = impossible || b == 0;\n  if (b == 0 || b == -1) { return "
-    "T(0) - a",
-    "truncating_divide": "impossible = impossible || b == 0;\n  return b == 0 || b == -1 ? T(0) - "
-    "a",
-    "remainder": "impossible = impossible || b == 0;\n  const T rest = b == 0 || b == -1 ? T(0)",
-    "fmod": "impossible = impossible || b == 0;\n  return b == 0 || b == -1 ? T(0) :",
+    "floor_divide": f"{FLAGGED}\n  if (b == 0 || b == -1) {{ return T(0) - a",
+    "truncating_divide": f"{FLAGGED}\n  return b == 0 || b == -1 ? T(0) - a",
+    "remainder": f"{FLAGGED}\n  const T rest = b == 0 || b == -1 ? T(0)",
+    "fmod": f"{FLAGGED}\n  return b == 0 || b == -1 ? T(0) :",
     "int": "isnan(x) ? 0 : x >= 2147483648.0f ? INT_MAX : x <= -2147483648.0f ? INT_MIN : int(x)",
     "long": "isnan(x) ? 0 : x >= limit ? highest : x <= -limit ? -highest - 1 : int64_t(x)",
 }
 EDGE_FAULTS = [
     (op, old, new)
     for ops, old, new in (
-        ("floor_divide truncating_divide remainder fmod", "impossible = impossible || b == 0;", ""),
+        ("floor_divide truncating_divide remainder fmod", FLAGGED, ""),
         ("floor_divide truncating_divide remainder fmod", "b == 0 || b == -1", "b == -1"),
         ("floor_divide truncating_divide remainder fmod", "b == 0 || b == -1", "b == 0"),
         ("floor_divide truncating_divide", "T(0) - a", "a"),
@@ -359,7 +357,7 @@ EDGE_FAULTS = [
     "fault", [None, *(pytest.param(x, marks=pytest.mark.mutant) for x in EDGE_FAULTS)], ids=str
 )
 def test_integers_at_their_edges(fault, monkeypatch):
-    """PyTorch's value if it has one; else NaN for a division by 0, or the nearest integer."""
+    """PyTorch's value if there is one, else NaN for a division by 0, or the nearest integer."""
     planted = [(TEXTS[op], TEXTS[op].replace(old, new)) for op, old, new in EDGE_FAULTS]
     text = shaders.flatten(HEADER)
     assert all(old in text for old, _ in planted)
@@ -414,20 +412,18 @@ def test_an_index_truncated_to_float_is_caught(monkeypatch):
 
 
 def test_texts_are_words_of_a_fixed_vocabulary():
-    """Whatever the user's names and strings are, none of them reaches the kernels."""
+    """Names and strings of the user's code never reach the kernels."""
     injection = {"} void other() {": torch.ones(3), "__name__": "#include"}
 
-    def evil(score, b, h, q_idx, kv_idx):
+    def malicious(score, b, h, q_idx, kv_idx):
         return score + injection["} void other() {"][h] * len(injection["__name__"])
 
     words = set()
-    for mod in (*MODS.values(), evil):
+    for mod in (*MODS.values(), malicious):
         for made in compiled(mod, None, torch.device("cpu")).texts.values():
             words |= set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\b\d[\w.]*(e-\d+f)?", "", made)))
-    rows = (
-        row for op in table.OPS.values() for row in (op.floating, op.integer, op.boolean) if row
-    )
-    known = {word for row in rows for word in re.findall(r"[A-Za-z_]\w*", row)}
+    rows = (row for op in table.OPS.values() for row in (op.floating, op.integer, op.boolean))
+    known = {word for row in rows for word in re.findall(r"[A-Za-z_]\w*", row or "")}
     known |= {*text.TYPES.values(), *text._UNSIGNED.values(), *text._INPUTS.values()}
     known |= {"const", "return", "true", "false", "inputs", "params", "capture_sizes", "INFINITY"}
     known |= {"capture_strides", "flex_index", "flex_int", "flex_long", "impossible"}

@@ -1,4 +1,4 @@
-"""Threadgroups of a BlockMask start with the longest lists, whatever order they are given."""
+"""Threadgroups with the longest lists of a BlockMask start first. No order changes the results."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ NUMBER = (
     "float(threadgroup_position.x + threadgroups.x * (threadgroup_position.y + "
     "threadgroups.y * threadgroup_position.z))"
 )
-# How each kernel stores a result, and its threadgroup's number instead.
+# How each kernel stores a result, and a change that stores the threadgroup's number instead.
 STORED = {
     "flash_fwd": ("softmax.rows[i].logsumexp(row_sum)", NUMBER),
     "flash_bwd_dq": (
@@ -28,7 +28,7 @@ STORED = {
 
 
 def mask_of(batch=2, heads=HEADS, sizes=(QUERIES, KEYS)):
-    """Partial and full blocks, from none to all of a row's."""
+    """A BlockMask of partial and full blocks, from none to all of a row."""
     shape = (batch, heads, *(-(-size // BLOCK) for size in sizes))
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(7))
     drawn *= torch.linspace(0.3, 1.5, shape[3])  # columns differ too
@@ -36,11 +36,8 @@ def mask_of(batch=2, heads=HEADS, sizes=(QUERIES, KEYS)):
     for chosen in ((drawn > 0.4) & (drawn < 0.6), drawn >= 0.6):
         counts.append(chosen.sum(-1, dtype=torch.int32))
         entries.append(chosen.int().argsort(dim=-1, descending=True, stable=True).int())
-    return BlockMask.from_kv_blocks(
-        *(counts[0], entries[0], counts[1], entries[1]),
-        BLOCK_SIZE=BLOCK,
-        seq_lengths=sizes,
-    )
+    lists = counts[0], entries[0], counts[1], entries[1]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, seq_lengths=sizes)
 
 
 def results(mask, **shape):
@@ -60,17 +57,14 @@ def lengths(mask, side):
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_longest_lists_start_first(batch, heads, monkeypatch):
-    """Threadgroups in the order of their numbers have shorter and shorter lists."""
+    """In the order of their numbers, threadgroups have lists of decreasing length."""
     mask = mask_of(batch, heads)
     for kernel, stored in STORED.items():
         plant(monkeypatch, kernel, *stored)
     _, lse, dq, _, dv = results(mask)
     by_group = lengths(mask, "q").unflatten(1, (2, -1)).sum(2)
-    for numbers, work in (
-        (lse, lengths(mask, "kv")),
-        (dq[..., 0], lengths(mask, "kv")),
-        (dv[..., 0], by_group),
-    ):
+    by_query = lengths(mask, "kv")
+    for numbers, work in ((lse, by_query), (dq[..., 0], by_query), (dv[..., 0], by_group)):
         started = numbers[..., ::BLOCK].flatten()
         assert len(started.unique()) == len(started)
         in_order = work.flatten()[started.argsort()]
@@ -98,7 +92,7 @@ WRONG = {
 
 
 def test_bits_do_not_depend_on_the_order(monkeypatch):
-    """In orders that are no permutations every row still has one threadgroup."""
+    """Each row has one threadgroup even if the order is not a permutation."""
     expected = results(mask_of())
     for order in WRONG.values():
         monkeypatch.setattr(block_masks, "longest_first", order)
@@ -107,7 +101,7 @@ def test_bits_do_not_depend_on_the_order(monkeypatch):
 
 
 def test_heads_that_are_split(cores, monkeypatch):
-    """Threadgroups with a part of the query heads start with their group."""
+    """Threadgroups with a part of the query heads start in the order of their group."""
     cores(64)
     sizes = {"batch": 1, "kv_heads": 2, "q_length": 160, "kv_length": 512}
     mask = mask_of(1, HEADS, (160, 512))
@@ -130,7 +124,7 @@ def test_a_kernel_that_trusts_its_order(kernel, monkeypatch):
 
 
 def test_one_order_for_each_mask():
-    """Computed once, and again for other heads of keys or lists of another shape."""
+    """It is computed once, and again for another number of KV heads."""
     mask = mask_of()
     results(mask)
     orders = dict(mask._metal_attn_orders)

@@ -9,10 +9,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from tests.attention.autograd_check import normal
 from tests.flex.flex_check import check_flex, home
 from tests.helpers.cases import each_case
 from torch_metal_attn import block_mask, flex_attention, masks, scores
+from torch_metal_attn.testing.judge import normal
 
 N = 24
 LENGTHS = torch.tensor([5, 11])
@@ -50,12 +50,8 @@ def natten(q, kv, shape, window, dilation):
     return seen
 
 
-GRIDS = [
-    ((24,), (5,), (1,)),
-    ((24,), (4,), (5,)),
-    ((4, 6), (3, 4), (1, 1)),
-    ((2, 3, 4), (1, 3, 2), (2, 1, 2)),
-]
+GRIDS = [((24,), (5,), (1,)), ((24,), (4,), (5,)), ((4, 6), (3, 4), (1, 1))]
+GRIDS.append(((2, 3, 4), (1, 3, 2), (2, 1, 2)))
 MASKS = {
     "causal": (masks.causal(), lambda b, q, kv: kv <= q),
     "causal offset": (masks.causal(3), lambda b, q, kv: kv <= q + 3),
@@ -138,7 +134,7 @@ def test_scores(name):
             assert torch.equal(actual, again(score, *position))
 
 
-def test_a_copy_of_a_model_has_its_own_slopes():
+def test_a_copied_model_has_separate_slopes():
     model = torch.nn.Module()
     model.slopes = torch.nn.Parameter(SLOPES.clone())
     model.mod = scores.alibi(model.slopes)
@@ -156,7 +152,7 @@ def test_in_the_kernel():
 
 
 def test_a_default_device_is_not_used():
-    """After torch.set_default_device("mps") nothing runs there: it has no float64."""
+    """If the default device is mps, nothing runs on it, because it has no float64."""
     parents, seen = torch.tensor([-1, 0, 0, 2]), torch.ones(8, 8, dtype=torch.bool).tril()
     table = TABLE.clone().requires_grad_()
     q, k, v = (normal(1, 2, 8, 16, seed=i) for i in range(3))
@@ -182,9 +178,7 @@ BAD = {
     "lengths has dtype torch.float32; it must be int32 or int64": lambda: masks.prefix_lm(SLOPES),
     "same 1 to 3 dimensions": lambda: masks.neighbourhood((4, 4), (3,)),
     r"parents\[1\] is 1": lambda: masks.tree(torch.tensor([-1, 1])),
-    r"cu_seqlens is \[0, 5, 3\]; it must begin with 0": lambda: masks.document(
-        torch.tensor([0, 5, 3])
-    ),
+    r"cu_seqlens is \[0, 5, 3\]; it must": lambda: masks.document(torch.tensor([0, 5, 3])),
     r"bias has shape \(2, 10\)": lambda: scores.relative_bias(BIAS[:, 1:]),
     r"table has shape \(2, 2\)": lambda: scores.t5_buckets(TABLE[:2]),
     "q_offset is nan; it must be an int": lambda: masks.causal(math.nan),

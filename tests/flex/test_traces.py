@@ -1,6 +1,8 @@
-"""A function is traced once, and again whenever anything that it depends on has changed."""
+"""A function is traced once, and again if something that it depends on has changed."""
 
 import functools
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +93,7 @@ CHANGES = {
     "one memory or two": (of_tensors(TENSOR, TENSOR[:]), of_tensors(TENSOR, OTHER)),
     "a dtype": (of_tensors(TENSOR, OTHER), of_tensors(TENSOR, OTHER.half())),
     "a default": (lambda s, b, h, q, kv, x=2.0: s * x, lambda s, b, h, q, kv, x=3.0: s * x),
+    # Equal values under other names.
     "a named default": (
         of_named({"factor": 2.0, "shift": 3.0}),
         of_named({"shift": 2.0, "factor": 3.0}),
@@ -117,7 +120,7 @@ def of_setting(s, b, h, q, kv, ask=torch.is_autocast_enabled):
     return s * (2.0 if ask("cpu") else 3.0)
 
 
-# Functions that read something which changes between two calls.
+# Functions that read a value which changes between two calls.
 ASKING = {
     "a global": lambda s, b, h, q, kv: s * FACTOR,
     "a global by a builtin function": lambda s, b, h, q, kv: s * globals()["FACTOR"],
@@ -133,7 +136,7 @@ ASKING = {
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_what_is_changed_between_calls(name, monkeypatch):
+def test_values_that_change_between_calls(name, monkeypatch):
     mod = ASKING[name]
     monkeypatch.setenv("FACTOR_OF_TEST", "2")
     check([mod])
@@ -162,9 +165,6 @@ def test_values_folded_into_the_trace(traces):
 
 
 def test_no_tensor_is_kept():
-    import gc
-    import weakref
-
     slopes = torch.ones(2)
     kept = weakref.ref(slopes)
     compiled(scores.alibi(slopes), None, CPU)

@@ -1,4 +1,4 @@
-"""index_scores: the sums over heads by which an indexer chooses each query's keys."""
+"""index_scores: the sums over heads by which an indexer chooses the keys of each query."""
 
 import math
 
@@ -15,7 +15,7 @@ scores = torch.ops.metal_attn.index_scores
 
 HOME = {"batch": 2, "heads": 3, "q_length": 5, "kv_length": 37, "head_dim": 16, "dtype": "float16"}
 LAYOUTS = {"q_layout": ("order 021",), "k_layout": ("order 10", "padded 8")}
-# One query, two and more than a threadgroup has; heads and keys that fill no fragment.
+# One query, two, and more than a threadgroup has. Heads and keys do not fill fragments.
 SIZES = [
     {"q_length": q_length, "heads": heads, "kv_length": kv_length, "causal": True}
     for q_length, heads, kv_length in ((1, 8, 65), (2, 3, 31), (7, 17, 33))
@@ -36,7 +36,7 @@ CASES = {
         {"causal": True, "q_offset": q_offset, "softmax_scale": 0.3}
         for q_offset in (None, 0, -3, 40)
     ],
-    # Heads inside rows, rows that are not aligned.
+    # Heads inside rows, and rows that are not aligned.
     "layouts": [LAYOUTS, {"q_layout": ("padded 3",), "k_layout": ("padded 3",)}],
     "empty": [{name: 0} for name in ("batch", "heads", "q_length", "kv_length")],
 }
@@ -59,12 +59,12 @@ def test_one_key_and_one_batch_for_all(device):
     assert torch.equal(scores(q, k, weights), scores(q, k.contiguous(), weights.contiguous()))
 
 
-def sizes():
-    judge(*(IndexScores(**HOME | fields) for fields in SIZES))
+def sizes(device):
+    judge(*(IndexScores(**HOME | fields) for fields in SIZES), device=device)
 
 
-def nan(device="cpu"):
-    """NaN of a head, a key and a weight. Hidden keys show none."""
+def test_nan(device):
+    """NaN in a key and in a head. Hidden keys stay -inf."""
     q, k, weights = make()
     k[:, 30] = math.nan
     result = scores(*(x.to(device) for x in (q, k, weights)), causal=True, q_offset=20).cpu()
@@ -76,13 +76,9 @@ def nan(device="cpu"):
     assert not result[0, 0, :20].isnan().any()
 
 
-def test_nan(device):
-    nan(device)
-
-
 @pytest.mark.parametrize("queries", [1, 4, 5])
 def test_four_queries_share_their_keys(queries):
-    """Bytes of a key: its own once for four queries, and each query's, with weights, for 32."""
+    """Bytes per key: the key once for four queries, and each query with its weights for 32 keys."""
     read = bench_memory.indexed(queries, "float16")["loads (bytes)"]
     assert read == 128 * 2 * math.ceil(queries / 4) + 64 * (128 * 2 + 4 * 4) / 32 * queries
 
@@ -100,12 +96,13 @@ MUTANTS = {
         half of the rows summed: x {~+ simd_shuffle_xor(x, ushort(16)) =>~}
         the diagonal hidden: key {~<= => <~} last_seen
         no barrier [race or uninitialised]: {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
-        queries behind the last [race or out_of_bounds]: if ({~query > last_query => false~}) {
-        keys behind the last [wrong or out_of_bounds or race]:
-            row == 0 {~&& key < params.kv_length =>~}
+        queries after the last [race or out_of_bounds]: if ({~query > last_query => false~}) {
+        missing keys [wrong or out_of_bounds or race]: row == 0 {~&& key < params.kv_length =>~}
     """,
-    nan: """
+    test_nan: """
         NaN as 0: score {~< 0.0f ? 0.0f : score => > 0.0f ? score : 0.0f~}
     """,
 }
-test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "index_scores")
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
+    MUTANTS, "index_scores", run=lambda problem: problem("cpu")
+)

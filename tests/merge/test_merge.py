@@ -1,4 +1,4 @@
-"""The kernels `merge_state` and `merge_splits` against float64, on the best device."""
+"""The kernels `merge_state` and `merge_splits` against float64."""
 
 import math
 
@@ -30,21 +30,21 @@ CASES = {
         for dtype in NAMES
         for sizes in (BATCH, PACKED | EMPTY)
     ],
-    # Rows over several SIMD groups, and as one view in another order of dimensions.
+    # Rows that several SIMD groups share, and views in another order of dimensions.
     "in place": [
         IN_PLACE | sizes | empty | {"head_dim": head_dim, "dtype": dtype}
         for head_dim, dtype in ((33, "float32"), (64, "float16"))
         for sizes in (PACKED, BATCH, BATCH | {"layout": ("order 210",)})
         for empty in (EMPTY, INFINITE)
     ],
-    # FlashInfer's: other rows keep their bits, whatever they hold.
+    # As in FlashInfer: rows that the mask leaves out keep their bits.
     "masks": [
         IN_PLACE | sizes | empty | {"head_dim": 64, "masked": True, "dtype": dtype}
         for sizes in (PACKED, BATCH)
         for empty in (EMPTY, INFINITE)
         for dtype in NAMES
     ],
-    # +inf for no keys, as flash-attn 2 and vLLM have it.
+    # flash-attn 2 and vLLM return +inf for rows without keys.
     "+inf for no keys": [BATCH | INFINITE | {"head_dim": n} for n in (33, 64)],
     "layouts": [
         BATCH | {"head_dim": 32, "dtype": dtype, "layout": layout}
@@ -59,7 +59,7 @@ CASES = {
     "no rows": [
         sizes | {name: 0} for sizes in (BATCH, SPLITS) for name in ("batch", "heads", "length")
     ],
-    # A source kernel of llama.cpp, and the end of every decode that splits its keys.
+    # A source kernel of llama.cpp, which decoding with splits runs.
     "flash_attn_vec_reduce": [
         SPLITS | {"splits": splits, "dtype": dtype, "head_dim": head_dim}
         for splits in (1, 2, 7, 32, 33, 100, 1024)
@@ -69,7 +69,7 @@ CASES = {
     "splits of other head dims": [
         SPLITS | {"splits": 6, "head_dim": head_dim} for head_dim in (1, 4, 36, 256, 510, 512)
     ],
-    # Their out is NaN.
+    # Splits without keys have an out of NaN.
     "splits without keys": [
         SPLITS | {"splits": 40, "head_dim": head_dim} | empty
         for head_dim in (30, 64)
@@ -98,7 +98,7 @@ def bits(x):
 
 
 def check_copies(dtype, device):
-    """A state without keys changes not even the sign of a zero."""
+    """Checks that merging a state without keys keeps all bits, even the sign of a zero."""
     out_a, lse_a, out_b, lse_b = some_states(2, 3, 8, 64)
     lse_a[0], out_a[0] = -math.inf, math.nan
     lse_b[:, 1], out_b[:, 1] = -math.inf, math.inf
@@ -165,7 +165,7 @@ def test_sinks_that_are_infinite_or_nan(device):
 
 @pytest.mark.parametrize("spread", [1e-3, 100.0, 1e4, 1e37])
 def test_any_magnitude(spread, device):
-    """Two states, expanded ones with log-sum-exps of any strides, and of splits."""
+    """Two expanded states with log-sum-exps of any strides, also as splits."""
     outs, lses = normal(2, 1, 9, 2, 32).expand(2, 2, 9, 2, 32), spread * normal(2, 2, 9, 2, seed=1)
     oracle, oracle_lse = union(outs.double(), lses.double(), None)
     torchs, torchs_lse = union(outs, lses, None)
@@ -181,7 +181,7 @@ def test_any_magnitude(spread, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counts(name):
-    """No more moves than necessary, 16 bytes at a time: counts an element, not times."""
+    """Counts per element: no more moves than necessary, of 16 bytes each."""
     itemsize = getattr(torch, name).itemsize
     counts = bench_memory.merge("merge_state", 2, 64, name)
     assert counts["loads"] == 2 * (2 * itemsize / 16)  # both log-sum-exps too, once a chunk
@@ -241,8 +241,7 @@ MUTANTS = {
         maximum of one lane: {~simd_max( =>~}max(normaliser.row_max, own_lse){~) =>~}
         partials in half: sum += weights[i] * {~loaded[i] => (rint(loaded[i] * 1024.0f) / 1024.0f)~}
         dead partial read [out_of_bounds]: {~weights[i] >= 0.0f && =>~} in_row
-        dead partial read, weight 0 [out_of_bounds]:
-            {~own_lse == -INFINITY ? NO_KEYS : =>~} own_weight
+        dead partial, weight 0 [out_of_bounds]: {~own_lse == -INFINITY ? NO_KEYS : =>~} own_weight
         splits swapped [out_of_bounds]: simd_shuffle(shared_weight, {~split => ushort(split ^ 1)~})
         last block skipped: block {~< => + 32 <=~} params.splits; block
         split past the last [out_of_bounds]: {~block + lane < params.splits => true~} ?

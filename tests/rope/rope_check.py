@@ -1,4 +1,4 @@
-"""Shared by the tests of rope: problems, layouts, and the comparison with float64."""
+"""Helpers for tests of rope: problems, layouts, and the check against float64."""
 
 import math
 
@@ -24,7 +24,7 @@ LAYOUTS = {
 
 
 def make_tables(rows, rotary_dim, batch=None):
-    """cos and sin of angles that are no multiples of one another: (rows, R / 2) or with a batch."""
+    """cos and sin of random angles, (rows, R / 2), or with a batch."""
     shape = (rows,) if batch is None else (batch, rows)
     angles = 3 * normal(*shape, rotary_dim // 2, seed=7)
     return angles.cos(), angles.sin()
@@ -75,9 +75,8 @@ def oracle(x, cos, sin, **options):
 
 
 def check_close(out, x, cos, sin, **options):
-    """Holds `out` to twice torch's error against float64; the columns behind R are equal."""
-    assert out.dtype == x.dtype
-    assert out.shape == x.shape
+    """Checks `out` against float64, within twice torch's error. Columns after R must be equal."""
+    assert (out.dtype, out.shape) == (x.dtype, x.shape)
     if out.numel() == 0:
         return
     expected = oracle(x, cos, sin, **options)
@@ -90,7 +89,7 @@ def check_close(out, x, cos, sin, **options):
 
 
 def check_rope(q, k, cos, sin, *, device, **options):
-    """Runs `rope` and `rope_` on `device`, and holds both to the oracle."""
+    """Runs `rope` and `rope_` on `device`, and checks both."""
     on_device = on(device, options)
     q_here, k_here, *tables = (x.to(device, copy=True) for x in (q, k, cos, sin))
     outs = rope(q_here, k_here, *tables, **on_device)

@@ -1,4 +1,4 @@
-"""`torch_metal_attn.rope` against transformers, whose frequencies are those of the papers."""
+"""The frequencies and tables of `torch_metal_attn.rope`, against transformers."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def config_of(parameters, head_dim=64):
 
 
 def ours(config, seq_len=None):
-    """Our frequencies of a config, whose parameters have the names of our arguments."""
+    """Our frequencies for a config. Its parameters have the names of our arguments."""
     options = dict(config.rope_parameters)
     kind, base = options.pop("rope_type"), options.pop("rope_theta")
     length = config.max_position_embeddings
@@ -46,7 +46,7 @@ def ours(config, seq_len=None):
 
 
 def check_transformers(config, seq_len=None):
-    """Ours of `config`, equal to transformers' to the bit."""
+    """Checks that our frequencies for `config` have the bits of transformers'."""
     inv_freq, factor = ours(config, seq_len)
     kind = config.rope_parameters["rope_type"]
     if kind == "default":
@@ -150,11 +150,10 @@ def test_yarn_whose_ramp_is_a_step():
     ],
 )
 def test_tables_of_a_model_with_three_positions_a_token(model, config, section, device):
-    """transformers repeats its columns for both halves; docs/porting.md cuts them."""
+    """transformers repeats the columns for both halves. docs/porting.md keeps the first half."""
     parameters = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
-    settings = config(
-        hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=parameters
-    )
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    settings = config(**sizes, rope_parameters=parameters)
     settings.head_dim = 64
     positions = torch.randint(0, 500, (3, 2, 37), generator=torch.Generator().manual_seed(0))
     cos, sin = model(settings)(torch.zeros(1), positions)

@@ -1,4 +1,4 @@
-"""rope moves each byte once, in whole vectors, and shares the tables: counts, not times."""
+"""Counts of rope: each byte is moved once, in whole vectors, and heads share the tables."""
 
 import pytest
 
@@ -23,11 +23,11 @@ def test_prefill(dtype, size, options):
     assert row["loads (bytes)"] == 128 * size + 128 * 4 / 8
 
 
-# Options, and the columns of a row that are stored, in so many stores.
+# Options, the columns of a row that are stored, and the number of stores.
 ROWS = {
     "in place, only the rotated columns": ({"quarter": True, "call": "rope_"}, 32, 32 / 4),
     "the other columns are copied in whole vectors": ({"quarter": True}, 128, 128 / 4),
-    "rows off their alignment": ({"layout": ("padded 3",)}, 128, 128),
+    "unaligned rows": ({"layout": ("padded 3",)}, 128, 128),
 }
 
 

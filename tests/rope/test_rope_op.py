@@ -23,8 +23,8 @@ ODD = [(1, 0), (2, 2), (7, 6), (33, 2), (128, 0), (1023, 1022)]
 LAYOUTS = [("order 021",), ("order 2013", "padded 4"), ("order 3012",), ("padded 4",)]
 AFTER = dict(zip(NAMES, [*NAMES][1:] + [*NAMES][:1], strict=True))
 PLACES = ("", "offset", "offsets", "positions", "positions of each")
-# By the columns of a vector: the dtypes of rope with halves and interleaved, and the rows. rope_
-# has the next dtype, so that each is in either form and with each vector, in place and not.
+# For each number of columns in a vector: rope's dtypes, without and with `interleaved`, and rows.
+# rope_ runs in the next dtype.
 VECTORS = {
     1: (
         ("float16", "float32"),
@@ -49,7 +49,7 @@ CASES = {
     "lengths": [
         {"batch": 1, "length": length, "place": "offset"} for length in (1, 7, 31, 33, 65, 1023)
     ],
-    # q's and k's heads in the same groups of heads a thread, in none and in several.
+    # The heads of q and k that threads share are in one group, in separate groups or in several.
     "heads": [
         {"heads": heads, "kv_heads": kv_heads}
         for heads, kv_heads in ((1, 1), (4, 4), (9, 3), (16, 1), (1, 5))
@@ -119,7 +119,7 @@ def test_positions(dtype, device):
 
 
 def rows_outside():
-    """On the GPU a row outside gives NaN and is not read; tables end where their memory does."""
+    """On the GPU a row outside gives NaN and is not read. No memory follows the tables."""
     q, k, cos, sin = make_problem(head_dim=20, rotary_dim=16, rows=9)
     for bad in (-1, 9, 2**20, 2**40, -(2**63)):
         positions = torch.arange(9).repeat(2, 1)
@@ -169,8 +169,8 @@ class TestRowsOutside:
         assert torch.equal(q, before)
 
 
-def test_columns_behind_r_keep_their_bits(device):
-    """Signalling NaN, denormals and -0 too, in rows that are rotated by NaN as well."""
+def test_columns_after_r_keep_their_bits(device):
+    """Also signalling NaN, denormals and -0, and rows that are rotated by NaN."""
     q, _, cos, sin = make_problem(head_dim=23, rotary_dim=8, dtype=torch.bfloat16)
     bits = torch.arange(2 * 4 * 9 * 15, dtype=torch.int16).view(2, 4, 9, 15) * 29 - 32000
     q[..., 8:] = bits.view(torch.bfloat16)
@@ -216,7 +216,7 @@ def test_precompute_rope_tables(length, head_dim, device):
 
 
 def everything():
-    """Tails on and off the vectors, every way to choose rows, q and k of different strides."""
+    """Aligned and unaligned tails, every way to choose rows, and different strides of q and k."""
     sizes = {"length": 13, "rotary_dim": 16, "dtype": torch.float16}
     q, k, cos, sin = make_problem(heads=5, head_dim=43, **sizes)
     for options in (
@@ -233,7 +233,7 @@ def everything():
 
 
 def shared_heads():
-    """So many threads that each has several heads, the last group fewer."""
+    """With many tokens a thread has several heads. The last group has fewer."""
     q, k, cos, sin = make_problem(heads=5, length=300, head_dim=128, rotary_dim=126)
     (explained,) = extension.launches(torch.ops.metal_attn_explain.rope(q, k, cos, sin))
     assert explained["defines"]["HEADS"] == "4"

@@ -1,4 +1,4 @@
-"""Memory of rope's q, k and tables: any strides, far away, and tensors that may not overlap."""
+"""Strides of rope's q, k and tables, long offsets, and tensors that must not overlap."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 
 class TestStrides:
     @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "columns first"])
-    def test_of_the_tables(self, layout, device):
+    def test_tables(self, layout, device):
         q, k, _, _ = make_problem()
         cos, sin = make_tables(24, 16, batch=2)
         views = [LAYOUTS[layout](t[:, None])[:, 0].to(device) for t in (cos, sin)]
@@ -21,7 +21,7 @@ class TestStrides:
             check_close(result.cpu(), x, cos, sin, seqlen_offset=3)
 
     def test_layouts_of_packed_projections(self, device):
-        """Each way in which q and k share a tensor without sharing an element."""
+        """q and k are parts of one tensor without common elements."""
         cos, sin = (t.to(device) for t in make_tables(5, 8))
         packed = normal(2, 5, 6, 8).to(device)
         parts = {
@@ -38,7 +38,7 @@ class TestStrides:
             assert torch.equal(k, expected[1]), name
 
     def test_more_than_2_to_31_elements(self):
-        """Offsets beyond 32 bits, in sparse memory; without checks, which would copy it."""
+        """Offsets beyond 32 bits, in sparse memory. Checks are off, as they would copy it."""
         far = 2**31 + 64
         flat = sparse(far + 4096)
         values, k, cos, sin = make_problem(length=2, head_dim=8, dtype=torch.float16)

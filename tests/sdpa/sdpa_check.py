@@ -1,4 +1,4 @@
-"""The judge of scaled_dot_product_attention: torch's own in the same dtype, against float64."""
+"""Checks of scaled_dot_product_attention: within twice torch's error in the same dtype."""
 
 import functools
 
@@ -15,14 +15,14 @@ from torch_metal_attn.testing.judge import near, normal, worst_of
 
 
 def check(q, k, v, attn_mask=None, device="cpu", attend=sdpa, **options):
-    """Runs `attend` on `device` and holds it to twice torch's own error against float64."""
-    mask = attn_mask
-    on_device = mask if mask is None else moved(mask, device)
-    out = attend(*(x.to(device) for x in (q, k, v)), on_device, **options).cpu()
-    exact_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    """Runs `attend` on `device` and checks it against float64, within twice torch's error."""
+    mask = attn_mask if attn_mask is None else moved(attn_mask, device)
+    out = attend(*(x.to(device) for x in (q, k, v)), mask, **options).cpu()
+    additive = attn_mask is not None and attn_mask.dtype != torch.bool
+    exact_mask = attn_mask.double() if additive else attn_mask
     with sdpa_kernel(SDPBackend.MATH):
         oracle = torch_sdpa(q.double(), k.double(), v.double(), exact_mask, **options)
-        low = torch_sdpa(q, k, v, mask, **options)
+        low = torch_sdpa(q, k, v, attn_mask, **options)
     assert out.dtype == q.dtype
     assert out.shape == oracle.shape
     measure = near("out", out, oracle, worst_of([(low, oracle)]))
@@ -53,7 +53,7 @@ def moved(tensor, device):
 
 
 simulate = functools.partial(torch_metal_attn.simulate, check=True)
-BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # a list, which process_wide does not reach
+BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # process_wide does not replace it in a list
 OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
 LEAVES = "leaves calls of scaled_dot_product_attention to torch"
 NO_CALL = "replaced no call of scaled_dot_product_attention"

@@ -1,6 +1,6 @@
-"""Public reports about attention on Apple GPUs, each with the call that it is about.
+"""The calls of public reports about attention on Apple GPUs.
 
-docs/mps-issues.md says what each report saw and what happens here. The number of a report is in the
+docs/mps-issues.md describes each report and what happens here. The number of a report is in the
 name of its test, or in the id of its case. Sizes, layouts and options are the report's.
 """
 
@@ -19,19 +19,19 @@ from torch_metal_attn import sdpa_replaced, simulate
 
 
 def qkv(q_shape, kv_shape=None, v_shape=None, dtype=torch.float32):
-    """Normal query, key and value; a missing shape is that of the one before."""
+    """Normal query, key and value. A missing shape is the one before it."""
     kv_shape = kv_shape or q_shape
     shapes = [q_shape, kv_shape, v_shape or kv_shape]
     return [normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
 
 
 def reported(**problems):
-    """A test for each report, which gets the function that makes its call as `problem`."""
+    """Parametrises a test with reports. `problem` makes the call of a report."""
     return pytest.mark.parametrize("problem", problems.values(), ids=problems)
 
 
 def from_rows(batch, length, heads, head_dim):
-    """As models make them: (batch, length, heads, head_dim), heads and rows then swapped."""
+    """As models make them: (batch, length, heads, head_dim), transposed."""
     return [t.transpose(1, 2) for t in qkv((batch, length, heads, head_dim))]
 
 
@@ -39,7 +39,7 @@ def from_rows(batch, length, heads, head_dim):
     pytorch_163597=lambda: from_rows(1, 8, 4, 64),
     pytorch_181133=lambda: from_rows(84, 3, 3, 64),
     pytorch_189631=lambda: [normal(1, 1, 64), *[normal(2, 1, 1, 64, seed=1)] * 2],
-    pytorch_147443=lambda: qkv((3, 2, 4, 49, 32)),  # of the report's 592 windows 2
+    pytorch_147443=lambda: qkv((3, 2, 4, 49, 32)),  # 2 of the report's 592 windows
     pytorch_176767=lambda: qkv((1, 1, 16, 32), v_shape=(1, 1, 16, 24)),
 )
 def test_layouts(problem, device):
@@ -89,24 +89,24 @@ def empty(*shape, kv_length=None, dtype=torch.float32):
     pytorch_149261=lambda: empty(1, 12, 29_640, 128),
     pytorch_179592_179352=lambda: empty(1, 8, 16_384, 64, kv_length=65_536),
     pytorch_197636=lambda: empty(65_552, 1, 256, 64),
-    ComfyUI_14837=lambda: empty(1, 56, 20_981, 128, dtype=torch.bfloat16),  # of a comment
+    ComfyUI_14837=lambda: empty(1, 56, 20_981, 128, dtype=torch.bfloat16),  # in a comment
 )
 class TestManyScores:
     @pytest.fixture(autouse=True)
     def untouched_memory(self, monkeypatch):
-        """Pages that nothing touches cost no memory."""
+        """Untouched pages cost no memory."""
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
     def test_launch(self, problem):
         q, k, v = problem()
         with simulate(record=True) as run:
             out = sdpa(q, k, v)
-        launch, *others = run.recorded  # pieces of about a second each
+        launch, *others = run.recorded  # launches of about a second each
         assert q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > 2**31
-        # The inputs, the output and a log-sum-exp for each row are all that the kernel gets.
+        # The kernel gets the inputs, the output and a log-sum-exp for each row, and nothing else.
         nbytes = sum(buffer.storage.numel() for buffer in launch.buffers)
         assert nbytes == sum(t.nbytes for t in (q, k, v, out)) + out.numel() // out.shape[-1] * 4
-        # The grid has a threadgroup for all rows of every batch and head, and its loop all keys.
+        # The grid covers all rows of every batch and head, and each threadgroup all keys.
         params = shader_params.struct("FlashFwdParams").from_buffer_copy(launch.params)
         sizes = params.problem
         grid = struct.unpack("3I", launch.params[-12:]) if others else launch.threadgroups
@@ -117,7 +117,7 @@ class TestManyScores:
         assert tiles * rows >= q.shape[2] > (tiles - 1) * rows
         assert (heads, batch) == (q.shape[1], q.shape[0])
         assert (sizes.q_length, sizes.kv_length) == (q.shape[2], k.shape[2])
-        # The last row of each operand begins where its strides say.
+        # By the strides, the last row of each operand ends at its last element.
         strides = (sizes.q_strides, sizes.k_strides, sizes.v_strides, params.out_strides)
         for tensor, stride in zip((q, k, v, out), strides, strict=True):
             last = [size - 1 for size in tensor.shape[:3]]
@@ -125,7 +125,7 @@ class TestManyScores:
             assert begin == tensor.numel() - tensor.shape[3]
 
     def test_last_rows(self, problem):
-        """Values of the last batch and head, without the checks, which take seconds here."""
+        """Values of the last batch and head, without checks, which would take seconds here."""
         q, k, v = (tensor[-1:, -1:] for tensor in problem())
         q = q[:, :, -8:]
         for tensor, numbers in zip((q, k, v), qkv(q.shape, k.shape), strict=True):
@@ -157,7 +157,7 @@ def grouped_queries():
 
 
 def last_keys_of_many():
-    """A little over 2**15, of which the last are visible; fewer queries and heads than reported."""
+    """Only the last of over 2**15 keys are visible. The report has more queries and heads."""
     keys, visible = 2**15 + 256, 512
     mask = torch.full((1, 1, 1, keys), -1e4, dtype=torch.bfloat16)
     mask[..., keys - visible :] = 0.0

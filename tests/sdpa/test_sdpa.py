@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention: every argument of torch's, against torch in float64."""
+"""scaled_dot_product_attention: every argument of torch's function, against torch in float64."""
 
 import math
 import re
@@ -29,7 +29,7 @@ VALUES = [
         for dtype in ("bool", "float32", "float16")
     ),
 ]
-# These run on the CPU's kernels.
+# These run on the CPU kernels.
 OTHERS = [case(**CALL | {"dtype": dtype, "kv_heads": 4}, causal=True) for dtype in NAMES]
 OTHERS += [case(**CALL, q_length=9, kv_length=11, dropout_p=0.4)]
 
@@ -68,7 +68,7 @@ RANKS = [
 class TestOperands:
     @each_case("q_length, kv_length, causal", product((1, 33, 65), (1, 33, 65), (False, True)))
     def test_plain_calls(self, q_length, kv_length, causal):
-        """Without gradients they go straight to an op."""
+        """Without gradients they call an op directly."""
         q, k, v = normal(2, 3, q_length, 16), *normal(2, 2, 3, kv_length, 16, seed=1)
         expected = torch_sdpa(q, k, v, is_causal=causal, scale=0.3)
         for leaf in (q, q.clone().requires_grad_()):
@@ -86,7 +86,7 @@ class TestOperands:
         close(sdpa(*operands, enable_gqa=True), torch_sdpa(*operands, enable_gqa=True))
 
     def test_one_column_of_any_stride(self, device):
-        """contiguous() would not change the stride of a single column."""
+        """contiguous() does not change the stride of a single column."""
         q, k, v = normal(2, 1, 9, 5), normal(2, 1, 7, 5, seed=1), normal(2, 1, 7, 5, seed=2)
         q, k, v = (t.to(device)[..., 3:4] for t in (q, k, v))
         q = q.mT.contiguous().mT
@@ -101,7 +101,7 @@ class TestOperands:
 
     @pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 0, 5, 8), (1, 2, 0, 8)])
     def test_empty(self, shape, device):
-        """No strides mean anything there, and contiguous() would keep them."""
+        """Strides of empty tensors are ignored, and contiguous() does not change them."""
         leaf = torch.zeros(1, device=device, requires_grad=True)
         q = leaf.expand(shape)
         mask = torch.zeros(shape[-2], shape[-2], device=device, requires_grad=True)
@@ -134,8 +134,8 @@ MASK_SHAPES = [
     ((2, 4, 5, 8), (2, 1, 5, 7)),
     ((2, 3, 4, 5, 8), (4, 1, 7)),
     ((2, 3, 4, 5, 8), (2, 3, 1, 1, 7)),
-    ((2, 3, 4, 5, 8), (2, 1, 1, 1, 7)),  # the heads take the second dimension
-    ((2, 3, 4, 5, 8), (1, 3, 4, 5, 7)),  # the heads take both
+    ((2, 3, 4, 5, 8), (2, 1, 1, 1, 7)),  # the second dimension becomes a part of the heads
+    ((2, 3, 4, 5, 8), (1, 3, 4, 5, 7)),  # the first and the second dimension do
     ((2, 1, 4, 5, 8), (2, 1, 4, 5, 7)),
     ((2, 3, 2, 4, 5, 8), (2, 3, 1, 1, 5, 7)),
     ((0, 4, 5, 8), (0, 4, 5, 7)),
@@ -165,7 +165,7 @@ class TestMasks:
 
 class TestViews:
     def test_never_copies(self):
-        """Leading dimensions that no view can merge: an error and not a copy."""
+        """Leading dimensions that no view can merge raise an error."""
         q = normal(2, 3, 4, 5, 8)
         swapped = q.transpose(0, 1).contiguous().transpose(0, 1)
         for name in ("query", "key", "value"):
@@ -182,8 +182,8 @@ class TestViews:
             sdpa(q, q, q, swapped)
         close(sdpa(q, q, q, swapped.contiguous()), torch_sdpa(q, q, q, mask))
 
-    def test_masks_that_no_view_serves(self):
-        """No stride of a merged dimension can skip the middle one of three."""
+    def test_masks_that_no_view_broadcasts(self):
+        """A merged dimension has one stride, so it cannot broadcast the middle one of three."""
         whole, heads_later = normal(2, 3, 4, 5, 8), normal(2, 3, 5, 4, 8).transpose(2, 3)
         for q, heads in ((whole, 4), (heads_later, 1)):
             mask = random_mask((2, 1, heads, 5, 5), torch.bool)
@@ -271,7 +271,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_mask_dtypes(self, dtype):
-        """Exactly those that torch takes."""
+        """The same dtypes as torch's function."""
         q = normal(1, 2, 5, 8, dtype=dtype)
         for kind in (torch.bool, *DTYPES, torch.float64, torch.int32, torch.uint8, torch.complex64):
             mask = torch.ones(5, 5).to(kind)
@@ -293,7 +293,7 @@ class TestErrors:
         with pytest.raises(RuntimeError, match=r"attn_mask has shape .*\(2, 4, 5, 5\), the shape"):
             sdpa(q, q, q, mask)
 
-    def test_refuses_what_is_missing(self):
+    def test_not_implemented(self):
         q = normal(2, 4, 5, 8)
         k, v = normal(2, 2, 5, 8), normal(2, 4, 5, 8)
         with pytest.raises(NotImplementedError, match="2 key heads and 4 value heads"):
@@ -327,7 +327,7 @@ class TestCompile:
         ],
     )
     def test_compile(self, q_shape, k_shape, mask, dynamic):
-        """Lengths of 0 stand for one that changes, where shapes are dynamic."""
+        """A length of 0 in a shape is replaced by `length`, which changes if shapes are dynamic."""
         compiled = torch.compile(sdpa, fullgraph=True, dynamic=dynamic, backend="aot_eager")
         for length in (9, 12) if dynamic else (9,):
             shapes = [[n or length for n in shape] for shape in (q_shape, k_shape, k_shape)]

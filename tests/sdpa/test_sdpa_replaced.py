@@ -1,4 +1,4 @@
-"""sdpa_replaced(): which calls it replaces, which it leaves, the reasons it gives, and its end."""
+"""sdpa_replaced(): the calls that it replaces and leaves alone, its reasons, and its end."""
 
 import gc
 import warnings
@@ -64,9 +64,9 @@ class TestReplaces:
         assert calls.replaced == 3
 
     @pytest.mark.parametrize(
-        "training, gradients", [(False, torch.inference_mode), (True, torch.no_grad)]
+        "training, mode", [(False, torch.inference_mode), (True, torch.no_grad)]
     )
-    def test_torchs_layers(self, device, training, gradients):
+    def test_torchs_layers(self, device, training, mode):
         x = normal(2, 5, 32).to(device)
         padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device=device)
         future = torch.nn.Transformer.generate_square_subsequent_mask(5, device=device)
@@ -79,7 +79,7 @@ class TestReplaces:
         cases = [
             (lambda: attention(x, x, x, need_weights=False)[0], 1),
             (lambda: attention(x, x, x, key_padding_mask=padding, need_weights=False)[0], 1),
-            (lambda: attention(x, x, x)[0], 0),  # wants the weights: no attention function of torch
+            (lambda: attention(x, x, x)[0], 0),  # returns the weights, without torch's function
             (lambda: layer(x), 1),
             (lambda: layer(x, src_mask=future, is_causal=True), 1),
             (lambda: layer(x, src_key_padding_mask=padding), 1),
@@ -87,7 +87,7 @@ class TestReplaces:
             (lambda: decoder(x, x, future, tgt_is_causal=True), 2),
         ]
         for number, (call, count) in enumerate(cases):
-            with gradients():
+            with mode():
                 expected = call()
                 with simulate(), sdpa_replaced() as calls:
                     out = call()
@@ -101,8 +101,8 @@ class TestReplaces:
         assert calls.replaced == 1
 
     @pytest.mark.parametrize("process_wide", [False, True])
-    def test_torchscript_gets_torchs_own(self, process_wide):
-        """torch.jit.script works in a block, and what it made runs torch's function after it."""
+    def test_torchscript_calls_torchs_own(self, process_wide):
+        """torch.jit.script works in a block. Scripts call torch's function, inside and after it."""
         x = normal(1, 2, 5, 8)
         expected = by_name(x)
 
@@ -125,10 +125,10 @@ class TestReplaces:
         for script in scripts:
             close(script(x), expected)
         gc.collect()
-        assert blocks() <= before + 1  # the last block's attribute is kept
+        assert blocks() <= before + 1  # the attribute of the last block is kept
 
     def test_gradient_of_the_mask(self):
-        """A relative-position bias that is learnt, as BEiT's, of one batch for all."""
+        """A learnt relative-position bias, as in BEiT, with a batch of 1."""
         q, k, v = qkv()
 
         def gradients(dtype):
@@ -175,7 +175,7 @@ class TestLeavesAlone:
                 out = F.scaled_dot_product_attention(*arguments, **options)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                imported_before(*arguments, **options)  # warned of once
+                imported_before(*arguments, **options)  # the warning appears once
         assert not run.launches
         assert [warning.filename for warning in said] == [__file__]
         ((kind, count),) = calls.left_alone.items()
@@ -186,7 +186,7 @@ class TestLeavesAlone:
         if case not in ("meta", "nested"):
             torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
-    def test_what_torch_refuses_is_torchs_error(self):
+    def test_errors_of_torch(self):
         q, _, _ = qkv()
         cases = [((q, q.half(), q), RuntimeError), ((q, q, [1]), TypeError), ((q,), TypeError)]
         for arguments, error in cases:
@@ -210,7 +210,7 @@ class TestLeavesAlone:
         assert calls.replaced == 0
         assert calls.left_alone == {"transforms of torch.func are not implemented": 3}
 
-    def test_reasons_do_not_grow_with_sizes(self):
+    def test_reasons_do_not_depend_on_sizes(self):
         with simulate(), sdpa_replaced() as calls:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
@@ -220,16 +220,14 @@ class TestLeavesAlone:
         assert list(calls.left_alone.values()) == [6]
         assert len(said) == 1
 
-    def test_errors_of_the_kernels_are_not_hidden(self, monkeypatch):
+    def test_errors_of_the_kernels_are_raised(self, monkeypatch):
         def broken(*arguments, **options):
             raise ValueError("no kernel of that name")
 
-        q, k, v = qkv()
+        monkeypatch.setattr(replacement.Problem, "run", broken)
         with simulate(), sdpa_replaced() as calls:
-            with monkeypatch.context() as patch:
-                patch.setattr(replacement.Problem, "run", broken)
-                with pytest.raises(ValueError, match="no kernel of that name"):
-                    F.scaled_dot_product_attention(q, k, v)
+            with pytest.raises(ValueError, match="no kernel of that name"):
+                F.scaled_dot_product_attention(*qkv())
         assert (calls.replaced, calls.left_alone) == (0, {})
 
 
@@ -252,7 +250,7 @@ class TestContext:
         assert repr(outer).startswith("SdpaReplaced(replaced=4, left_alone={'scale is 1e+39;")
 
     def test_another_patch_before(self, monkeypatch):
-        """A function that someone put there gets what we leave, and comes back."""
+        """A function that replaced torch's before gets the calls left alone, and is restored."""
         seen = []
 
         def theirs(*arguments, **options):
@@ -270,8 +268,8 @@ class TestContext:
         assert seen == [{"scale": 1e39}]
         assert (calls.replaced, calls.left_alone) == (1, {SCALE: 1})
 
-    def test_another_patch_meanwhile(self):
-        """A function put in front of ours stays, and may go on calling ours, which passes on."""
+    def test_another_patch_inside(self):
+        """A function that replaces ours inside the block stays, and may go on calling ours."""
         q, k, v = qkv()
         try:
             with simulate(), sdpa_replaced():
@@ -286,7 +284,7 @@ class TestContext:
         finally:
             F.scaled_dot_product_attention = BUILTIN[0]
 
-    def test_other_modes_see_what_is_left(self):
+    def test_other_modes_see_calls_left_alone(self):
         seen = []
 
         class Watch(TorchFunctionMode):
@@ -324,7 +322,7 @@ class TestCompile:
         compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=graphs)
         expected = call(*qkv())
         close(compiled(*qkv()), expected)
-        for number in range(12):  # more contexts than dynamo compiles of one function
+        for number in range(12):  # more contexts than dynamo's limit of recompilations
             with simulate() as run, sdpa_replaced() as calls:
                 close(compiled(*qkv()), expected)
             assert len(run.launches) == 1
@@ -334,7 +332,7 @@ class TestCompile:
         assert not run.launches
         assert graphs.calls == [0, 1]
 
-    def test_leaves_alone_and_says_so(self):
+    def test_left_alone_with_a_warning(self):
         options = {"fullgraph": True, "dynamic": True, "backend": "aot_eager"}
         compiled = torch.compile(lambda *a: F.scaled_dot_product_attention(*a) + 0, **options)
         q, k, v = qkv()

@@ -1,4 +1,4 @@
-"""sdpa_replaced() and threads: one thread's blocks, and those of the whole process."""
+"""sdpa_replaced() and threads: blocks of one thread, and blocks of the whole process."""
 
 import sys
 import threading
@@ -29,7 +29,7 @@ from torch_metal_attn import sdpa_replaced
 
 
 def run(*functions):
-    """Each in a thread of its own, all at once."""
+    """Runs each function in a new thread, all at once."""
     pools = [ThreadPoolExecutor(1) for _ in functions]
     for future in [pool.submit(f) for pool, f in zip(pools, functions, strict=True)]:
         future.result()
@@ -39,7 +39,7 @@ def run(*functions):
 @pytest.mark.parametrize("module", ["attention", "layer", "encoder"])
 @pytest.mark.filterwarnings("ignore:.*nested tensors", f"ignore:.*{NO_CALL}")
 def test_fused_layers(module, process_wide):
-    """They take nested tensors in torch's fused path alone, which is off in a block's threads."""
+    """Only torch's fused path supports nested tensors. It is off in the threads of a block."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     attend = {
         "attention": lambda x: layer.self_attn(x, x, x, need_weights=False)[0],
@@ -68,11 +68,11 @@ def test_fused_layers(module, process_wide):
         with sdpa_replaced(process_wide), sdpa_replaced(), BaseTorchFunctionMode():
             run(lambda: elsewhere.append(here()))
             with pytest.raises(AssertionError, match="some Tensor argument has_torch_function"):
-                attend(nested)  # as outside a block in another mode
+                attend(nested)  # the error that another mode causes outside of a block too
         assert elsewhere == [count if process_wide else 0]
 
 
-def test_other_threads_keep_torchs():
+def test_other_threads_call_torchs():
     q, k, v = qkv()
 
     def elsewhere():
@@ -87,10 +87,10 @@ def test_other_threads_keep_torchs():
     assert calls.replaced == 1
 
 
-class TestOfTheProcess:
+class TestProcessWide:
     @pytest.mark.parametrize("call", ["attribute", "imported before", "layer"])
     def test_any_thread(self, call):
-        """One that runs already, one that starts inside, and the block's own."""
+        """A thread that runs already, one that starts inside the block, and the block's."""
         q, k, v = qkv()
         x = normal(2, 5, 8)
         layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
@@ -116,7 +116,7 @@ class TestOfTheProcess:
         assert kernels == [1, 1, 1, 0]
 
     def test_names_come_back(self):
-        """A name that a module binds inside the block keeps a function that goes straight on."""
+        """A name that a module binds inside the block keeps a function that calls torch's."""
         here = globals()
         with sdpa_replaced(process_wide=True):
             assert here["imported_before"] is not BUILTIN[0]
@@ -131,7 +131,7 @@ class TestOfTheProcess:
             close(late.scaled_dot_product_attention(q, k, v), imported_before(q, k, v))
         assert not simulated.launches
 
-    def test_a_name_that_was_bound_anew_stays(self):
+    def test_a_rebound_name_stays(self):
         module = types.ModuleType("sdpa_stub")
         module.attend = imported_before
         with pytest.MonkeyPatch.context() as patch:
@@ -149,12 +149,12 @@ class TestOfTheProcess:
                 run(lambda: F.scaled_dot_product_attention(q, k, v))
             run(lambda: F.scaled_dot_product_attention(q, k, v))
         assert [c.replaced for c in (outer, inner, of_thread)] == [1, 1, 1]
-        assert outer.left_alone == {OUTSIDE: 2}  # the simulator is this thread's
+        assert outer.left_alone == {OUTSIDE: 2}  # the simulator belongs to this thread
         assert inner.left_alone == {OUTSIDE: 1}
         assert of_thread.left_alone == {}
 
     def test_ends_while_another_thread_is_in_a_call(self):
-        """That call finishes as it began and is counted; the next one is torch's."""
+        """The call is finished by our kernel and counted. The next one calls torch's function."""
         q, k, v = qkv()
         calling, ended = threading.Event(), threading.Event()
 
@@ -193,7 +193,7 @@ class TestOfTheProcess:
         assert calls.replaced == 1
 
     def test_counts_of_many_threads(self):
-        """Blocks of both kinds open and close everywhere; each call counts once in each."""
+        """Blocks of both kinds open and close in all threads. A call counts once in each block."""
         q, k, v = (t[:1, :1, :2] for t in qkv())
         start = threading.Barrier(8)
 
@@ -217,7 +217,7 @@ class TestOfTheProcess:
             sdpa_replaced(2)
 
     def test_compiled(self):
-        """One graph for inside and one for outside, in every thread; blocks do not compile anew."""
+        """All threads share a graph for calls inside and one for calls outside of blocks."""
         torch._dynamo.reset()
         graphs = Graphs()
 

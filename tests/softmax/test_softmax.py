@@ -1,4 +1,4 @@
-"""The kernels `softmax` and `apply_causal_mask` against float64, on the best device."""
+"""The kernels `softmax` and `apply_causal_mask` against float64."""
 
 import dataclasses
 import math
@@ -46,7 +46,7 @@ CASES = {
     "many dimensions": [
         {"shape": (2,) * 9 + (3,), "dim": dim, "layout": ("order 8163072549",)} for dim in (-1, 4)
     ],
-    # Rows of -inf alone, too.
+    # A share of 1.0 makes rows of -inf.
     "hidden": [
         {"shape": (3, length), "hidden": share}
         for length in (5, 64, 2000, 40000)
@@ -83,7 +83,7 @@ def test_values(subject, device):
 
 
 def check_close(y, x, dim=-1):
-    """At most twice torch's own error in the same dtype, beyond rounding; exact where it is 0."""
+    """Checks y against float64, within twice torch's error. Zeros must be exact."""
     exact = torch._safe_softmax(x.double(), dim)
     measure = near("weights", y, exact, worst_of([(torch._safe_softmax(x, dim), exact)]))
     assert measure.ok, measure
@@ -91,7 +91,7 @@ def check_close(y, x, dim=-1):
 
 
 def check_softmax(x, dim=-1, *, device):
-    """The op and its form in place; its result."""
+    """Checks the op and its in-place form, and returns the result."""
     source = x.to(device)
     y = softmax(source, dim)
     assert y.data_ptr() != source.data_ptr()
@@ -105,10 +105,10 @@ def check_softmax(x, dim=-1, *, device):
 
 SPREADS = (1e-3, 30.0, 1e4, 1e37)
 TENSORS = [
-    # The maximum is subtracted before anything is rounded.
+    # The maximum must be subtracted first.
     *(spread * normal(5, 257) for spread in SPREADS),
     *(3 * normal(5, 257) + spread for spread in SPREADS),
-    # Each block raises the maximum, so each rescales the sum.
+    # Each block has a larger maximum, so each one rescales the sum.
     torch.linspace(-40, 40, 5000).repeat(2, 1),
     *(normal(3, 1, 17).expand(3, 4, 17), normal(5, 1).expand(5, 9), normal(9).expand(5, 9)),
     normal(9, 130)[::2, ::2],
@@ -151,7 +151,7 @@ def test_extremes(dtype, device):
 
 
 def test_offsets_beyond_32_bits():
-    """Without the simulator's checkers, which take seconds for gigabytes."""
+    """Without the simulator's checks, which take seconds for gigabytes."""
     far = 2**31 + 8
     memory = sparse(far + 4096)
     for strides in ((far, 1), (1, far // 32)):
@@ -182,7 +182,7 @@ def test_nothing_masked_launches_nothing():
 
 
 class TestCounts:
-    """The inner loops do no more than they were designed to: counts an element, not times."""
+    """Counts of operations per element."""
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("length", bench_memory.LENGTHS)
@@ -191,13 +191,13 @@ class TestCounts:
         counts = bench_memory.softmax(length, str(dtype).removeprefix("torch."), "contiguous")
         assert counts["loads"] == 2 / items  # two passes of 16 bytes a load
         assert counts["stores"] == 1 / items
-        # A weight an element in each pass, a rescaling a load, and the merging's once a lane.
+        # One for each element and pass, one to rescale for each load, and one to merge each lane.
         assert counts["exps"] <= 2 + 1 / items + 0.07
         assert counts["barriers"] == (length > 1024)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_causal_mask(self, dtype):
-        """No score is loaded, and only masked ones are stored."""
+        """No score is loaded, and only masked scores are stored."""
         counts = bench_memory.causal_mask(512, str(dtype).removeprefix("torch."), "contiguous")
         assert counts["loads"] == 0
         assert counts["stores (bytes)"] == dtype.itemsize
@@ -221,7 +221,7 @@ def test_choice():
 
 
 def rows_of_every_kind():
-    """Short, long and longest rows; wide, ragged and strided ones, the last one ends the memory."""
+    """Rows of all lengths, with wide and narrow loads, with strides, and at the end of memory."""
     for x in (
         normal(9, 65),
         torch.linspace(-30, 30, 5000).reshape(1, 5000).repeat(3, 1),
@@ -258,10 +258,8 @@ MUTANTS = {
             block {~=> + ROW_BLOCK~} < length; block += ROW_BLOCK) { load_items
         one SIMD group's part: row_max[{~lane => 0~}];
         no barrier [uninitialised]: {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
-        barrier orders nothing [race]:
-            threadgroup_barrier(mem_flags::{~mem_threadgroup => mem_none~});
-        past the row read [out_of_bounds]:
-            {~position < length => true~} ? float(row[position * stride])
+        barrier of mem_none [race]: threadgroup_barrier(mem_flags::{~mem_threadgroup => mem_none~});
+        past the row [out_of_bounds]: {~position < length => true~} ? float(row[position * stride])
         past the row read, wide [out_of_bounds]: first {~+ ITEMS <= => <~} length
         past the row stored [race]: position >= begin {~&& position < length =>~}
         past the last row [everywhere, race]: if ({~row >= params.rows => false~})

@@ -33,7 +33,7 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
         elif token.text == "vec" and tokens.text(index + 1) == "<":
             _construct(tokens, index, tokens.close_angle(index + 1), aliases)
         elif token.text in aliases and tokens.text(index + 1) == ")":
-            _cast(tokens, index, index, "__cast", aliases)
+            _cast(tokens, index, index, aliases)
         elif token.text in aliases and tokens.text(index + 1) in ("(", "<"):
             end = tokens.close_angle(index + 1) if tokens.text(index + 1) == "<" else index
             if tokens.text(end + 1) == "(" and _is_expression(tokens, index, end):
@@ -111,14 +111,14 @@ def _construct(tokens: TokenList, index: int, end: int, aliases: Collection[str]
         tokens[start].text = "::metal::__mk<" + tokens[start].text
         tokens[end].text += ">"
     elif after == ")":
-        _cast(tokens, start, end, "__vector_cast", aliases)
+        _cast(tokens, start, end, aliases)
     elif tokens[end + 1].kind == "name" and after != "operator":
         spelled = "".join(token.text for token in tokens.tokens[start : end + 1])
         for name in _directly_initialised(tokens, start, end):
             tokens[name].text += f" = ::metal::__mk<{spelled}>"
 
 
-def _cast(tokens: TokenList, start: int, end: int, call: str, aliases: Collection[str]) -> None:
+def _cast(tokens: TokenList, start: int, end: int, aliases: Collection[str]) -> None:
     """`(T)x`, where [start, end] is T, becomes a call and an operator that binds as tightly."""
     before, last = tokens[start - 2], tokens.text(start - 2)
     if tokens.text(start - 1) != "(" or not _is_operand(tokens, end + 2):
@@ -129,7 +129,7 @@ def _cast(tokens: TokenList, start: int, end: int, call: str, aliases: Collectio
         return
     if tokens.text(end + 2) == "-" and _is_variable(tokens, start):
         return
-    tokens[start - 1].text = f"::metal::{call}<"
+    tokens[start - 1].text = "::metal::__cast<"
     tokens[end + 1].text = ">() ->*"
 
 

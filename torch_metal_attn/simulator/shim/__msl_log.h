@@ -1,10 +1,10 @@
-// metal_logging, of Metal 3.2, and metal_assert. What a kernel logs goes nowhere, and a condition
-// is evaluated but not asserted.
+// metal_logging, of Metal 3.2, and metal_assert. Logs are dropped. A condition is evaluated but not
+// asserted.
 #pragma once
 #include <__msl_types.h>
 
 METAL_FUNC void assert(bool) {}
-#define assert(condition) assert(condition)  // a macro, as texts may ask
+#define assert(condition) assert(condition)  // for texts that test `#ifdef assert`
 
 #if __METAL_VERSION__ >= 320
 namespace metal {

@@ -35,8 +35,8 @@ struct remove_addrspace<constant T> {
 template <class T>
 using remove_addrspace_t = typename remove_addrspace<T>::type;
 
-// A trait and its alias. By way of the struct: clang 19 and older crash on some of these in a
-// generic lambda.
+// A trait and its alias, which is defined by the trait: clang 19 and older crash on some of these
+// in a generic lambda.
 #define __MSL_TYPE(name, ...) \
   template <class T>          \
   struct name {               \
@@ -46,7 +46,7 @@ using remove_addrspace_t = typename remove_addrspace<T>::type;
   using name##_t = typename name<T>::type;
 __MSL_TYPE(remove_const, __remove_const(T))
 __MSL_TYPE(remove_volatile, __remove_volatile(T))
-// Address spaces are qualifiers, so they go as well.
+// Address spaces are qualifiers, so they are removed as well.
 __MSL_TYPE(remove_cv, __remove_cv(remove_addrspace_t<T>))
 __MSL_TYPE(remove_reference, __remove_reference_t(T))
 __MSL_TYPE(remove_pointer, __remove_pointer(T))
@@ -59,14 +59,6 @@ __MSL_TYPE(underlying_type, __underlying_type(T))
 __MSL_TYPE(type_identity, T)
 #undef __MSL_TYPE
 
-template <bool b, class T = void>
-struct enable_if {};
-template <class T>
-struct enable_if<true, T> {
-  typedef T type;
-};
-template <bool b, class T = void>
-using enable_if_t = typename enable_if<b, T>::type;
 template <bool b, class T, class F>
 struct conditional {
   typedef T type;
@@ -162,7 +154,7 @@ struct array {
   }
 };
 
-// Apple's header has the limits in a struct of this name, which texts specialise for their types.
+// Apple's header keeps the limits in a struct of this name, which texts specialise for their types.
 template <class T>
 struct _numeric_limits_impl {
   static constexpr constant bool is_specialized = false;

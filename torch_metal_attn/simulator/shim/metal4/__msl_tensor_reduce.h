@@ -40,7 +40,7 @@ METAL_FUNC void __reduce_tensor(Source& source, Destination& destination, reduct
   }
 }
 
-// The identity of a maximum is 0 too, unless it is given: Apple's default.
+// The default identity of a maximum is also 0, as in Apple's headers.
 template <class Element, class FromExtents, class ToExtents, class From, class To>
 METAL_FUNC void reduce_rows(metal::cooperative_tensor<Element, FromExtents, From>& source,
                             metal::cooperative_tensor<Element, ToExtents, To>& destination,

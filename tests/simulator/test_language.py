@@ -277,7 +277,7 @@ UNKNOWN = {
     "void h() { simdgroup_event e; }": "asynchronous copies are not supported",
     "float r(raytracing::intersector<> s) { return 0; }": "ray tracing is not supported",
     "void a() { atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); }": (
-        '`atomic_thread_fence` needs Metal 3.2: give compile_shader language="3.2"'
+        '`atomic_thread_fence` needs Metal 3.2: pass language="3.2" to compile_shader'
     ),
     "void b() { metal::atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); }": (
         "`atomic_thread_fence` needs Metal 3.2"

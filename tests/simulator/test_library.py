@@ -134,7 +134,7 @@ ONE = torch.ones(1)
         ("scale", (ONE, 1.0, 2.0), TypeError, "argument 2 has no parameter"),
         ("scale", (ONE, None), TypeError, "no argument for buffer(1)"),
         ("scale", (ONE, "a"), TypeError, "argument 1 is or holds a str"),
-        ("scale", (1.0, 1.0), ValueError, "give threads"),
+        ("scale", (1.0, 1.0), ValueError, "no argument is a tensor, so pass threads="),
         ("scale", (ONE.to("meta"), 1.0), ValueError, "a tensor on meta"),
         ("scale", (ONE.to_sparse(), 1.0), ValueError, "argument 0 is a tensor torch.sparse_coo"),
         ("pick", (ONE, []), ValueError, "argument 1 is empty"),
@@ -298,7 +298,7 @@ UNUSUAL = {
     "conjugated by a flag": lambda: torch.ones(4, dtype=torch.complex64).conj(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
     "without memory of its own": lambda: torch._efficientzerotensor(4),
-    "a storage of 4 bytes, too small": shrunk,
+    "a storage of 4 bytes, which is too small": shrunk,
 }
 
 

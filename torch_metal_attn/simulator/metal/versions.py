@@ -65,4 +65,4 @@ def refuse_newer(tokens: TokenList, language: str) -> None:
 
 
 def advice(version: str) -> str:
-    return f'give compile_shader language="{version}"'
+    return f'pass language="{version}" to compile_shader'

@@ -56,9 +56,6 @@ class Token:
     file: str
     line: int
 
-    def __repr__(self) -> str:
-        return f"{self.text!r}@{self.line}"
-
 
 def segments(text: str) -> Iterator[tuple[str, str, int, bool, str]]:
     """The text between line markers: (marker line, file, first line, is a system header, text)."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from . import versions
 from .constants import ConstantValue, FunctionConstant, needed, specialise
 from .kernels import Kernel, extract_kernels, refuse_argument_buffers
-from .lexer import MetalSourceError, TokenList, join, lex
+from .lexer import TokenList, join, lex
 from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
 from .reserved import refuse_names
 from .shifts import check_shifts, find_shifts
@@ -25,6 +25,7 @@ from .unsupported import METHOD, refuse_stages
 from .vectors import name_bool_vectors, rewrite_vectors, type_names
 
 UNSUFFIXED = re.compile(r"(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+")
+ALIGNMENTS = ("alignas", "aligned")
 METHOD_QUALIFIERS = ("const", "volatile", "noexcept")
 
 
@@ -189,22 +190,19 @@ def _take_alignment(tokens: TokenList, start: int, end: int) -> str:
     align = "16"
     index = start
     while index < end:
-        text = tokens.text(index)
-        if text in ("alignas", "__attribute__"):
-            close = tokens.close(index + 1)
-            if text == "alignas":
-                inner = (index + 2, close)
-            else:
-                at = next((i for i in range(index, close) if "aligned" in tokens.text(i)), close)
-                inner = (at + 2, tokens.close(at + 1)) if at < close else (close, close)
-            if inner[0] < inner[1]:
-                align = tokens.source(*inner)
-                if tokens[inner[0]].kind == "name" and inner[1] - inner[0] == 1:
-                    align = f"alignof({align})"
-            tokens.remove(index, close + 1)
-            end -= close + 1 - index
-        else:
+        if tokens.text(index) not in ("alignas", "__attribute__"):
             index += 1
+            continue
+        close = tokens.close(index + 1)
+        names = (i for i in range(index, close) if tokens.text(i).strip("_") in ALIGNMENTS)
+        name = next(names, None)
+        inner = (name + 2, tokens.close(name + 1)) if name is not None else (close, close)
+        if inner[0] < inner[1]:
+            align = tokens.source(*inner)
+            if tokens[inner[0]].kind == "name" and inner[1] - inner[0] == 1:
+                align = f"alignof({align})"
+        tokens.remove(index, close + 1)
+        end -= close + 1 - index
     return align
 
 
@@ -289,6 +287,3 @@ def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, en
             if tokens.source(other, tokens.close(other) + 1) != tokens.source(body, end + 1):
                 message = f"conversions `{head}` differ by address space: the simulator has one"
                 raise tokens.error(opening, message)
-
-
-__all__ = ["Kernel", "MetalSourceError", "Rewritten", "rewrite"]

@@ -19,7 +19,7 @@ ALWAYS_VALID = re.compile(r"[0-7][uUlL]*")  # every element has at least 8 bits
 
 
 def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
-    """(first, last token) of each operator to check. None if the text declares such operators."""
+    """(first, last token) of each operator to check. Empty if the text declares such operators."""
     result: list[tuple[int, int]] = []
     for index in tokens.where(FIRST):
         last = index

@@ -15,10 +15,7 @@ struct os_log {
   template <class... A> \
   METAL_FUNC void name(__text, A...) const {}
   __MSL_LOG(log)
-  __MSL_LOG(log_debug)
-  __MSL_LOG(log_info)
-  __MSL_LOG(log_error)
-  __MSL_LOG(log_fault)
+  __MSL_EACH_OF_4(__MSL_LOG, log_debug, log_info, log_error, log_fault)
 #undef __MSL_LOG
 };
 constexpr os_log os_log_default("", "");

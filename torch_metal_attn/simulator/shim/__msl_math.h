@@ -135,23 +135,14 @@ METAL_FUNC T __map(F f, T x, More... more) {
   return __each<T, T>([f](auto... v) { return f((float)v...); }, x, more...);
 }
 
-#define __MSL_UNARY(name, builtin)                           \
-  template <class T>                                         \
-  METAL_FUNC __floating<T> name(T x) {                       \
-    return __in_float([](auto v) { return builtin(v); }, x); \
+#define __MSL_UNARY(name)                                                         \
+  template <class T>                                                              \
+  METAL_FUNC __floating<T> name(T x) {                                            \
+    return __in_float([](auto v) { return __builtin_elementwise_##name(v); }, x); \
   }
-__MSL_UNARY(exp, __builtin_elementwise_exp)
-__MSL_UNARY(exp2, __builtin_elementwise_exp2)
-__MSL_UNARY(log, __builtin_elementwise_log)
-__MSL_UNARY(log2, __builtin_elementwise_log2)
-__MSL_UNARY(log10, __builtin_elementwise_log10)
-__MSL_UNARY(sin, __builtin_elementwise_sin)
-__MSL_UNARY(cos, __builtin_elementwise_cos)
-__MSL_UNARY(floor, __builtin_elementwise_floor)
-__MSL_UNARY(ceil, __builtin_elementwise_ceil)
-__MSL_UNARY(trunc, __builtin_elementwise_trunc)
-__MSL_UNARY(rint, __builtin_elementwise_rint)
-__MSL_UNARY(round, __builtin_elementwise_round)
+__MSL_EACH_OF_4(__MSL_UNARY, exp, exp2, log, log2)
+__MSL_EACH_OF_4(__MSL_UNARY, log10, sin, cos, floor)
+__MSL_EACH_OF_4(__MSL_UNARY, ceil, trunc, rint, round)
 #undef __MSL_UNARY
 
 #define __MSL_LIBM(name, ...)                                      \
@@ -159,22 +150,18 @@ __MSL_UNARY(round, __builtin_elementwise_round)
   METAL_FUNC __floating<T> name(T x) {                             \
     return __map([](float v) -> float { return __VA_ARGS__; }, x); \
   }
-__MSL_LIBM(sqrt, __builtin_sqrtf(v))
+#define __MSL_BUILT_IN(name) __MSL_LIBM(name, __builtin_##name##f(v))
+__MSL_EACH_OF_4(__MSL_BUILT_IN, asin, acos, atan, tan)
+__MSL_EACH_OF_4(__MSL_BUILT_IN, sinh, cosh, tanh, asinh)
+__MSL_BUILT_IN(acosh)
+__MSL_BUILT_IN(atanh)
+__MSL_BUILT_IN(sqrt)
+#undef __MSL_BUILT_IN
 #if __has_builtin(__builtin_exp10f)
 __MSL_LIBM(exp10, __builtin_exp10f(v))
 #else  // clang 17
 __MSL_LIBM(exp10, __builtin_powf(10.0f, v))
 #endif
-__MSL_LIBM(tan, __builtin_tanf(v))
-__MSL_LIBM(asin, __builtin_asinf(v))
-__MSL_LIBM(acos, __builtin_acosf(v))
-__MSL_LIBM(atan, __builtin_atanf(v))
-__MSL_LIBM(sinh, __builtin_sinhf(v))
-__MSL_LIBM(cosh, __builtin_coshf(v))
-__MSL_LIBM(tanh, __builtin_tanhf(v))
-__MSL_LIBM(asinh, __builtin_asinhf(v))
-__MSL_LIBM(acosh, __builtin_acoshf(v))
-__MSL_LIBM(atanh, __builtin_atanhf(v))
 __MSL_LIBM(sinpi, __builtin_sinf(M_PI_F*(v - 2.0f * __builtin_rintf(0.5f * v))))
 __MSL_LIBM(cospi, __builtin_cosf(M_PI_F*(v - 2.0f * __builtin_rintf(0.5f * v))))
 __MSL_LIBM(tanpi, __builtin_tanf(M_PI_F*(v - __builtin_rintf(v))))

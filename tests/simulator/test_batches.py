@@ -90,7 +90,7 @@ kernel void k(device float* out [[buffer(0)]], const device half* x [[buffer(1)]
 """
 
 
-def test_the_same_bits_and_counts_as_one_by_one():
+def test_bits_and_counts_equal_those_of_single_products():
     x = torch.randn(128, generator=torch.manual_seed(0)).half()
     results, counts = [], []
     for check in (False, True):

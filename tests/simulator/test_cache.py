@@ -214,7 +214,7 @@ OLDER = [4000.0 + 100 * n for n in range(6)]
         ("9", [1e6] * 3, None, [True] * 3),
     ],
 )
-def test_what_stays_in_the_cache(limit, ages, used_again, stay, empty_cache, monkeypatch):
+def test_entries_that_stay_in_the_cache(limit, ages, used_again, stay, empty_cache, monkeypatch):
     """Entries of 1 MiB, used so many seconds ago; leftovers of killed processes always go."""
     monkeypatch.setattr(cache, "_unmeasured", None)
     monkeypatch.setenv(cache.LIMIT, limit)

@@ -77,7 +77,7 @@ def test_the_largest_threadgroup_runs():
     assert torch.equal(out, 1023 - i + torch.arange(31.0, 1024, 32).repeat_interleave(32))
 
 
-def test_counters_equal_what_a_hand_counts():
+def test_counters_equal_counts_by_hand():
     body = """
         threadgroup float s[64];
         s[i] = a[g * 64 + i];                            // device load, threadgroup store
@@ -117,7 +117,7 @@ def test_counters_equal_what_a_hand_counts():
     assert counted.converts == 2 * threads
 
 
-def test_arithmetic_is_counted_where_it_is_asked_for():
+def test_arithmetic_is_counted_on_request():
     body = """
         float x = a[i];                                  // address
         uint bits = ((i ^ n) * 3 + (i << n)) / n;        // 5 integers
@@ -186,7 +186,7 @@ RACY_PARAMETERS = """device float* o [[buffer(0)]], uint i [[thread_index_in_thr
     uint g [[threadgroup_position_in_grid]]"""
 
 
-def test_a_seed_gives_one_order_and_another_seed_another():
+def test_seeds_give_reproducible_and_different_orders():
     library = compiled(RACY, RACY_PARAMETERS)
 
     def outcome(seed: int, workers: int) -> list[float]:
@@ -269,7 +269,7 @@ def test_threadgroup_atomics_and_exchanges(check):
 LONG_WAIT = 3.5
 
 
-def test_a_long_wait_that_is_over():
+def test_a_long_wait_that_ends_is_no_fault():
     """Threadgroup 1 goes on after it, with no barrier: threadgroup 2 does not wait in vain."""
     library = compiled(
         """while (atomic_load_explicit(n, memory_order_relaxed) < g) {}
@@ -285,7 +285,7 @@ def test_a_long_wait_that_is_over():
     assert ended.item() == 3
 
 
-def test_threads_that_take_turns_do_not_wait_in_vain():
+def test_threads_that_alternate_are_no_fault():
     library = compiled(
         """for (int turn = i; ((volatile device int*)stop)[0] == 0; turn += 2) {
              while (atomic_load_explicit(n, memory_order_relaxed) < turn &&
@@ -343,7 +343,7 @@ def test_two_python_threads_run_at_once(check):
 
 
 @pytest.mark.parametrize("most", (0, 16))
-def test_the_system_starts_no_more_threads(most):
+def test_error_if_the_system_starts_no_more_threads(most):
     library = compiled("for (int n = 0; n < 1000; n++) o[g] += 1;", ONE_THREAD)
     library.k(torch.zeros(1), threads=1, group_size=1)
 
@@ -363,7 +363,7 @@ def test_the_system_starts_no_more_threads(most):
     assert actual == refused or (most > 0 and actual == [1000] * 256)
 
 
-def test_a_run_knows_nothing_of_the_one_before():
+def test_a_run_starts_with_fresh_state():
     """Runs of a host thread share a region, after a fault too: memory, counts and order are new."""
     parameters = "device float* o [[buffer(0)]], constant int& writes [[buffer(1)]]"
     parameters += ", uint i [[thread_index_in_threadgroup]]"

@@ -69,7 +69,7 @@ def test_accesses_have_length_direction_and_site(body, expected):
     assert ("declare ptr @memset(ptr, i32, i64)" in out) == ("memset" in body)
 
 
-def test_alignment_below_the_length_is_told():
+def test_alignment_below_the_length_is_flagged():
     body = "  call void @__tsan_read16(ptr %0), !dbg !20\n  %2 = load <4 x float>, ptr %0, align "
     assert run(f"{body}8")[0][0] == access("%0", 16, 2)
     assert run(f"{body}16")[0][0] == access("%0", 16, 0)
@@ -123,12 +123,12 @@ PRIVATE = """  %v = alloca [4 x float], align 4
 
 
 @pytest.mark.parametrize(("index", "checked"), [("3", False), ("4", True), ("%n", True)])
-def test_what_is_always_in_a_private_variable_is_not_checked(index, checked):
+def test_accesses_inside_a_private_variable_are_not_checked(index, checked):
     text = "\n".join(run(PRIVATE.format(index=index))[0])
     assert ("@__msl_private(" in text) == ("@__msl_access(" in text) == checked
 
 
-def test_what_needs_no_check_is_still_counted():
+def test_accesses_without_a_check_are_counted():
     lines, _, _ = run(PRIVATE.format(index=3), count_all=True)
     assert [line for line in lines if "__msl_access" in line or "__msl_private" in line] == [
         "  call void @__msl_access(ptr %p, i32 4, i32 0, i32 0), !dbg !20"

@@ -63,7 +63,7 @@ def test_numbers(library, kernel, value, casts, expected):
     assert out.tolist() == expected
 
 
-def test_views_begin_where_they_begin(library):
+def test_views_begin_at_their_offset(library):
     base = torch.arange(8.0)
     library.scale(base[3:], 10.0, threads=2)
     assert base.tolist() == [0, 1, 2, 30, 40, 5, 6, 7]
@@ -160,7 +160,7 @@ def test_counters_of_the_last_kernel():
     assert total.as_dict()["store_bytes"]["device"] == 64
 
 
-def test_fault_says_what_where_and_who():
+def test_a_fault_has_its_kind_place_and_thread():
     source = "struct S {\n  static int at(uint i) { return i + 1; }\n};\n"
     source += "void put(device float* x, uint i) {\n  x[S::at(i)] = 1;\n}\n"
     source += "kernel void k(device float* x, uint i [[thread_position_in_grid]])\n{ put(x, i); }"
@@ -204,7 +204,7 @@ def test_function_constants():
     assert x[0] == -3
 
 
-def test_what_a_kernel_with_function_constants_needs():
+def test_missing_function_constants_are_errors():
     library = compile_shader(CONSTANTS, constants={"added": 1.0})
     with pytest.raises(ValueError, match="kernel k needs a value for function constants twice"):
         library.k(torch.ones(1))
@@ -280,7 +280,7 @@ def test_a_source_without_kernels(source, words):
 
 
 @each_case("name", ["air.f", "f"])
-def test_a_function_that_is_not_there(name):
+def test_a_function_without_a_definition(name):
     source = f'float f(float) __asm("{name}"); kernel void k(device float* x) {{ x[0] = f(1); }}'
     with pytest.raises(ShaderCompileError, match=f"`{re.escape(name)}`, which is only declared"):
         compile_shader(source)
@@ -304,7 +304,7 @@ UNUSUAL = {
 
 @each_case("kind", UNUSUAL)
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_whose_memory_is_not_their_values(library, kind):
+def test_unsupported_tensors(library, kind):
     with pytest.raises(ValueError, match=f"scale: argument 0 .*{kind}"):
         library.scale(UNUSUAL[kind](), 2.0, threads=1)
 
@@ -323,7 +323,7 @@ def test_tensors_of_transforms(library):
             library.scale(fake, 2.0)
 
 
-def test_autograd_sees_what_a_kernel_writes(library):
+def test_written_tensors_are_modified_for_autograd(library):
     x = torch.ones(4, requires_grad=True) * 1
     out = torch.zeros(4)
     loss = (x * x).sum()

@@ -153,8 +153,6 @@ def test_wrong_options_of_a_call(scale, options, error, message):
 
 @each_case("size", [0, -1, 2**64 + 32, 32.0, "32", None])
 def test_wrong_threadgroup_bytes(size):
-    words = (
-        r"\[0\] is .* threadgroup\(0\) scratch and must be an int of at least 1"
-    )
+    words = r"\[0\] is .* threadgroup\(0\) scratch and must be an int of at least 1"
     with pytest.raises(TypeError, match=words):
         compile_shader(SOURCE).reverse(torch.zeros(8), threadgroup_bytes={0: size})

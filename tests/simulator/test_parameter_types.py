@@ -86,7 +86,7 @@ def test_tensors_of_another_type(library, name, dtype, declared):
         call(library, **{name: dtype})
 
 
-def test_bytes_are_reinterpreted_where_the_caller_says_so(library):
+def test_uint8_views_reinterpret_bytes(library):
     out = torch.zeros(2, dtype=torch.bfloat16)
     library.typed_bfloat(out.view(torch.uint8), torch.ones(1, dtype=torch.bfloat16), threads=1)
     assert out[0] == 1

@@ -125,13 +125,13 @@ def test_refused_by_the_command_and_the_fixture(tmp_path, capsys) -> None:
     compile_shader(text("body", "out[i] = M_PI_F;"), defines={"M_PI_F": "3"})
 
 
-def test_what_is_no_name_compiles() -> None:
+def test_other_uses_of_reserved_words_compile() -> None:
     source = KERNEL.format(above=FREE, body="out[i] = f(1).x;")
     compile_shader(source.replace("kernel void", "[[kernel]] void"), check=True)
     assert lint.lint_source(source, strict=False) == []
 
 
-def test_every_macro_of_metal_is_one_here() -> None:
+def test_the_shim_defines_every_macro_of_metal() -> None:
     """If the simulator lacked a macro of the table, `#ifndef` of it would be open."""
     shim = "".join(path.read_text() for path in SHIM.rglob("*") if path.is_file())
     defined = set(re.findall(r"#define (\w+)", shim))
@@ -141,7 +141,7 @@ def test_every_macro_of_metal_is_one_here() -> None:
     assert not {name for name in defined - reserved.MACROS if not private.match(name)}
 
 
-def test_a_qualifier_is_no_name_even_where_the_table_does_not_see_it(monkeypatch) -> None:
+def test_qualifiers_as_names_do_not_compile_without_the_table(monkeypatch) -> None:
     monkeypatch.setattr(reserved, "_is_name", lambda *_: False)
     source = shaders.source("index_scores").replace("fragment_at", "fragment")
     sizes = {"HEAD_DIM": 128, "BLOCK_K": 32, "SIMDGROUPS": 4}

@@ -147,7 +147,7 @@ REFUSED = {
 }
 
 
-def test_what_is_refused_is_refused_at_its_line():
+def test_wrong_uses_are_refused_at_their_line():
     above = """
 #define LEFT(L, R) get_left_input_cooperative_tensor<L, R, float>()
 #define RIGHT(L, R) get_right_input_cooperative_tensor<L, R, float>()

@@ -72,7 +72,7 @@ NO_BFLOAT = "cannot compute in bfloat16"
         ("x86_64", {"other": NEW}, "mine", "TORCH_METAL_ATTN_CLANG=mine: no such program"),
     ],
 )
-def test_which_compiler_is_found(programs, monkeypatch, machine, installed, override, actual):
+def test_choice_of_the_compiler(programs, monkeypatch, machine, installed, override, actual):
     paths = {name: programs(name, version) for name, version in installed.items()}
     monkeypatch.setattr(toolchain.platform, "machine", lambda: machine)
     if override:

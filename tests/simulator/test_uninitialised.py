@@ -34,7 +34,7 @@ def library():
     return compile_shader(SOURCE, check=True)
 
 
-def test_reads_of_what_was_not_written(library):
+def test_reads_of_unwritten_elements(library):
     o = torch.zeros(8)
     with simulate(check=True, uninitialised=[o]):
         library.put(o, threads=5)
@@ -68,7 +68,7 @@ def test_an_atomic_update_reads(library):
     assert n.item() == 70
 
 
-def test_what_an_op_allocates_is_uninitialised(monkeypatch):
+def test_tensors_that_an_op_allocates_are_uninitialised(monkeypatch):
     plant(
         monkeypatch,
         "flash_decode",

@@ -286,7 +286,7 @@ class ShaderKernel:
         buffers = _bind(self._kernel, parameters, held, program.checked)
         _check_types(name, args, held, types)
         most = image.most_threads(self._kernel.most_threads_symbol)
-        grid, group = _grid(name, held, args, threads, group_size, most)
+        grid, group = _grid(name, args, threads, group_size, most)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes)
         if 0 in grid:
             return
@@ -501,7 +501,6 @@ def _check_types(
 
 def _grid(
     kernel: str,
-    held: Sequence[torch.Tensor | None],
     args: Sequence[Any],
     threads: int | Sequence[int] | None,
     group_size: int | Sequence[int] | None,

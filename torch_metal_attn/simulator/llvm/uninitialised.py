@@ -345,8 +345,6 @@ class _Function(Flags):
             what, name = match.groups()
             self.fill(f"%msl.marks.{name[1:]}", int(what == "end"), self.private[name].bytes)
             self.unmark_padding(name)
-            self.out.append(line)
-            return
         if (match := FILL.match(line)) and match.group(1) in self.root:
             address, value, length = match.groups()
             marked = value in self.unset and self.has_marks(address)

@@ -241,20 +241,17 @@ def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
 
 def _most_threads(tokens: TokenList, index: int, attributes: str, template: bool) -> str:
     """Declare a constant for max_total_threads_per_threadgroup; returns its name, or ""."""
-    _, marker, rest = attributes.partition(f"{MOST_THREADS} (")
+    _, marker, rest = attributes.partition(MOST_THREADS)
     if not marker:
         return ""
-    depth, end = 1, 0
-    while depth:
-        depth += {"(": 1, ")": -1}.get(rest[end], 0)
-        end += 1
+    in_parentheses = TokenList(lex(rest.lstrip()))
+    value = in_parentheses.source(1, in_parentheses.close(0))
     name = f"{MOST_THREADS_PREFIX}{index}"
     parameters = ""
     start = index
     if template:
         start = tokens.open_angle(index - 1) - 1
         parameters = tokens.source(start, index) + " "
-    value = rest[: end - 1].strip()
     tokens[start].space += f"{parameters}constant constexpr unsigned {name} = {value}; "
     return name
 

@@ -40,7 +40,7 @@ def reason(word: str) -> str | None:
 
 
 def refuse_stages(tokens: TokenList) -> None:
-    """Raise MetalSourceError for attributes such as `[[vertex]]`, which the rewriter would remove."""
+    """Raise MetalSourceError for attributes such as `[[vertex]]`, which later passes remove."""
     for index in tokens.find(*STAGES):
         if tokens.text(index - 2) == "[" == tokens.text(index - 1):
             raise tokens.error(index, str(reason(tokens.text(index))))

@@ -49,18 +49,15 @@ struct __bools : __bool_fields<N> {
   METAL_FUNC bool& operator[](int i) { return (&this->x)[i]; }
   METAL_FUNC bool operator[](int i) const { return (&this->x)[i]; }
   __bools operator!() const { return *this ^ __bools(true); }
-  friend __bools operator&(__bools a, __bools b) {
-    for (int i = 0; i < N; ++i) a[i] = a[i] && b[i];
-    return a;
+#define __MSL_LOGIC(op, scalar_op)                          \
+  friend __bools operator op(__bools a, __bools b) {        \
+    for (int i = 0; i < N; ++i) a[i] = a[i] scalar_op b[i]; \
+    return a;                                               \
   }
-  friend __bools operator|(__bools a, __bools b) {
-    for (int i = 0; i < N; ++i) a[i] = a[i] || b[i];
-    return a;
-  }
-  friend __bools operator^(__bools a, __bools b) {
-    for (int i = 0; i < N; ++i) a[i] = a[i] != b[i];
-    return a;
-  }
+  __MSL_LOGIC(&, &&)
+  __MSL_LOGIC(|, ||)
+  __MSL_LOGIC(^, !=)
+#undef __MSL_LOGIC
   friend __bools operator&&(__bools a, __bools b) { return a & b; }
   friend __bools operator||(__bools a, __bools b) { return a | b; }
   friend __bools operator!=(__bools a, __bools b) { return a ^ b; }

@@ -125,18 +125,17 @@ class matmul2d {
   template <class LeftElement, class RightElement>
   using Matmul = __matmul<(Code & ~8ul), Scope, LeftElement, RightElement>;
   template <class Operation, class Element, uint Operand, bool IsTransposed, int Rows, int Columns>
-  using Spread = metal::cooperative_tensor<
+  using AsStored = metal::cooperative_tensor<
       Element, metal::extents<int, Columns, Rows>,
       metal::__spread<Operation, Operand, IsTransposed, Rows, Columns, simdgroups>>;
-  // The tensors of the operands, as stored.
+  // The tensor of a logical matrix.
+  template <class Operation, class Element, uint Operand, bool IsTransposed, int Rows, int Columns>
+  using Spread = AsStored<Operation, Element, Operand, IsTransposed, IsTransposed ? Columns : Rows,
+                          IsTransposed ? Rows : Columns>;
   template <class Operation, class Element, int Inner>
-  using LeftOf =
-      Spread<Operation, Element, MSL_LEFT, about.transpose_left,
-             about.transpose_left ? Inner : about.m, about.transpose_left ? about.m : Inner>;
+  using LeftOf = Spread<Operation, Element, MSL_LEFT, about.transpose_left, about.m, Inner>;
   template <class Operation, class Element, int Inner>
-  using RightOf =
-      Spread<Operation, Element, MSL_RIGHT, about.transpose_right,
-             about.transpose_right ? about.n : Inner, about.transpose_right ? Inner : about.n>;
+  using RightOf = Spread<Operation, Element, MSL_RIGHT, about.transpose_right, Inner, about.n>;
   template <class Left, class Right>
   using MatmulOf = Matmul<typename __element_of<Left>::type, typename __element_of<Right>::type>;
 

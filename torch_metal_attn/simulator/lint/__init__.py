@@ -117,12 +117,12 @@ def _findings(
         shim, marked, body = preprocessed.partition(END_OF_SHIM)
         if not marked:
             raise toolchain.ToolchainError("clang does not mark where the simulator's headers end")
-        found, text = _rewritten(body)
+        token_findings, text = _rewritten(body)
     except build.ShaderCompileError as error:
         return sorted(set(compile_errors(str(error))))
     except MetalSourceError as error:
         return [_source_finding(error)]
-    findings = list(found)
+    findings = list(token_findings)
     if text is not None:
         tree, output = _parse(shim, text, STANDARDS[language] if strict else "", tree_wanted)
         if tree:

@@ -122,10 +122,12 @@ def specialise(
     unused = dict(values)
     index = 0
     while (index := tokens.next(index, ("function_constant",))) < len(tokens):
-        if not _declares(tokens, index):
+        open_attribute = index - 2
+        is_attribute = tokens.text(open_attribute) == "[" == tokens.text(index - 1)
+        # The attribute of a declared constant precedes `;`. That of a parameter does not.
+        if not is_attribute or tokens.text(tokens.close(open_attribute) + 1) != ";":
             index += 1
             continue
-        open_attribute = index - 2
         written = tokens.source(index + 2, tokens.close(index + 1))
         key = number(tokens, index, written, names)
         name_at = open_attribute - 1
@@ -162,13 +164,6 @@ def specialise(
         end = tokens.close(index + 1)
         tokens.replace(index, end + 1, "true" if tokens.text(index + 2) in defined else "false")
     return declared, missing
-
-
-def _declares(tokens: TokenList, index: int) -> bool:
-    """True if the attribute is between a declared name and `;`, and not on a parameter."""
-    if tokens.text(index - 1) != "[" or tokens.text(index - 2) != "[":
-        return False
-    return tokens.text(tokens.close(index - 2) + 1) == ";"
 
 
 def _literal(constant: FunctionConstant, value: ConstantValue) -> str:

@@ -276,13 +276,9 @@ def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str, str] |
         opening = tokens.open(last)
         signature = f"void {tokens.source(opening, last + 1)}"
         last = opening - 1
-    first = tokens.open_angle(last) - 1 if tokens.text(last) == ">" else last
-    function = tokens.text(first)
-    while tokens.text(first - 1) == "::":
-        first -= 1
-        if tokens[first - 1].kind == "name":
-            first -= 1
-    callee = tokens.source(first, last + 1)
+    name_at = tokens.open_angle(last) - 1 if tokens.text(last) == ">" else last
+    function = tokens.text(name_at)
+    callee = tokens.source(tokens.qualified_start(name_at), last + 1)
     tokens.remove(index, stop + 1)
     return name, callee, function, signature
 

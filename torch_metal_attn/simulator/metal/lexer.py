@@ -221,6 +221,12 @@ class TokenList:
             index += step
         return index
 
+    def qualified_start(self, index: int) -> int:
+        """The first token of a qualified name, such as `a::b`, that ends at `index`."""
+        while self.text(index - 1) == "::":
+            index -= 2 if self.tokens[index - 2].kind == "name" else 1
+        return index
+
     def close_angle(self, index: int) -> int:
         """The index of the `>` of a template argument list that begins at `index`."""
         return self._other_angle(index, lambda at: self.seek(at + 1, ("<", ">", ";", "}")))

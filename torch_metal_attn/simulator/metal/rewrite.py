@@ -80,12 +80,9 @@ def rewrite(
 
 def strip_attributes(tokens: TokenList) -> None:
     """Remove every remaining `[[...]]`. These hints and limits are unused on the host."""
-    index = 0
-    while (index := tokens.next(index, ("[",))) < len(tokens):
+    for index in reversed(tokens.where(("[",))):
         if tokens.text(index + 1) == "[":
             tokens.remove(index, tokens.close(index) + 1)
-        else:
-            index += 1
 
 
 def literals(tokens: TokenList) -> None:
@@ -208,10 +205,8 @@ def _take_alignment(tokens: TokenList, start: int, end: int) -> str:
 
 def array_parameters(tokens: TokenList) -> None:
     """`threadgroup T x[N]` as a function's parameter becomes a pointer, as in C++."""
-    index = 0
-    while (index := tokens.next(index, ADDRESS_SPACES)) < len(tokens):
+    for index in tokens.find(*ADDRESS_SPACES):
         _array_parameter(tokens, index)
-        index += 1
 
 
 def _array_parameter(tokens: TokenList, index: int) -> None:

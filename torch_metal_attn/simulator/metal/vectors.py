@@ -94,15 +94,9 @@ def type_names(tokens: TokenList) -> set[str]:
     return result - VECTORS - {"vec"}
 
 
-def _qualified_start(tokens: TokenList, index: int) -> int:
-    while tokens.text(index - 1) == "::":
-        index -= 2 if tokens[index - 2].kind == "name" else 1
-    return index
-
-
 def _construct(tokens: TokenList, index: int, end: int, aliases: Collection[str]) -> None:
     """Rewrite the construction or cast of a vector type [index, end]."""
-    start = _qualified_start(tokens, index)
+    start = tokens.qualified_start(index)
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if after == "(" and before != "operator":
         if tokens.text(end + 2) in ("*", "&") and tokens.text(end + 4) in (")", "["):
@@ -185,7 +179,7 @@ def _is_operand(tokens: TokenList, index: int) -> bool:
 
 
 def _is_expression(tokens: TokenList, index: int, end: int) -> bool:
-    start = _qualified_start(tokens, index)
+    start = tokens.qualified_start(index)
     if start != index or tokens.text(start - 1) not in BEFORE_EXPRESSION:
         return False
     close = tokens.close(end + 1)

@@ -71,7 +71,7 @@ namespace metal {
 template <class Element>
 METAL_FUNC void __forget(Element& element) {
 #ifdef MSL_UNDEFINED
-  element = __unset_value<Element>("an element that load() has not found");
+  element = __unset_value<Element>("an element outside of the extents of load()");
 #else
   (void)element;
 #endif

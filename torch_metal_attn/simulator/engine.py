@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from .build import MAX_THREADS, Image
@@ -108,7 +108,8 @@ class FaultReport(ctypes.Structure):
     )
 
 
-_each_space = partial(dict.fromkeys, SPACES, 0)
+def _each_space() -> dict[str, int]:
+    return dict.fromkeys(SPACES, 0)
 
 
 @dataclass
@@ -182,11 +183,12 @@ class Counters:
     def __repr__(self) -> str:
         shown: list[str] = []
         for name, value in self.as_dict().items():
+            text: object = value
             if isinstance(value, dict):
-                counted = ", ".join(f"{space} {n}" for space, n in value.items() if n)
-                value = f"({counted})" if counted else None
-            if value:
-                shown.append(f"{name}={value}")
+                counts = ", ".join(f"{space} {n}" for space, n in value.items() if n)
+                text = f"({counts})" if counts else None
+            if text:
+                shown.append(f"{name}={text}")
         return f"Counters({', '.join(shown)})"
 
 

@@ -129,8 +129,8 @@ def _check_mapping(name: str, value: object) -> None:
 
 
 def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
-    no_lists = str | bytes | os.PathLike | torch.Tensor
-    if isinstance(include_dirs, no_lists) or not isinstance(include_dirs, Iterable):
+    is_one = isinstance(include_dirs, str | bytes | os.PathLike | torch.Tensor)
+    if is_one or not isinstance(include_dirs, Iterable):
         raise TypeError(
             f"include_dirs is {value_text(include_dirs)}; it must be a list of directories"
         )

@@ -1,4 +1,4 @@
-"""SIMD operations and matrices against a model of them in Python."""
+"""SIMD operations and matrices, compared with a model in Python."""
 
 import functools
 import operator
@@ -167,7 +167,7 @@ COMBINATIONS = [
 
 
 def model_of_multiply(a, b, c):
-    """A B + C as the simulator rounds it: k ascending, one fused multiply-add a step, float32."""
+    """A B + C as the simulator rounds it, in float32 with one fused multiply-add per k."""
     total = c.float().double()
     for k in range(8):
         product = a.double()[:, k : k + 1] * b.double()[k : k + 1]

@@ -214,7 +214,7 @@ def test_missing_function_constants_are_errors():
 
 
 def test_defines_and_headers(tmp_path):
-    """T is a name in the shim, which no define reaches."""
+    """The shim has a name T, to which defines do not apply."""
     (tmp_path / "more.h").write_text("#pragma once\nconstant int PLUS = VALUE + 1;\n")
     source = '#include "more.h"\n'
     source += "kernel void k(device float* x) { x[0] = metal::max(TWICE(PLUS), float(T)); }"

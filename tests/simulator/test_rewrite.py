@@ -1,4 +1,4 @@
-"""The text passes: what becomes of what C++ does not have, and where errors point."""
+"""The text passes: the C++ that they make of Metal, and the lines of their errors."""
 
 import re
 
@@ -66,7 +66,7 @@ template [[host_name("y")]] kernel decltype(k<int, 4, false>) k<int, 4, false>;
 
 
 def test_kernels_of_one_name():
-    """As MLX's block_masked_gemm: an instantiation has the slots of its own template."""
+    """As in MLX's block_masked_gemm. An instantiation has the slots of its template."""
     kernels = rewrite(OVERLOADS.replace("N1", "3")).kernels
     assert [kernel.parameters[1].index for kernel in kernels] == [3, 5]
     with pytest.raises(MetalSourceError, match="cannot tell which `k<int,4>` is: rename all"):

@@ -143,7 +143,7 @@ def test_the_lane_maps_of_families_are_those_of_published_kernels(probe, lane_ma
 def test_random_lane_maps_have_each_element_once_and_differ(probe):
     maps = [probe(seed) for seed in (0, 2, 4)]
     for operand, shape in MATRICES.items():
-        # A seed's lowest bit says whether indices of a transposed operand are logical.
+        # The lowest bit of a seed makes the indices of a transposed operand logical.
         actual = [one[operand].reshape(-1, 2).tolist() for one in maps]
         elements = sorted([row, column] for row in range(shape[0]) for column in range(shape[1]))
         assert all(sorted(one) == elements for one in actual)
@@ -153,7 +153,7 @@ def test_random_lane_maps_have_each_element_once_and_differ(probe):
 
 
 def cut(x, rounds):
-    """x with 11 significant bits, of numbers that are no longer than 24."""
+    """x with 11 significant bits."""
     mantissa, exponent = torch.frexp(x.double())
     scaled = mantissa * 2**11
     return torch.ldexp(scaled.round() if rounds else scaled.trunc(), exponent - 11)
@@ -165,7 +165,7 @@ def test_relaxed_precision_cuts_float_operands_to_11_bits(relaxed_precision):
     kernel = product(left="float", right="float", relaxed=relaxed)
     a, b, c = operands(SHAPES[0], torch.float32)
     x, y = (cut(m, relaxed_precision == "round") if relaxed else m.double() for m in (a, b))
-    # The sum of each element in order of k, every step rounded once.
+    # Each element is a sum in the order of k, rounded once per step.
     expected = c.double()
     for k in range(16):
         expected = (expected + x[:, k, None] * y[None, k]).float().double()

@@ -147,7 +147,7 @@ def test_get_and_set_are_checked(views, matrices):
     (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
     out, sums = torch.zeros(13, 56), torch.zeros(96)
     views.by_get_and_set(a_memory, b_memory, out, sums, threads=96, group_size=96)
-    expected = torch.ones(16, 32)  # elements that the views lack are 1 + 0
+    expected = torch.ones(16, 32)  # elements outside of the views are 1 + 0
     expected[:13, :29] += a.float() @ b.float().T
     torch.testing.assert_close(out[:, :29], 2 * expected[:13, :29], atol=1e-5, rtol=0)
     torch.testing.assert_close(sums.sum(), expected.sum(), atol=1e-3, rtol=0)

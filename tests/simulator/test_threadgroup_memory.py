@@ -1,4 +1,4 @@
-"""A kernel's threadgroup memory, known without running it, is what a run takes."""
+"""The threadgroup memory of a kernel is known before a run, and equals that of a run."""
 
 import pytest
 import torch

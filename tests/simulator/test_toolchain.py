@@ -20,7 +20,7 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture
 def programs(monkeypatch, tmp_path):
-    """A PATH of its own; `add(name, version line)` puts a program there, or `zig` in a package."""
+    """An empty PATH. `add(name, version line)` adds a program, or `zig` in a package."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -112,11 +112,7 @@ def test_ziglang_links_with_what_the_system_has(programs, monkeypatch, system):
     ("system", "release", "advice"),
     [
         ("darwin", "14.8.7", r"'ziglang>=0\.14,<0\.17'`, which brings one for this macOS,"),
-        (
-            "darwin",
-            "15.2",
-            r"command line tools to 16\.3 or later, or run `pip install -U ziglang`",
-        ),
+        ("darwin", "15.2", r"tools to 16\.3 or later, or run `pip install -U ziglang`"),
         ("linux", "", r": run `pip install -U ziglang`"),
     ],
 )

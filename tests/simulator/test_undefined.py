@@ -1,4 +1,4 @@
-"""Undefined arithmetic, private arrays out of bounds and code without an end are faults."""
+"""Undefined arithmetic, out-of-bounds private arrays and endless code are faults."""
 
 import os
 import signal

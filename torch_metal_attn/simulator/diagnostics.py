@@ -30,8 +30,7 @@ METHOD = re.compile(
 OTHER_MEMORY = re.compile(r"__global|__local|__constant|\b(?:device|threadgroup|constant)\b")
 
 # The host's spellings and Metal's, in the order of replacement.
-ELEMENTS = {"unsigned char": "uchar", "unsigned short": "ushort", "unsigned int": "uint"}
-ELEMENTS |= {"unsigned long": "ulong"}
+UNSIGNED = {f"unsigned {name}": f"u{name}" for name in ("char", "short", "int", "long")}
 _ELEMENT = r"((?:unsigned |u)?(?:char|short|int|long)|bool|half|bfloat|float)"
 HOST_WORDS = [
     (r"\bconst (volatile )?__constant\b", r"\1constant"),
@@ -44,7 +43,7 @@ HOST_WORDS = [
     (rf"\b{_ELEMENT} __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"\1\2"),
     (rf"\b(?:metal::)?vec<{_ELEMENT}, (\d)>", r"\1\2"),
     (rf"\b(?:metal::)?matrix<{_ELEMENT}, (\d), (\d)>", r"\1\2x\3"),
-    *((rf"\b{host}(?=[234]\b)", metal) for host, metal in ELEMENTS.items()),
+    *((rf"\b{host}(?=[234]\b)", metal) for host, metal in UNSIGNED.items()),
     (r" \(vector of \d '[^']*' values\)", ""),
     (r"'[^']*\b__tg_[^']*' \(aka '([^']*)'\)", r"'\1'"),
     (r"'([^']*)' \(aka '\1'\)", r"'\1'"),

@@ -41,20 +41,17 @@ METAL_FUNC void __reduce_tensor(Source& source, Destination& destination, reduct
 }
 
 // The default identity of a maximum is also 0, as in Apple's headers.
-template <class Element, class FromExtents, class ToExtents, class From, class To>
-METAL_FUNC void reduce_rows(metal::cooperative_tensor<Element, FromExtents, From>& source,
-                            metal::cooperative_tensor<Element, ToExtents, To>& destination,
-                            reduction_operation op = reduction_operation::sum,
-                            Element identity = (Element)0) {
-  __reduce_tensor<MSL_ROWS>(source, destination, op, identity);
-}
-template <class Element, class FromExtents, class ToExtents, class From, class To>
-METAL_FUNC void reduce_columns(metal::cooperative_tensor<Element, FromExtents, From>& source,
-                               metal::cooperative_tensor<Element, ToExtents, To>& destination,
-                               reduction_operation op = reduction_operation::sum,
-                               Element identity = (Element)0) {
-  __reduce_tensor<MSL_COLUMNS>(source, destination, op, identity);
-}
+#define __MSL_REDUCE(name, operand)                                                    \
+  template <class Element, class FromExtents, class ToExtents, class From, class To>   \
+  METAL_FUNC void name(metal::cooperative_tensor<Element, FromExtents, From>& source,  \
+                       metal::cooperative_tensor<Element, ToExtents, To>& destination, \
+                       reduction_operation op = reduction_operation::sum,              \
+                       Element identity = (Element)0) {                                \
+    __reduce_tensor<operand>(source, destination, op, identity);                       \
+  }
+__MSL_REDUCE(reduce_rows, MSL_ROWS)
+__MSL_REDUCE(reduce_columns, MSL_COLUMNS)
+#undef __MSL_REDUCE
 
 }  // namespace tensor_ops
 }  // namespace mpp

@@ -3,7 +3,7 @@
 A variable without a value is initialised by `__msl_unset_*`, which is opaque to the compiler. After
 optimisation, each value that depends on such a call gets a flag for each lane. Where the value
 decides something (a branch, a store, an address, a call), the flag is passed to the engine. An
-array that stays in memory gets a second array, with a mark for each unwritten byte.
+array that stays in memory gets a second array, with a mark for each byte.
 
 This pass also checks accesses that may be outside of a private variable.
 """

@@ -59,7 +59,7 @@ class Kernel:
     function: str  # the unqualified name of the function
     parameters: list[Parameter]
     missing: list[str] = field(default_factory=list)  # function constants without a value
-    signature: str = ""  # its type, if an instantiation has it to choose an overload
+    signature: str = ""  # its type, if an instantiation spells it to choose an overload
     most_threads: str = ""  # the C++ expression of max_total_threads_per_threadgroup, if any
 
     @property

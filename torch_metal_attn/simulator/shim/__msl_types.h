@@ -62,7 +62,9 @@ using enable_if_t = typename enable_if<b, T>::type;
 
 // The unsigned integer with as many bytes as T.
 template <int bytes>
-struct __word;
+struct __word {
+  typedef unsigned __int128 type;
+};
 template <class T>
 using __bits = typename __word<sizeof(T)>::type;
 #define __MSL_WORD(T)        \
@@ -74,7 +76,6 @@ __MSL_WORD(uchar)
 __MSL_WORD(ushort)
 __MSL_WORD(uint)
 __MSL_WORD(ulong)
-__MSL_WORD(unsigned __int128)
 #undef __MSL_WORD
 
 }  // namespace metal

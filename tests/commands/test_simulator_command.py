@@ -105,7 +105,7 @@ kernel reverse_bfloat
   buffer(0): device T* x of bfloat
   threadgroup(0): threadgroup T* scratch of bfloat
   uint i [[thread_index_in_threadgroup]]
-  threadgroup memory: 200 bytes, and up to 32560 that a call gives threadgroup(0)
+  threadgroup memory: 200 bytes, and up to 32560 that a call passes for threadgroup(0)
 """
 
 

@@ -1,13 +1,13 @@
-"""Planted faults and their clean twins: all cases of a table in one kernel, compiled once.
+"""Planted faults and their clean twins. All cases of a table are in one kernel, compiled once.
 
-A case is its name, the kind of fault and statements, in which `{~faulty => clean~}` is the fault:
+A case has a name, the kind of fault and statements. `{~faulty => clean~}` is the planted fault:
 
     division_by_zero: integer_division, unchecked too: int 5 divided by 0
       o[i] = 5 / n[{~i => i + 1~}];
 
-`unchecked too`: a run without checks ends as this fault, though without a line. After the second
-colon stand words of the message. The fault is at a line of the case, at those of its lines that end
-in `//!`, or in a function at the line that ends in `//!` and the function's name.
+`unchecked too`: a run without checks reports this fault as well, but without a line. The second
+colon is followed by a part of the message. The fault is at a line of the case. If lines end in
+`//!`, it is at one of these. In a function, its line ends in `//!` and the function's name.
 """
 
 import functools
@@ -29,7 +29,7 @@ TENSORS = f"""{HEAD}#include <metal_tensor>
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 using namespace mpp::tensor_ops;
 """
-# Statements may use n[i] = i, a[i] = i, and o, each of 64 elements.
+# Statements may use n[i] = i, a[i] = i and o, with 64 elements each.
 PARAMETERS = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
   const device int* n [[buffer(2)]], constant int& which [[buffer(3)]],
   uint i [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]"""
@@ -40,10 +40,10 @@ def arguments():
 
 
 class Planted:
-    """A table of cases, compiled when the first of them runs."""
+    """A table of cases, compiled when the first case runs."""
 
     def __init__(self, table, functions="", parameters=PARAMETERS, arguments=arguments, **options):
-        """arguments: of `parameters`, without the number; options: of the build and of runs."""
+        """arguments: makes those for `parameters` but the last. options: of the build and runs."""
         self.arguments = arguments
         self.build = {n: options.pop(n) for n in ("language", "strict_simd") if n in options}
         self.options = {"threads": 32, "group_size": 32, "workers": 1, "step_limit": 100_000}
@@ -61,7 +61,7 @@ class Planted:
         return compile_shader(self.source, check=check, **self.build)
 
     def run(self, name, clean, check=True, **options):
-        """The first argument after the run."""
+        """The kernel's first argument after a run."""
         values = self.arguments()
         which = 2 * self.names.index(name) + clean
         self.library(check).k(*values, which, arg_casts="int32", **self.options | options)
@@ -74,7 +74,7 @@ class Planted:
         return caught.value
 
     def lines(self, name):
-        """The lines that the fault may be at."""
+        """The lines at which the fault may be."""
         faulty = twin(self.cases[name][-1], 1)
         marks = [f"//! {called}\n" for called in re.findall(r"(\w+)\(", faulty)]
         in_functions = [self.source.index(mark) for mark in marks if mark in self.source]
@@ -87,7 +87,7 @@ class Planted:
         return marked or set(range(first, first + len(texts)))
 
     def tests(self, orders=({},)):
-        """Two tests, each of every case and with each of these options of a run."""
+        """Two tests that run every case with each of these options."""
 
         @each_case("name", self.names)
         def fault_is_reported(name):
@@ -111,9 +111,9 @@ class Planted:
 
 
 def read(table):
-    """Each case as (name, kind, whether unchecked too, words of the message, statements)."""
+    """Each case as (name, kind, ", unchecked too" or "", words of the message, statements)."""
     actual = re.findall(r"^(\S+): (\S+)(, unchecked too)?(?:: (.+))?\n((?:  .*\n)+)", table, re.M)
-    assert len(actual) == len(re.findall(r"^[^\s#]", table, re.M)), "a case that is not understood"
+    assert len(actual) == len(re.findall(r"^[^\s#]", table, re.M)), "a case has a wrong form"
     return actual
 
 
@@ -127,13 +127,13 @@ def compiled(body, parameters=PARAMETERS, above="", **options):
 
 
 def choice(statements):
-    """A body of which `which` runs one statement, so that all are compiled once."""
+    """A body in which `which` chooses a statement, so all are compiled once."""
     cases = [f"case {which}: {text} break;" for which, text in enumerate(statements)]
     return f"switch (which) {{ {' '.join(cases)} }}"
 
 
 def result(body, *values, size=64, parameters=PARAMETERS, above="", check=True, **options):
-    """The first argument after a kernel of this body has run; `values` are the others."""
+    """The first argument after a run of a kernel with this body. `values` are the others."""
     out, *rest = arguments()
     out = torch.zeros(size) if isinstance(size, int) else size
     library = compiled(body, parameters, above, check=check)
@@ -143,7 +143,7 @@ def result(body, *values, size=64, parameters=PARAMETERS, above="", check=True, 
 
 
 def check_refused(lines, above="", below="", **options):
-    """`lines`, each a line of one text after `above`, with the words of the error that is there."""
+    """lines: each line of a text after `above`, with a part of the error at that line."""
     above = HEAD + above
     with pytest.raises(ShaderCompileError) as caught:
         compile_shader("\n".join([above.rstrip(), *lines, below]), **options)

@@ -1,4 +1,4 @@
-"""Batches of matrix products in plain builds: the IR's pass, and results equal to one by one."""
+"""Batches of matrix products in plain builds: the pass over the IR, and results."""
 
 import re
 
@@ -10,7 +10,7 @@ from torch_metal_attn.simulator.llvm.batches import MOST, batch_products
 
 
 def products(calls, between="", call="call double"):
-    """IR of a function with these (result, a, b, c), and a line before the last."""
+    """IR of a function with products (result, a, b, c), and a line before the last."""
     lines = [
         f"  %{result} = tail {call} @__msl_matrix(ptr noundef nonnull @f, "
         f"double noundef {a}, double noundef {b}, double noundef {c}) #8"
@@ -29,7 +29,7 @@ CHAIN = [(f"x{i}", "%a", "%b", f"%x{i - 1}" if i else "0.0") for i in range(MOST
     [
         ((*TWO, ("z", "%a", "%b", "%x")), "", [[-1, -1, 0]]),
         ((TWO[0], ("y", "%x", "%b", "0.0")), "", [[-1], [-1]]),  # a factor is a result
-        # A line that only reads results waits; one that meets lanes or writes a result does not.
+        # A line that only reads results is delayed. One that meets lanes or stores a result is not.
         (TWO, "  %n = fneg double %x", [[-1, -1]]),
         (TWO, "  store double %a, ptr %p, align 8", [[-1, -1]]),
         (TWO, "  call void @__msl_simdgroup_barrier(i32 2)", [[-1], [-1]]),
@@ -50,7 +50,7 @@ def test_batches(calls, between, batches):
 
 @each_case("label", ["", "entry:", '"f(int).exit":'])
 def test_a_first_block_with_and_without_a_name(label):
-    """Only one without has a number, which its label then spells."""
+    """A block without a name gets its number as a label."""
     call = "call double @__msl_matrix(ptr @f, double %0, double %0, double 0.0)"
     body = [label, f"  %r = {call}"] if label else [f"  %2 = {call}"]
     text = "\n".join(["define void @k(double %0) {", *body, "  br label %5", "5:", "}"])
@@ -90,7 +90,7 @@ kernel void k(device float* out [[buffer(0)]], const device half* x [[buffer(1)]
 """
 
 
-def test_the_same_bits_and_counts_as_one_by_one():
+def test_bits_and_counts_equal_those_of_single_products():
     x = torch.randn(128, generator=torch.manual_seed(0)).half()
     results, counts = [], []
     for check in (False, True):

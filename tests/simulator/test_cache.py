@@ -26,7 +26,7 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 def forget(monkeypatch):
-    """Act as a new process: nothing is loaded."""
+    """Act as a new process, in which nothing is loaded."""
     monkeypatch.setattr(build, "_programs", {})
 
 
@@ -75,7 +75,7 @@ def test_changed_header_is_compiled_again(tmp_path, commands, monkeypatch):
     before = len(commands)
     forget(monkeypatch)
     assert result(source, **options) == 1
-    # Only to find out what its headers say, and which macros they define.
+    # Only preprocessed, for the text of its headers and their macros.
     assert len(commands) == before + 2
 
 
@@ -143,7 +143,7 @@ def test_damaged_entry_is_gone_and_made_again(name, damage):
 
 
 def test_a_damaged_image_is_compiled_again(empty_cache):
-    """By two children at once, as cutting a file that this process has mapped would end it."""
+    """Two children compile at once. Truncating a mapped file would end this process."""
     for _ in range(2):
         assert in_children(2, result) == [7, 7]
         assert not list(empty_cache.glob("??/.new-*"))
@@ -162,7 +162,7 @@ def test_store_keeps_the_entry_that_is_there():
 
 
 def test_an_entry_stored_in_place_of_a_damaged_one_is_used(monkeypatch):
-    """Another process removes the damaged one before it is looked up, and stores its own after."""
+    """Another process removes the damaged entry before the lookup and stores its entry after it."""
     entry = cache.store("abcd", {"file": b"first"})
     actual = iter([None])
     monkeypatch.setattr(cache, "lookup", lambda key: next(actual, entry))
@@ -214,8 +214,8 @@ OLDER = [4000.0 + 100 * n for n in range(6)]
         ("9", [1e6] * 3, None, [True] * 3),
     ],
 )
-def test_what_stays_in_the_cache(limit, ages, used_again, stay, empty_cache, monkeypatch):
-    """Entries of 1 MiB, used so many seconds ago; leftovers of killed processes always go."""
+def test_entries_that_stay_in_the_cache(limit, ages, used_again, stay, empty_cache, monkeypatch):
+    """`ages`: seconds since the last use of entries of 1 MiB. Leftovers of killed processes go."""
     monkeypatch.setattr(cache, "_unmeasured", None)
     monkeypatch.setenv(cache.LIMIT, limit)
     entries = []

@@ -1,4 +1,4 @@
-"""The compiler's messages name the errors of the user's text; texts that it refuses here only."""
+"""The compiler's messages are at lines of the user's text. Some texts are refused only here."""
 
 import functools
 
@@ -29,7 +29,7 @@ In file included from a.metal:5:
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("output", "shown"),
     [
         (OWN, OWN),
         (OWN + FOLLOWS, OWN),
@@ -46,11 +46,11 @@ In file included from a.metal:5:
         ("clang: error: no input files\n", "clang: error: no input files\n"),
     ],
 )
-def test_messages(said, shown):
-    assert readable(said, in_shim) + "\n" == shown
+def test_messages(output, shown):
+    assert readable(output, in_shim) + "\n" == shown
 
 
-def test_no_more_than_a_screen():
+def test_long_messages_are_cut():
     assert readable("a.metal:1:1: error: no\n" * 100, in_shim).count("\n") == MOST_LINES - 1
 
 
@@ -59,12 +59,12 @@ compiled = functools.partial(planted.compiled, parameters=PARAMETERS)
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_array_of_a_length_known_later(check):
+def test_variable_length_arrays_are_refused(check):
     with pytest.raises(ShaderCompileError, match=r"program_source:6:.*variable length array"):
         compiled("int a[n]; a[0] = o[0]; o[1] = a[n - 1];", check=check)
 
 
-# The arrays are indexed by what memory holds, so that they stay on the stack.
+# Indices come from memory, so the arrays stay on the stack.
 @pytest.mark.parametrize("check", [False, True])
 def test_more_memory_than_a_thread_has(check):
     use = "int a[{}]; for (int i = 0; i < n; ++i) a[o[i]] = i; o[0] = a[o[1]];"
@@ -74,13 +74,9 @@ def test_more_memory_than_a_thread_has(check):
 
 
 def test_an_error_in_a_header_is_at_its_line_after_many_others():
-    """Clang finds what templates refuse at the end of a text."""
+    """Clang reports errors in templates at the end of a text."""
     lines = [f"int a{i} = missing{i};\n" for i in range(30)]
     with pytest.raises(ShaderCompileError) as raised:
         compiled("".join(lines) + "auto v = float4(1, 2, 3, 4, 5);", check=True)
     said = str(raised.value).split("\n")[1:]
     assert [int(line.split(":")[1]) for line in said] == list(range(6, 6 + 31)), said
-
-
-def test_warnings_are_no_errors():
-    compiled("int unused; o[0] = 1.5f; if (unused = 1) o[1] = n == n;")

@@ -1,4 +1,4 @@
-"""SIMD operations that some lanes of a SIMD group reach: over which lanes, and what is a fault."""
+"""SIMD operations that only some lanes of a SIMD group reach: the active lanes, and the faults."""
 
 import random
 import re
@@ -60,12 +60,12 @@ WRAP = 2**32 - 1
 
 
 class Program:
-    """Random statements as Metal, and what a GPU's lanes do: the active ones do each at once."""
+    """Random statements in Metal, and a model of a GPU, where active lanes run in lockstep."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
         self.s = list(range(32))  # each lane's variable
-        self.rounds = []  # of the loops around
+        self.rounds = []  # of the enclosing loops
         self.broken, self.continued = set(), set()  # lanes that left the innermost loop or round
         self.text, self.steps = self.block(3, 0)
 
@@ -74,7 +74,7 @@ class Program:
         return " ".join(text for text, _ in made), [run for _, run in made]
 
     def run(self, steps, lanes):
-        """The lanes that are left after the statements."""
+        """The lanes that are still active after the statements."""
         for step in steps:
             lanes = step(lanes) if lanes else lanes
         return lanes

@@ -123,7 +123,7 @@ def test_unchecked_lanes_that_wait_for_lanes_that_have_ended(seed):
         PLANTED.run("lanes_at_a_barrier_and_lanes_at_a_simd_operation", False, False, seed=seed)
 
 
-def test_nothing_is_written_once_there_is_a_fault():
+def test_nothing_is_written_after_a_fault():
     out = torch.zeros(64)
     fault("o[i] = 5; o[i + 1] = 5;", size=out)
     assert torch.equal(out, torch.zeros(64))
@@ -162,7 +162,7 @@ def test_unchecked_threadgroup_memory_starts_as_nan():
 
 
 @pytest.mark.parametrize("slow", (0, 1))
-def test_of_several_faults_the_first_in_order_is_reported(slow):
+def test_the_first_of_several_faults_is_reported(slow):
     # Two host threads run threadgroups 0 and 1 at once; either may be the one that takes long.
     body = f"""float x = 1; uint turns = group == {slow} ? 3000000 : 600000;
         for (uint k = 0; k < turns; ++k) x += a[k % 64]; o[i] = a[i + 64] + x;"""

@@ -86,7 +86,7 @@ the_fence_before_the_write: race
     if (before == groups - 1) for (uint g = 0; g < groups; g++) p[0] += o[g];
   }
 """
-# They wait for other threadgroups, so all must run at once.
+# Threadgroups wait for others, so all must run at once.
 WAITING = """
 all_wait_for_all: race
   o[64 * group + i] = i; {~=> FENCE~} BARRIER(device)
@@ -99,7 +99,7 @@ passed_on_by_each: race
   }
   {~if (group == 0 && i == 0) o[1] = 1; =>~}
 """
-# Some wait for what nobody does any more.
+# Threadgroups wait forever.
 STUCK = """
 nobody_counts_to_five: no_progress: no other thread has got anywhere
   if (i == 0) { ADD; while (LOAD < {~5 => 4~}) {} }  //!

@@ -1,4 +1,4 @@
-"""Metal's functions against torch and Python: the host headers have to mean what Metal's do."""
+"""Metal's functions in the simulator's headers, compared with torch and Python."""
 
 import math
 
@@ -13,7 +13,7 @@ X = torch.cat([torch.linspace(-3, 3, 41), torch.tensor([-0.0, 0.5, 1.5, 2.5, -2.
 
 
 def evaluate(expressions, values, type_name, out_type=None, out_dtype=None):
-    """Each expression of x, for each value: one kernel for all. A row an expression."""
+    """A row for each expression of x, at all values. One kernel computes all."""
     stores = "".join(f"o[{n} * count + i] = {e};" for n, e in enumerate(expressions))
     library = compile_shader(
         f"{HEAD}kernel void k(device {out_type or type_name}* o [[buffer(0)]],"
@@ -164,8 +164,7 @@ def test_integer_functions():
         assert row == [model(n) for n in numbers], name
 
 
-VECTORS = {
-    # of float4 x = (1, -2, 3, -4)
+VECTORS = {  # x is float4(1, -2, 3, -4)
     "float4(x.xy, x.zw)": [1, -2, 3, -4],
     "float4(x.x, x.yzw)": [1, -2, 3, -4],
     "float4(2.5f)": [2.5] * 4,
@@ -226,8 +225,7 @@ def test_limits_and_traits():
     assert dict(zip(LIMITS, out[:, 0].tolist(), strict=True)) == LIMITS
 
 
-BOOLS = {
-    # of bool2 m = (1, 4) < (2, 3), which is (true, false), and bool4 b from memory: 1, 0, 1, 1
+BOOLS = {  # m is bool2(true, false) = (1, 4) < (2, 3), and b is bool4(1, 0, 1, 1) from memory
     "m.x": 1,
     "m.y": 0,
     "(!m).y": 1,
@@ -265,7 +263,7 @@ def test_bool_vectors(check):
     assert memory.tolist() == [[False, True, False, False], [True, False, True, True]]
 
 
-# The text of a template names no vector of bool, so clang's vector has to be repaired.
+# A template that deduces bool uses clang's vector of bool, whose IR is repaired.
 CHOSEN = """template <typename T> float4 {name}(T any, const device float* a) {{
   vec<{element}, 4> m; for (int j = 0; j < 4; ++j) m[j] = a[j] > 0;
   m[int(a[4])] = any; return select(float4(1.0f), float4(2.0f), m); }}"""
@@ -314,7 +312,7 @@ def test_packed_and_bool_vectors_in_memory(check):
     assert halves[1:9].tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
 
 
-# Constructs of ggml, candle and MLX, of which each ships compiled.
+# Constructs of ggml, candle and MLX, which ship compiled.
 OBJECTS = (
     HEAD
     + """
@@ -399,7 +397,7 @@ def test_objects_in_any_memory(check):
     assert out.tolist() == [1214.0, 31.5, 302.0, 11.5, 17.0, 7.0, 24.0, 3.0]
 
 
-def test_an_element_that_a_packed_vector_does_not_have():
+def test_index_past_a_packed_vector_is_a_fault():
     for where in ("p[0].at", "copy.at"):
         source = f"""{HEAD}struct P {{ packed_float3 at; float w; }};
             kernel void k(device P* p [[buffer(0)]], constant int& i [[buffer(1)]]) {{

@@ -77,7 +77,7 @@ def test_the_largest_threadgroup_runs():
     assert torch.equal(out, 1023 - i + torch.arange(31.0, 1024, 32).repeat_interleave(32))
 
 
-def test_counters_equal_what_a_hand_counts():
+def test_counters_equal_counts_by_hand():
     body = """
         threadgroup float s[64];
         s[i] = a[g * 64 + i];                            // device load, threadgroup store
@@ -117,7 +117,7 @@ def test_counters_equal_what_a_hand_counts():
     assert counted.converts == 2 * threads
 
 
-def test_arithmetic_is_counted_where_it_is_asked_for():
+def test_arithmetic_is_counted_on_request():
     body = """
         float x = a[i];                                  // address
         uint bits = ((i ^ n) * 3 + (i << n)) / n;        // 5 integers
@@ -150,12 +150,12 @@ def test_arithmetic_is_counted_where_it_is_asked_for():
 
 
 POINTERS = {"float": 4, "float4": 16, "half4": 8, "uchar": 1, "ulong": 8}
-# A statement, and the loads and the bytes that 32 lanes load and store by it.
+# A statement, and the loads, loaded bytes and stored bytes of 32 lanes.
 ACCESSES = {
     f"((device {p}*)o)[i] = ((const device {p}*)a)[i];": (32, 32 * size, 32 * size)
     for p, size in POINTERS.items()
 } | {
-    # A matrix load is one access a lane unless it is transposed.
+    # A matrix load is one access per lane, or two if it is transposed.
     f"simdgroup_load(m, (const device half*)a, 8, 0, {transposed});"
     "simdgroup_store(m, (device half*)o);": (loads, 128, 128)
     for transposed, loads in (("false", 32), ("true", 64))
@@ -186,7 +186,7 @@ RACY_PARAMETERS = """device float* o [[buffer(0)]], uint i [[thread_index_in_thr
     uint g [[threadgroup_position_in_grid]]"""
 
 
-def test_a_seed_gives_one_order_and_another_seed_another():
+def test_seeds_give_reproducible_and_different_orders():
     library = compiled(RACY, RACY_PARAMETERS)
 
     def outcome(seed: int, workers: int) -> list[float]:
@@ -204,7 +204,7 @@ def test_a_seed_gives_one_order_and_another_seed_another():
 
 
 ATOMICS = {
-    # operation, type: the result over operands 1 ... 6400 from a start
+    # (operation, type, start): the result over operands 1 ... 6400
     ("add", "int", 0): lambda start, all: start + sum(all),
     ("add", "float", 0): lambda start, all: start + len(all),
     ("sub", "uint", 2**31 - 1): lambda start, all: start - sum(all),
@@ -214,7 +214,7 @@ ATOMICS = {
     ("or", "uint", 0): lambda start, all: 8191,
     ("and", "uint", 8191): lambda start, all: 0,
     ("xor", "uint", 5): lambda start, all: start ^ (6400),
-    ("max", "ulong", 7): lambda start, all: 2**32 + max(all),  # which returns nothing
+    ("max", "ulong", 7): lambda start, all: 2**32 + max(all),  # atomic_max returns nothing
 }
 OPERANDS = {"float": "1.0f", "ulong": "0x100000001ul + i"}
 DTYPES = {"float": torch.float32, "ulong": torch.int64}
@@ -260,17 +260,17 @@ def test_threadgroup_atomics_and_exchanges(check):
     library.k(out, threads=20 * 64, group_size=64, seed=2)
     assert (out[:, 64] == 64 * 63 // 2).all()
     for row in out[:, :64].tolist():
-        # Each exchange took what another left: every value but one, and the start.
+        # Each exchange returns the value of another, or the initial value.
         assert len(set(row)) == 64
         assert set(row) <= {7, *range(100, 164)}
 
 
-# Longer than a wait in vain may be, in seconds.
+# Seconds, more than the limit for polling without progress.
 LONG_WAIT = 3.5
 
 
-def test_a_long_wait_that_is_over():
-    """Threadgroup 1 goes on after it, with no barrier: threadgroup 2 does not wait in vain."""
+def test_a_long_wait_that_ends_is_no_fault():
+    """Threadgroup 1 continues after its wait without a barrier, so threadgroup 2 may wait."""
     library = compiled(
         """while (atomic_load_explicit(n, memory_order_relaxed) < g) {}
            while (g < 2 && ((volatile device int*)go)[g] == 0) {}
@@ -285,7 +285,7 @@ def test_a_long_wait_that_is_over():
     assert ended.item() == 3
 
 
-def test_threads_that_take_turns_do_not_wait_in_vain():
+def test_threads_that_alternate_are_no_fault():
     library = compiled(
         """for (int turn = i; ((volatile device int*)stop)[0] == 0; turn += 2) {
              while (atomic_load_explicit(n, memory_order_relaxed) < turn &&
@@ -343,13 +343,13 @@ def test_two_python_threads_run_at_once(check):
 
 
 @pytest.mark.parametrize("most", (0, 16))
-def test_the_system_starts_no_more_threads(most):
+def test_error_if_the_system_starts_no_more_threads(most):
     library = compiled("for (int n = 0; n < 1000; n++) o[g] += 1;", ONE_THREAD)
     library.k(torch.zeros(1), threads=1, group_size=1)
 
     def run():
         resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-        if os.getuid() == 0:  # whom the limit does not hold for
+        if os.getuid() == 0:  # the limit does not apply to root
             os.setuid(65534)
         out = torch.zeros(256)
         library.k(out, threads=256, group_size=1, workers=256)
@@ -359,12 +359,12 @@ def test_the_system_starts_no_more_threads(most):
     actual = in_child(run)
     if str(actual).startswith(("PermissionError", "OSError")):
         pytest.skip(f"root may not become another user here: {actual}")
-    # Who has 16 processes already gets no thread either.
+    # A user with 16 processes gets no thread either.
     assert actual == refused or (most > 0 and actual == [1000] * 256)
 
 
-def test_a_run_knows_nothing_of_the_one_before():
-    """Runs of a host thread share a region, after a fault too: memory, counts and order are new."""
+def test_a_run_starts_with_fresh_state():
+    """Runs of a host thread share a region, also after a fault. Memory and counts are new."""
     parameters = "device float* o [[buffer(0)]], constant int& writes [[buffer(1)]]"
     parameters += ", uint i [[thread_index_in_threadgroup]]"
     body = f"threadgroup float s[64]; if (writes) s[i] = 1; {BARRIER} o[i] = s[63 - i];"

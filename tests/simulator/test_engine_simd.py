@@ -1,4 +1,4 @@
-"""SIMD operations and matrices against a model of them in Python."""
+"""SIMD operations and matrices, compared with a model in Python."""
 
 import functools
 import operator
@@ -91,6 +91,18 @@ OF_BITS = {
 }
 
 
+VOTES = {
+    "ulong(simd_ballot(lane % 3 == 0))": lambda v, i: sum(1 << lane for lane in LANES[::3]),
+    "simd_all(lane % 3 == 0)": lambda v, i: 0,
+    "simd_any(lane % 3 == 0)": lambda v, i: 1,
+    "simd_all(true)": lambda v, i: 1,
+    "simd_any(false)": lambda v, i: 0,
+    "simd_ballot(true).all()": lambda v, i: 1,
+    "ulong(simd_active_threads_mask())": lambda v, i: 2**32 - 1,
+    "simd_is_first()": lambda v, i: i == 0,
+    "quad_any(lane == 5)": lambda v, i: i // 4 == 1,
+    "quad_all(lane / 4 == 3)": lambda v, i: i // 4 == 3,
+}
 PRODUCTS = {
     "simd_product(x)": over(operator.mul),
     "simd_prefix_inclusive_product(x)": prefix(operator.mul, 1, True),
@@ -106,10 +118,11 @@ PRODUCTS = {
         (REDUCTIONS, (torch.arange(32) % 3).float(), "float"),
         (REDUCTIONS, (torch.arange(32) % 3).half(), "half"),
         (PRODUCTS, torch.tensor([1.0] * 3 + [2] + [1] * 13 + [3] + [1] * 13 + [5]), "float"),
+        (VOTES, torch.arange(32), "long"),
     ],
-    ids=["shuffles", "int", "float", "half", "products"],
+    ids=["shuffles", "int", "float", "half", "products", "votes"],
 )
-def test_shuffles_and_reductions(models, values, type_name):
+def test_shuffles_reductions_and_votes(models, values, type_name):
     v = values.tolist()
     expected = {name: [model(v, i) for i in LANES] for name, model in models.items()}
     assert lane_values(models, values, type_name) == expected
@@ -125,25 +138,6 @@ def test_vectors_go_element_by_element(type_name, dtype, size):
     out = on_lanes(body, torch.zeros(64, size, dtype=dtype), values, type_name)
     assert torch.equal(out[:32], values.sum(0, keepdim=True).expand(32, size).to(dtype))
     assert torch.equal(out[32:], values[[i ^ 9 for i in LANES]])
-
-
-def test_votes():
-    body = (
-        "bool x = lane % 3 == 0; o[lane] = ulong(simd_ballot(x));"
-        " o[32] = simd_all(x); o[33] = simd_any(x); o[34] = simd_all(true);"
-        " o[35] = simd_any(false); o[36] = ulong(simd_active_threads_mask());"
-        " o[37 + lane] = simd_is_first(); o[69 + lane] = quad_any(lane == 5);"
-        " o[101 + lane] = quad_all(lane / 4 == 3); o[133] = simd_ballot(true).all();"
-    )
-    # Unchecked, as every lane writes some of the places.
-    out = on_lanes(body, torch.zeros(134, dtype=torch.int64), type_name="long", check=False)
-    o = out.tolist()
-    assert o[:32] == [sum(1 << i for i in LANES if i % 3 == 0)] * 32
-    assert o[32:37] == [0, 1, 1, 0, 2**32 - 1]
-    assert o[37:69] == [1] + [0] * 31
-    assert o[69:101] == [int(i // 4 == 1) for i in LANES]
-    assert o[101:133] == [int(i // 4 == 3) for i in LANES]
-    assert o[133] == 1
 
 
 def test_a_partial_simdgroup_reduces_over_the_lanes_it_has():
@@ -173,7 +167,7 @@ COMBINATIONS = [
 
 
 def model_of_multiply(a, b, c):
-    """A B + C as the simulator rounds it: k ascending, one fused multiply-add a step, float32."""
+    """A B + C as the simulator rounds it, in float32 with one fused multiply-add per k."""
     total = c.float().double()
     for k in range(8):
         product = a.double()[:, k : k + 1] * b.double()[k : k + 1]

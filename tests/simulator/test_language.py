@@ -1,4 +1,4 @@
-"""Metal compiles and runs right, and other texts are refused, by the language's version."""
+"""Constructs of Metal compile and run correctly. Others are refused, by the language's version."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch_metal_attn.simulator.build import build
 
 from .planted import HEAD, check_refused
 
-# Each construct is one that MLX, PyTorch, llama.cpp or WebKit ship.
+# MLX, PyTorch, llama.cpp or WebKit ship each of these constructs.
 CONSTRUCTS = (
     HEAD
     + """
@@ -18,7 +18,7 @@ CONSTRUCTS = (
 #define COUNT 4
 #define LEAST(a, b) ((a) < (b) ? (a) : (b))
 #ifndef M_PI_F
-#error in Metal it is a macro
+#error M_PI_F is a macro in Metal
 #endif
 constant bool forward [[function_constant(0)]];
 constant os_log logger("test", "constructs");
@@ -194,7 +194,7 @@ def test_constructs_that_public_projects_ship(check):
     assert c.tolist() == [[1, 2], [1, 2], [20, 21]]
 
 
-# They are not in chapter 6 of Metal's specification, and MLX and PyTorch define their own.
+# These are not in chapter 6 of Metal's specification. MLX and PyTorch define some themselves.
 ABSENT = ["erf", "erfc", "expm1", "log1p", "cbrt", "hypot", "remainder", "lgamma", "nearbyint"]
 
 
@@ -238,7 +238,7 @@ def test_the_language_sets_metal_version(language, number):
         assert out.item() == number
 
 
-# Texts that end the compilation at the fifth line.
+# Each text stops the compilation.
 REFUSED = {
     "(texture2d<float> t [[texture(0)]]) {}": "textures are not supported",
     "(sampler s [[sampler(0)]]) {}": "samplers are not supported",
@@ -264,11 +264,11 @@ REFUSED = {
 
 
 @each_case("text", REFUSED)
-def test_what_metal_or_the_simulator_lacks_is_refused_at_its_line(text):
+def test_unsupported_constructs_are_refused_at_their_line(text):
     check_refused({f"kernel void k{text}": REFUSED[text]})
 
 
-# By what clang does not know, each at a line of one text.
+# Lines of one text, each with a name that clang does not know.
 UNKNOWN = {
     "constexpr sampler s(coord::pixel, filter::nearest);": "samplers are not supported",
     "float4 f(depth2d<float> t) { return 0; }": "textures are not supported by the simulator",
@@ -277,7 +277,7 @@ UNKNOWN = {
     "void h() { simdgroup_event e; }": "asynchronous copies are not supported",
     "float r(raytracing::intersector<> s) { return 0; }": "ray tracing is not supported",
     "void a() { atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); }": (
-        '`atomic_thread_fence` needs Metal 3.2: give compile_shader language="3.2"'
+        '`atomic_thread_fence` needs Metal 3.2: pass language="3.2" to compile_shader'
     ),
     "void b() { metal::atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); }": (
         "`atomic_thread_fence` needs Metal 3.2"
@@ -288,7 +288,7 @@ UNKNOWN = {
 }
 
 
-def test_what_clang_does_not_know_is_named_if_the_simulator_lacks_it():
+def test_unknown_names_are_reported_as_unsupported_features():
     above = "struct S { float get() const device { return 0; } float other() { return 1; } };\n"
     check_refused(UNKNOWN, above, "kernel void k() {}")
 
@@ -305,7 +305,7 @@ WORDS = {
 }
 
 
-def test_messages_have_metals_words():
+def test_messages_use_metals_spellings():
     above = "void f(thread half4* x) {}\nkernel void k(device half4* d, constant float* c) {\n"
     said = check_refused({f"{{ {text} }}": words for text, words in WORDS.items()}, above, "}")
     assert "address space 'device' as a pointer to address space 'thread'" in said

@@ -63,7 +63,7 @@ def test_numbers(library, kernel, value, casts, expected):
     assert out.tolist() == expected
 
 
-def test_views_begin_where_they_begin(library):
+def test_views_begin_at_their_offset(library):
     base = torch.arange(8.0)
     library.scale(base[3:], 10.0, threads=2)
     assert base.tolist() == [0, 1, 2, 30, 40, 5, 6, 7]
@@ -134,7 +134,7 @@ ONE = torch.ones(1)
         ("scale", (ONE, 1.0, 2.0), TypeError, "argument 2 has no parameter"),
         ("scale", (ONE, None), TypeError, "no argument for buffer(1)"),
         ("scale", (ONE, "a"), TypeError, "argument 1 is or holds a str"),
-        ("scale", (1.0, 1.0), ValueError, "give threads"),
+        ("scale", (1.0, 1.0), ValueError, "no argument is a tensor, so pass threads="),
         ("scale", (ONE.to("meta"), 1.0), ValueError, "a tensor on meta"),
         ("scale", (ONE.to_sparse(), 1.0), ValueError, "argument 0 is a tensor torch.sparse_coo"),
         ("pick", (ONE, []), ValueError, "argument 1 is empty"),
@@ -160,7 +160,7 @@ def test_counters_of_the_last_kernel():
     assert total.as_dict()["store_bytes"]["device"] == 64
 
 
-def test_fault_says_what_where_and_who():
+def test_a_fault_has_its_kind_place_and_thread():
     source = "struct S {\n  static int at(uint i) { return i + 1; }\n};\n"
     source += "void put(device float* x, uint i) {\n  x[S::at(i)] = 1;\n}\n"
     source += "kernel void k(device float* x, uint i [[thread_position_in_grid]])\n{ put(x, i); }"
@@ -204,7 +204,7 @@ def test_function_constants():
     assert x[0] == -3
 
 
-def test_what_a_kernel_with_function_constants_needs():
+def test_missing_function_constants_are_errors():
     library = compile_shader(CONSTANTS, constants={"added": 1.0})
     with pytest.raises(ValueError, match="kernel k needs a value for function constants twice"):
         library.k(torch.ones(1))
@@ -214,7 +214,7 @@ def test_what_a_kernel_with_function_constants_needs():
 
 
 def test_defines_and_headers(tmp_path):
-    """T is a name in the shim, which no define reaches."""
+    """The shim has a name T, to which defines do not apply."""
     (tmp_path / "more.h").write_text("#pragma once\nconstant int PLUS = VALUE + 1;\n")
     source = '#include "more.h"\n'
     source += "kernel void k(device float* x) { x[0] = metal::max(TWICE(PLUS), float(T)); }"
@@ -280,7 +280,7 @@ def test_a_source_without_kernels(source, words):
 
 
 @each_case("name", ["air.f", "f"])
-def test_a_function_that_is_not_there(name):
+def test_a_function_without_a_definition(name):
     source = f'float f(float) __asm("{name}"); kernel void k(device float* x) {{ x[0] = f(1); }}'
     with pytest.raises(ShaderCompileError, match=f"`{re.escape(name)}`, which is only declared"):
         compile_shader(source)
@@ -298,13 +298,13 @@ UNUSUAL = {
     "conjugated by a flag": lambda: torch.ones(4, dtype=torch.complex64).conj(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
     "without memory of its own": lambda: torch._efficientzerotensor(4),
-    "a storage of 4 bytes, too small": shrunk,
+    "a storage of 4 bytes, which is too small": shrunk,
 }
 
 
 @each_case("kind", UNUSUAL)
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_whose_memory_is_not_their_values(library, kind):
+def test_unsupported_tensors(library, kind):
     with pytest.raises(ValueError, match=f"scale: argument 0 .*{kind}"):
         library.scale(UNUSUAL[kind](), 2.0, threads=1)
 
@@ -323,7 +323,7 @@ def test_tensors_of_transforms(library):
             library.scale(fake, 2.0)
 
 
-def test_autograd_sees_what_a_kernel_writes(library):
+def test_written_tensors_are_modified_for_autograd(library):
     x = torch.ones(4, requires_grad=True) * 1
     out = torch.zeros(4)
     loss = (x * x).sum()

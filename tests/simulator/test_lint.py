@@ -1,4 +1,4 @@
-"""The shader lint: for each rule a shader that breaks it, and a twin that keeps it."""
+"""The shader lint: for each rule, a shader that breaks it and a twin that does not."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ CASES = read(Path(__file__).with_name("lint_cases.txt").read_text())
 
 
 def shader(case: tuple[str, ...]) -> str:
-    """The whole text, with its mark of what breaks the rule and what keeps it."""
+    """The whole text, with both sides of the case."""
     lines = case[-1].splitlines()
     above = [line.removeprefix("  above: ") for line in lines if line.startswith("  above: ")]
     body = [line for line in lines if not line.startswith("  above: ")]
@@ -37,7 +37,7 @@ GROUPS = [[case for case in CASES if [case] not in ALONE], *ALONE]
 
 
 def texts(cases: list[tuple[str, ...]], side: int) -> list[str]:
-    """The text of each case, whose kernel gets a number."""
+    """The text of each case, with a number in its kernel's name."""
     kernels = (twin(shader(case), side) for case in cases)
     return [text.replace("void k(", f"void k{i}(") for i, text in enumerate(kernels)]
 
@@ -60,7 +60,7 @@ def test_rejects(cases: list[tuple[str, ...]]) -> None:
 
 
 @each_case("cases", GROUPS)
-def test_accepts_the_twins(cases: list[tuple[str, ...]]) -> None:
+def test_accepts(cases: list[tuple[str, ...]]) -> None:
     assert lint_source("".join(texts(cases, 2))) == []
 
 
@@ -71,7 +71,7 @@ def test_ascii() -> None:
 
 @pytest.fixture(autouse=True)
 def _few_specialisations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of all, which take seconds to find."""
+    """Finding all specialisations takes seconds."""
     monkeypatch.setattr(lint, "specialisations", lambda: {"probe": [{}]})
 
 

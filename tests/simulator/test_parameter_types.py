@@ -86,7 +86,7 @@ def test_tensors_of_another_type(library, name, dtype, declared):
         call(library, **{name: dtype})
 
 
-def test_bytes_are_reinterpreted_where_the_caller_says_so(library):
+def test_uint8_views_reinterpret_bytes(library):
     out = torch.zeros(2, dtype=torch.bfloat16)
     library.typed_bfloat(out.view(torch.uint8), torch.ones(1, dtype=torch.bfloat16), threads=1)
     assert out[0] == 1
@@ -124,18 +124,18 @@ FOUR = [0.0] * 4
             None,
             TypeError,
             "count: argument 1 is 1.0, passed as float32; buffer(1) `constant uint & n` needs "
-            "uint32: give arg_casts={1: 'int32'}",
+            "uint32: pass arg_casts={1: 'int32'}",
         ),
         ("count", (1, 1), {1: "int16"}, TypeError, "argument 1 is 1, passed as int16; "),
-        ("count", (1, 1.0), None, TypeError, "`constant bool & flag` needs bool: give arg_casts="),
+        ("count", (1, 1.0), None, TypeError, "`constant bool & flag` needs bool: pass arg_casts="),
         ("count", (2**32, 1), None, ValueError, "argument 1 is 4294967296; buffer(1) `constant"),
         ("count", (1, 2), None, ValueError, "argument 2 is 2; buffer(2) `constant bool & flag`"),
         ("count", ([1, 2], 1), {1: "int32"}, ValueError, "is [1, 2], 8 bytes; buffer(1) "),
         ("vectors", ([1, 2, 3], FOUR), None, TypeError, "passed as int64; buffer(1) `constant ui"),
         ("vectors", ([1, 2], FOUR), {1: "int32"}, ValueError, "`constant uint3 & three` has 16"),
-        ("many", ([3, 4],), None, TypeError, "give arg_casts={1: 'int16'}"),
+        ("many", ([3, 4],), None, TypeError, "pass arg_casts={1: 'int16'}"),
         ("shape", ([1, 2, 3],), None, ValueError, "24 bytes; buffer(1) `constant Shape & s` has"),
-        ("typed_bfloat", (1.0,), None, TypeError, "give arg_casts={1: 'bf16'}"),
+        ("typed_bfloat", (1.0,), None, TypeError, "pass arg_casts={1: 'bf16'}"),
     ],
 )
 def test_numbers_of_another_type(library, kernel, args, casts, error, words):

@@ -1,4 +1,4 @@
-"""replacing_compile_shader: in a block, and only there, torch's function compiles for the CPU."""
+"""replacing_compile_shader: torch's function compiles for the CPU, only inside of a block."""
 
 import re
 import sys
@@ -59,7 +59,7 @@ def test_blocks_nest_and_end_with_exceptions():
         assert checks()
 
 
-def test_it_takes_what_torch_takes():
+def test_only_torchs_arguments_are_accepted():
     with replacing_compile_shader():
         with pytest.raises(TypeError, match="check"):
             torch.mps.compile_shader(SOURCE, check=True)
@@ -80,7 +80,7 @@ CONSTANT = "constant int N [[function_constant(0)]]; kernel void k(device float*
         (CONSTANT, {}, "function constants N: torch.mps.compile_shader sets none; make them"),
     ],
 )
-def test_what_torchs_kernels_do_not_have(source, options, words):
+def test_options_that_torch_lacks_are_refused(source, options, words):
     with replacing_compile_shader():
         library = torch.mps.compile_shader(source)
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
@@ -89,7 +89,7 @@ def test_what_torchs_kernels_do_not_have(source, options, words):
         library.last_counters  # noqa: B018
 
 
-def test_what_only_a_mac_would_refuse():
+def test_texts_that_only_a_mac_would_refuse():
     source = SOURCE.replace("x[i] += y;", "\ndouble z = y; x[i] += z;")
     with replacing_compile_shader():
         with pytest.raises(SyntaxError, match="program_source:4: double: `double` is not in Metal"):
@@ -120,7 +120,7 @@ def test_a_block_that_ends_in_another_order():
     second.__exit__(None, None, None)
 
 
-def test_names_that_modules_have_for_it(monkeypatch):
+def test_modules_that_imported_the_function(monkeypatch):
     module = types.ModuleType("kernels_of_a_user")
     module.compile_shader, module.other = ORIGINAL, 1
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -129,7 +129,7 @@ def test_names_that_modules_have_for_it(monkeypatch):
         assert dir(inside(SOURCE)) == ["add"]
     assert module.compile_shader is ORIGINAL
     with replacing_compile_shader():
-        module.compile_shader = len  # which stays
+        module.compile_shader = len  # is not restored
     assert module.compile_shader is len
     if not torch.backends.mps.is_available():
         with pytest.raises(RuntimeError, match=TORCHS_ERROR):

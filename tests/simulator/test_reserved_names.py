@@ -1,4 +1,4 @@
-"""Reserved words as names: refused wherever a text is compiled, at their line, and nothing else."""
+"""Reserved words as names are refused at their line. Other uses of the words are not."""
 
 import re
 
@@ -22,7 +22,7 @@ kernel void k(device float* out [[buffer(0)]], uint i [[thread_position_in_grid]
 """
 LINES = {"above": 3, "body": 5}
 
-# The word, and a line in which it is a name.
+# A word, and a line that uses it as a name.
 BODY = """
 fragment: short fragment = 1; out[i] = fragment;
 vertex: struct S { float vertex; }; S s; s.vertex = 1; out[i] = s.vertex;
@@ -121,18 +121,18 @@ def test_refused_by_the_command_and_the_fixture(tmp_path, capsys) -> None:
         compile_checked(source)
     with pytest.raises(ValueError, match="defines: `half` is a type of Metal"):
         compile_shader(text("body", "out[i] = 1;"), defines={"half(x)": "float(x)"})
-    # As `#define` in the text may.
+    # A text may redefine this macro too.
     compile_shader(text("body", "out[i] = M_PI_F;"), defines={"M_PI_F": "3"})
 
 
-def test_what_is_no_name_compiles() -> None:
+def test_other_uses_of_reserved_words_compile() -> None:
     source = KERNEL.format(above=FREE, body="out[i] = f(1).x;")
     compile_shader(source.replace("kernel void", "[[kernel]] void"), check=True)
     assert lint.lint_source(source, strict=False) == []
 
 
-def test_every_macro_of_metal_is_one_here() -> None:
-    """If the simulator lacked a macro of the table, `#ifndef` of it would be open."""
+def test_the_shim_defines_every_macro_of_metal() -> None:
+    """If the shim lacked a macro of the table, a text's `#ifndef` would define it."""
     shim = "".join(path.read_text() for path in SHIM.rglob("*") if path.is_file())
     defined = set(re.findall(r"#define (\w+)", shim))
     defined |= {name[2:].partition("=")[0] for name in PREDEFINED if "=" in name}
@@ -141,7 +141,7 @@ def test_every_macro_of_metal_is_one_here() -> None:
     assert not {name for name in defined - reserved.MACROS if not private.match(name)}
 
 
-def test_a_qualifier_is_no_name_even_where_the_table_does_not_see_it(monkeypatch) -> None:
+def test_qualifiers_as_names_do_not_compile_without_the_table(monkeypatch) -> None:
     monkeypatch.setattr(reserved, "_is_name", lambda *_: False)
     source = shaders.source("index_scores").replace("fragment_at", "fragment")
     sizes = {"HEAD_DIM": 128, "BLOCK_K": 32, "SIMDGROUPS": 4}

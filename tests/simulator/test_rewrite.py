@@ -1,4 +1,4 @@
-"""The text passes: what becomes of what C++ does not have, and where errors point."""
+"""The text passes: the C++ that they make of Metal, and the lines of their errors."""
 
 import re
 
@@ -66,7 +66,7 @@ template [[host_name("y")]] kernel decltype(k<int, 4, false>) k<int, 4, false>;
 
 
 def test_kernels_of_one_name():
-    """As MLX's block_masked_gemm: an instantiation has the slots of its own template."""
+    """As in MLX's block_masked_gemm. An instantiation has the slots of its template."""
     kernels = rewrite(OVERLOADS.replace("N1", "3")).kernels
     assert [kernel.parameters[1].index for kernel in kernels] == [3, 5]
     with pytest.raises(MetalSourceError, match="cannot tell which `k<int,4>` is: rename all"):
@@ -89,7 +89,7 @@ kernel void has_a_local(device float* x) { int V = 2; x[0] = V; }
 """
 
 
-def test_missing_function_constants_are_told_per_kernel():
+def test_missing_function_constants_of_each_kernel():
     missing = {kernel.name: kernel.missing for kernel in rewrite(CONSTANTS).kernels}
     assert missing == {"uses": ["by"], "free": [], "shadows": [], "has_a_local": []}
 
@@ -153,5 +153,5 @@ def test_errors_name_the_line(text, line, words):
         "struct S { S operator<<(int n); }; S f(S s) { return s << n; }",
     ],
 )
-def test_what_is_no_shift_of_a_vector_is_left_alone(text):
+def test_other_uses_of_shift_tokens_are_unchanged(text):
     assert rewritten(text, check=True) == text

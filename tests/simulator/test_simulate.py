@@ -1,4 +1,4 @@
-"""simulate(): what it turns on, counts and records, by the op and by threads."""
+"""simulate(): runs ops in the simulator in its thread, counts, and records launches."""
 
 import struct
 import sys
@@ -36,7 +36,7 @@ def test_cost_of_a_launch():
     assert run.launches[0].defines is run.launches[2].defines
 
 
-def test_off_unless_asked():
+def test_off_by_default():
     assert not session.active()
     with pytest.raises(KeyError), simulate():
         assert session.active()
@@ -91,7 +91,7 @@ def test_innermost_run_decides_and_records():
     assert list(outer.counters) == ["flash_fwd"]
 
 
-def test_own_kernels_are_listed_too_and_refused_where_none_runs():
+def test_kernels_of_compile_shader_are_listed_or_refused():
     library = compile_shader("kernel void k(device int* x) { x[0] = 1; }", check=True)
     x = torch.zeros(1, dtype=torch.int32)
     with simulate(count=True) as run:
@@ -102,7 +102,7 @@ def test_own_kernels_are_listed_too_and_refused_where_none_runs():
         library.k(x)
 
 
-def test_fault_of_an_op_comes_out_as_itself(monkeypatch):
+def test_fault_in_an_op_is_a_simulator_fault(monkeypatch):
     text = shaders.source("flash_fwd")
     broken = text.replace("threadgroup_barrier(mem_flags::mem_threadgroup);", "")
     assert broken != text
@@ -119,14 +119,14 @@ def test_fault_of_an_op_comes_out_as_itself(monkeypatch):
         ("void other(device int* x) { }", ValueError, "no kernel flash_fwd; it has other"),
     ],
 )
-def test_error_of_an_ops_text_comes_out_of_it(text, error, words, monkeypatch):
+def test_errors_of_an_ops_shader_are_raised(text, error, words, monkeypatch):
     text = f'#line 4 "shaders/x.h"\nkernel {text}'
     monkeypatch.setattr(shaders, "source", lambda family: text)
     with simulate(), pytest.raises(error, match=words):
         attend()
 
 
-def test_another_thread_has_its_own():
+def test_other_threads_are_not_simulated():
     with simulate() as run, ThreadPoolExecutor(1) as other:
         assert not other.submit(session.active).result()
         other.submit(attend).result()
@@ -139,7 +139,7 @@ def record(call):
     return run.recorded, result
 
 
-def test_launch_is_the_one_that_runs():
+def test_recorded_launch_equals_the_one_that_runs():
     with simulate() as run:
         attend()
     (ran,) = run.launches
@@ -188,8 +188,8 @@ def test_nothing_is_compiled_or_run(monkeypatch):
     assert parts <= {b.storage.data_ptr() for b in launches[1].buffers}
 
 
-def test_a_recording_keeps_what_it_names():
-    """Or else two tensors, one after the other, have the same memory and look like one."""
+def test_a_recording_keeps_its_tensors():
+    """Otherwise two successive tensors could have the same memory and look like one."""
 
     def call():
         for _ in range(20):
@@ -200,7 +200,7 @@ def test_a_recording_keeps_what_it_names():
     assert len(addresses) == 40
 
 
-def test_memory_goes_with_the_recording():
+def test_recorded_memory_is_freed_with_the_recording():
     (launch,), out = record(lambda: ops.softmax(torch.empty(3, 40), 1))
     storage = next(b.storage for b in launch.buffers if b.writable)
     out.fill_(3.0)
@@ -218,13 +218,13 @@ def test_empty_tensors_have_no_bytes():
     assert not any(b.storage.numel() for one in launches for b in one.buffers if b.holds(k))
 
 
-def test_not_nested():
+def test_recording_blocks_cannot_be_nested():
     with simulate(), pytest.raises(RuntimeError, match=r"simulate\(record=True\) inside a block"):
         with simulate(record=True):
             pass
     with simulate(record=True), pytest.raises(RuntimeError, match=r"simulate\(\) inside a block"):
         with simulate():
             pass
-    with simulate() as run:  # and the refused blocks have left nothing behind
+    with simulate() as run:  # the refused blocks have no effect
         attend()
     assert len(run.launches) == 1

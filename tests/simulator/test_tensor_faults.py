@@ -20,7 +20,7 @@ constant constexpr auto ACCUMULATE = matmul2d_descriptor::mode::multiply_accumul
   for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;                             \\
   for (ushort i = 0; i < right.get_capacity(); ++i) right[i] = 1.0h;                           \\
   for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
-// A product of operands that all T threads have staged, and element i of the left one by a thread.
+// A product of operands that T threads have staged. STAGE: element i of the left one by a thread.
 #define STAGED(T, Scope)                                                                       \\
   constexpr auto shape = matmul2d_descriptor(16, 32, 32, false, false, false);                 \\
   matmul2d<shape, Scope> op;                                                                   \\
@@ -147,7 +147,7 @@ REFUSED = {
 }
 
 
-def test_what_is_refused_is_refused_at_its_line():
+def test_wrong_uses_are_refused_at_their_line():
     above = """
 #define LEFT(L, R) get_left_input_cooperative_tensor<L, R, float>()
 #define RIGHT(L, R) get_right_input_cooperative_tensor<L, R, float>()

@@ -11,7 +11,19 @@ from .planted import TENSORS
 LANE_MAPS = ["apple10", "apple9", 0, 1]
 SHAPES = [(16, 32, 16), (32, 16, 16), (16, 16, 32)]
 
-PRODUCT = """
+HEAD = (
+    TENSORS
+    + """
+#define EACH(tensor, statement)                        \\
+  for (ushort i = 0; i < tensor.get_capacity(); ++i) { \\
+    auto at = tensor.get_multidimensional_index(i);    \\
+    statement;                                         \\
+  }
+"""
+)
+PRODUCT = (
+    HEAD
+    + """
 kernel void product(const device LEFT* a [[buffer(0)]], const device RIGHT* b [[buffer(1)]],
                     device float* c [[buffer(2)]]) {
   constexpr auto descriptor = matmul2d_descriptor(
@@ -22,25 +34,14 @@ kernel void product(const device LEFT* a [[buffer(0)]], const device RIGHT* b [[
   auto left = op.get_left_input_cooperative_tensor<LEFT, RIGHT, float>();
   auto right = op.get_right_input_cooperative_tensor<LEFT, RIGHT, float>();
   auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
-  for (ushort i = 0; i < left.get_capacity(); ++i) {
-    auto at = left.get_multidimensional_index(i);
-    if (left.is_valid_element(i)) left[i] = a[at[1] * INNER + at[0]];
-  }
-  for (ushort i = 0; i < right.get_capacity(); ++i) {
-    auto at = right.get_multidimensional_index(i);
-    if (right.is_valid_element(i)) right[i] = b[at[1] * COLUMNS + at[0]];
-  }
-  for (ushort i = 0; ACCUMULATES && i < out.get_capacity(); ++i) {
-    auto at = out.get_multidimensional_index(i);
-    out[i] = c[at[1] * COLUMNS + at[0]];
-  }
+  EACH(left, if (left.is_valid_element(i)) left[i] = a[at[1] * INNER + at[0]])
+  EACH(right, if (right.is_valid_element(i)) right[i] = b[at[1] * COLUMNS + at[0]])
+  EACH(out, if (ACCUMULATES) out[i] = c[at[1] * COLUMNS + at[0]])
   op.run(left, right, out);
-  for (ushort i = 0; i < out.get_capacity(); ++i) {
-    auto at = out.get_multidimensional_index(i);
-    c[at[1] * COLUMNS + at[0]] = out[i];
-  }
+  EACH(out, c[at[1] * COLUMNS + at[0]] = out[i])
 }
 """
+)
 
 
 def defines(shape=SHAPES[0], left="half", right="half", relaxed=False, mode="multiply_accumulate"):
@@ -50,7 +51,7 @@ def defines(shape=SHAPES[0], left="half", right="half", relaxed=False, mode="mul
 
 def product(*shape, **options):
     macros = defines(*shape, **options)
-    return compile_shader(TENSORS + PRODUCT, defines=macros, check=True, language="4.0").product
+    return compile_shader(PRODUCT, defines=macros, check=True, language="4.0").product
 
 
 def operands(shape, dtype=torch.float16):
@@ -61,7 +62,7 @@ def operands(shape, dtype=torch.float16):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_kernel_that_asks_for_indices_is_right_under_each_lane_map(shape):
+def test_kernels_that_use_indices_are_correct_with_every_lane_map(shape):
     kernel = product(shape)
     for lane_map in LANE_MAPS:
         a, b, c = operands(shape)
@@ -91,13 +92,12 @@ def table(operand, lane_map, lane, slot):
     return (column, row) if operand == "transposed" else (row, column)
 
 
-INDICES = """
+INDICES = (
+    HEAD
+    + """
 template <class Tensor>
 void indices(Tensor t, device int2* out, uint lane) {
-  for (ushort i = 0; i < t.get_capacity(); ++i) {
-    auto at = t.get_multidimensional_index(i);
-    out[lane * t.get_capacity() + i] = int2(at[1], at[0]);
-  }
+  EACH(t, out[lane * t.get_capacity() + i] = int2(at[1], at[0]))
 }
 kernel void probe(device int2* left, device int2* right, device int2* transposed,
                   device int2* out, uint lane [[thread_index_in_simdgroup]]) {
@@ -114,12 +114,13 @@ kernel void probe(device int2* left, device int2* right, device int2* transposed
   indices(op.get_destination_cooperative_tensor<decltype(a), decltype(b), float>(), out, lane);
 }
 """
+)
 MATRICES = {"left": (16, 16), "right": (16, 32), "transposed": (32, 16), "destination": (16, 32)}
 
 
 @pytest.fixture(scope="module")
 def probe():
-    kernel = compile_shader(TENSORS + INDICES, language="4.0").probe
+    kernel = compile_shader(INDICES, language="4.0").probe
 
     def probed(lane_map):
         actual = [torch.zeros(32, n, 2, dtype=torch.int32) for n in (8, 16, 16, 16)]
@@ -142,7 +143,7 @@ def test_the_lane_maps_of_families_are_those_of_published_kernels(probe, lane_ma
 def test_random_lane_maps_have_each_element_once_and_differ(probe):
     maps = [probe(seed) for seed in (0, 2, 4)]
     for operand, shape in MATRICES.items():
-        # A seed's lowest bit says whether indices of a transposed operand are logical.
+        # The lowest bit of a seed makes the indices of a transposed operand logical.
         actual = [one[operand].reshape(-1, 2).tolist() for one in maps]
         elements = sorted([row, column] for row in range(shape[0]) for column in range(shape[1]))
         assert all(sorted(one) == elements for one in actual)
@@ -152,7 +153,7 @@ def test_random_lane_maps_have_each_element_once_and_differ(probe):
 
 
 def cut(x, rounds):
-    """x with 11 significant bits, of numbers that are no longer than 24."""
+    """x with 11 significant bits."""
     mantissa, exponent = torch.frexp(x.double())
     scaled = mantissa * 2**11
     return torch.ldexp(scaled.round() if rounds else scaled.trunc(), exponent - 11)
@@ -164,7 +165,7 @@ def test_relaxed_precision_cuts_float_operands_to_11_bits(relaxed_precision):
     kernel = product(left="float", right="float", relaxed=relaxed)
     a, b, c = operands(SHAPES[0], torch.float32)
     x, y = (cut(m, relaxed_precision == "round") if relaxed else m.double() for m in (a, b))
-    # The sum of each element in order of k, every step rounded once.
+    # Each element is a sum in the order of k, rounded once per step.
     expected = c.double()
     for k in range(16):
         expected = (expected + x[:, k, None] * y[None, k]).float().double()
@@ -172,7 +173,7 @@ def test_relaxed_precision_cuts_float_operands_to_11_bits(relaxed_precision):
     assert torch.equal(c.double(), expected)
 
 
-def test_the_options_of_a_block_hold_for_its_kernels(probe):
+def test_options_of_a_simulate_block_apply_to_kernels(probe):
     with simulate(lane_map="apple9"):
         inside = probe(None)
     assert torch.equal(inside["left"], probe("apple9")["left"])
@@ -180,6 +181,6 @@ def test_the_options_of_a_block_hold_for_its_kernels(probe):
 
 
 def test_the_lint_knows_tensor_operations():
-    assert lint_source(TENSORS + PRODUCT, defines=defines(), language="4.0") == []
-    findings = lint_source(TENSORS + PRODUCT, defines=defines(), language="3.2")
+    assert lint_source(PRODUCT, defines=defines(), language="4.0") == []
+    findings = lint_source(PRODUCT, defines=defines(), language="3.2")
     assert [finding.rule for finding in findings] == ["compile"]

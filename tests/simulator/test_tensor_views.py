@@ -9,22 +9,26 @@ from .planted import TENSORS
 
 # Views of 16 x 32 products have 13 rows, 29 columns and K = 40; rows are 56 elements apart.
 VIEWS = """
-#define VIEW(space, T) tensor<space T, dextents<int, 2>, tensor_inline>
 constant constexpr int ROWS = 13, COLUMNS = 29, INNER = 40, STRIDE = 56;
+constant constexpr auto MULTIPLY = matmul2d_descriptor::mode::multiply;
 constant constexpr auto ACCUMULATE = matmul2d_descriptor::mode::multiply_accumulate;
+#define VIEW(data, columns, rows) \\
+  tensor(data, dextents<int, 2>(columns, rows), array<int, 2>{1, STRIDE})
+// Views, and a cooperative destination. K comes from the views.
+#define PRODUCT(Scope, mode, left_view, right_view)                                         \\
+  constexpr auto descriptor =                                                               \\
+      matmul2d_descriptor(16, 32, (int)dynamic_extent, false, true, false, mode);           \\
+  matmul2d<descriptor, Scope> op;                                                           \\
+  auto left = left_view;                                                                    \\
+  auto right = right_view;                                                                  \\
+  auto out =                                                                                \\
+      op.template get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
 
-// A cooperative destination, by a K that comes from the views.
 template <class Scope>
 void into_registers(device half* a, device half* b, device float* c) {
-  constexpr auto descriptor = matmul2d_descriptor(
-      16, 32, (int)dynamic_extent, false, true, false, matmul2d_descriptor::mode::multiply);
-  matmul2d<descriptor, Scope> op;
-  VIEW(device, half) left(a, dextents<int, 2>(INNER, ROWS), array<int, 2>{1, STRIDE});
-  VIEW(device, half) right(b, dextents<int, 2>(INNER, COLUMNS), array<int, 2>{1, STRIDE});
-  auto out =
-      op.template get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  PRODUCT(Scope, MULTIPLY, VIEW(a, INNER, ROWS), VIEW(b, INNER, COLUMNS))
   op.run(left, right, out);
-  out.store(tensor(c, dextents<int, 2>(COLUMNS, ROWS), array<int, 2>{1, STRIDE}));
+  out.store(VIEW(c, COLUMNS, ROWS));
 }
 kernel void cooperative(device half* a, device half* b, device float* c) {
   into_registers<execution_simdgroup>(a, b, c);
@@ -34,15 +38,10 @@ kernel void of_three_groups(device half* a, device half* b, device float* c) {
 }
 
 // 2 (1 + A B), by set and get of each slot and of one past the last. Threads of three groups lack
-// some elements. sums: what a thread gets.
+// some elements. sums: the sum of the elements that a thread gets.
 kernel void by_get_and_set(device half* a, device half* b, device float* c, device float* sums,
                            uint thread_index [[thread_index_in_threadgroup]]) {
-  constexpr auto descriptor =
-      matmul2d_descriptor(16, 32, (int)dynamic_extent, false, true, false, ACCUMULATE);
-  matmul2d<descriptor, execution_simdgroups<3>> op;
-  VIEW(device, half) left(a, dextents<int, 2>(INNER, ROWS), array<int, 2>{1, STRIDE});
-  VIEW(device, half) right(b, dextents<int, 2>(INNER, COLUMNS), array<int, 2>{1, STRIDE});
-  auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  PRODUCT(execution_simdgroups<3>, ACCUMULATE, VIEW(a, INNER, ROWS), VIEW(b, INNER, COLUMNS))
   for (ushort i = 0; i <= out.get_capacity(); ++i) out.set(i, 1.0f);
   op.run(left, right, out);
   float sum = 0.0f;
@@ -51,22 +50,16 @@ kernel void by_get_and_set(device half* a, device half* b, device float* c, devi
     out.set(i, 2.0f * out.get(i));
   }
   sums[thread_index] = sum;
-  out.store(tensor(c, dextents<int, 2>(COLUMNS, ROWS), array<int, 2>{1, STRIDE}));
+  out.store(VIEW(c, COLUMNS, ROWS));
 }
 
-// By parts of a larger view: all but its first row and its first 8 of K.
+// Slices of larger views, without the first row and the first 8 of K.
 kernel void sliced(device half* a, device half* b, device float* c) {
-  constexpr auto descriptor =
-      matmul2d_descriptor(16, 32, (int)dynamic_extent, false, true, false, ACCUMULATE);
-  matmul2d<descriptor, execution_simdgroup> op;
-  auto left = tensor(a, dextents<int, 2>(INNER, ROWS), array<int, 2>{1, STRIDE}).slice(8, 1);
-  auto right = tensor(b, dextents<int, 2>(INNER, COLUMNS), array<int, 2>{1, STRIDE})
-                   .slice<16, 32>(8, 0);
-  auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
-  auto memory = tensor(c, dextents<int, 2>(COLUMNS, ROWS - 1), array<int, 2>{1, STRIDE});
+  PRODUCT(execution_simdgroup, ACCUMULATE, VIEW(a, INNER, ROWS).slice(8, 1),
+          (VIEW(b, INNER, COLUMNS).slice<16, 32>(8, 0)))
   for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 1.0f;
   op.run(left, right, out);
-  out.store(memory);
+  out.store(VIEW(c, COLUMNS, ROWS - 1));
 }
 
 // One thread, a SIMD group and four of them, with the result in memory. The right operand is
@@ -79,9 +72,10 @@ void into_memory(device half* a, device half* b, device float* c, threadgroup ha
   constexpr auto descriptor =
       matmul2d_descriptor(16, 32, (int)dynamic_extent, true, false, false, ACCUMULATE);
   matmul2d<descriptor, Scope> op;
-  VIEW(device, half) left(a, dextents<int, 2>(ROWS, INNER), array<int, 2>{1, STRIDE});
-  VIEW(threadgroup, half) right(shared, dextents<int, 2>(COLUMNS, INNER), array<int, 2>{1, STRIDE});
-  VIEW(device, float) out(c, dextents<int, 2>(COLUMNS, ROWS), array<int, 2>{1, STRIDE});
+  tensor<device half, dextents<int, 2>, tensor_inline> left(a, dextents<int, 2>(ROWS, INNER),
+                                                            array<int, 2>{1, STRIDE});
+  auto right = VIEW(shared, COLUMNS, INNER);
+  auto out = VIEW(c, COLUMNS, ROWS);
   if (!ALONE || thread_index == 0) op.run(left, right, out);
 }
 #define INTO(name, Scope, alone)                                                              \\
@@ -101,7 +95,7 @@ def views():
 
 
 def memory(rows, columns, dtype):
-    """A matrix in rows of 56, with NaN behind its last column; and the memory."""
+    """A matrix in rows of 56, with NaN after its last column; and the memory."""
     whole = torch.full((rows, 56), torch.nan, dtype=dtype)
     whole[:, :columns] = torch.randn(rows, columns)
     return whole[:, :columns], whole
@@ -153,7 +147,7 @@ def test_get_and_set_are_checked(views, matrices):
     (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
     out, sums = torch.zeros(13, 56), torch.zeros(96)
     views.by_get_and_set(a_memory, b_memory, out, sums, threads=96, group_size=96)
-    expected = torch.ones(16, 32)  # elements that the views lack are 1 + 0
+    expected = torch.ones(16, 32)  # elements outside of the views are 1 + 0
     expected[:13, :29] += a.float() @ b.float().T
     torch.testing.assert_close(out[:, :29], 2 * expected[:13, :29], atol=1e-5, rtol=0)
     torch.testing.assert_close(sums.sum(), expected.sum(), atol=1e-3, rtol=0)
@@ -161,7 +155,7 @@ def test_get_and_set_are_checked(views, matrices):
 
 @pytest.mark.parametrize(("scope", "negative"), [("by_thread", True), ("by_simdgroups", False)])
 def test_zeros_that_pad_k_make_a_sum_of_zero_positive(views, scope, negative):
-    """K is 40. SIMD groups take 32 at a time, and one thread alone as many as there are."""
+    """K is 40. SIMD groups process 32 at a time with padding. A single thread needs no padding."""
     a, b = torch.full((40, 56), -0.0).half(), torch.ones(40, 56).half()
     out = torch.full((13, 56), -0.0)
     getattr(views, scope)(a, b, out, threads=128, group_size=128)

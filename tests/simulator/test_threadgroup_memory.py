@@ -1,4 +1,4 @@
-"""A kernel's threadgroup memory, known without running it, is what a run takes."""
+"""The threadgroup memory of a kernel is known before a run, and equals that of a run."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ kernel void none(device float* out, threadgroup float* x [[threadgroup(0)]]) { o
 
 
 @pytest.mark.parametrize("big", [False, True])
-def test_what_is_known_is_what_a_run_takes(big):
+def test_static_length_equals_the_memory_of_a_run(big):
     library = compile_shader(SOURCE, constants={"BIG": big})
     out = torch.zeros(1)
     known = {}

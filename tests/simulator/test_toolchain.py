@@ -20,7 +20,7 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture
 def programs(monkeypatch, tmp_path):
-    """A PATH of its own; `add(name, version line)` puts a program there, or `zig` in a package."""
+    """An empty PATH. `add(name, version line)` adds a program, or `zig` in a package."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -72,7 +72,7 @@ NO_BFLOAT = "cannot compute in bfloat16"
         ("x86_64", {"other": NEW}, "mine", "TORCH_METAL_ATTN_CLANG=mine: no such program"),
     ],
 )
-def test_which_compiler_is_found(programs, monkeypatch, machine, installed, override, actual):
+def test_choice_of_the_compiler(programs, monkeypatch, machine, installed, override, actual):
     paths = {name: programs(name, version) for name, version in installed.items()}
     monkeypatch.setattr(toolchain.platform, "machine", lambda: machine)
     if override:
@@ -112,11 +112,7 @@ def test_ziglang_links_with_what_the_system_has(programs, monkeypatch, system):
     ("system", "release", "advice"),
     [
         ("darwin", "14.8.7", r"'ziglang>=0\.14,<0\.17'`, which brings one for this macOS,"),
-        (
-            "darwin",
-            "15.2",
-            r"command line tools to 16\.3 or later, or run `pip install -U ziglang`",
-        ),
+        ("darwin", "15.2", r"tools to 16\.3 or later, or run `pip install -U ziglang`"),
         ("linux", "", r": run `pip install -U ziglang`"),
     ],
 )

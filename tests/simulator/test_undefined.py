@@ -1,4 +1,4 @@
-"""Undefined arithmetic, private arrays out of bounds and code without an end are faults."""
+"""Undefined arithmetic, out-of-bounds private arrays and endless code are faults."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from torch_metal_attn.simulator import SimulatorFault, engine, simulate
 
 from .planted import Planted, arguments, compiled
 
-# The rewritten text keeps its lines.
+# Constructs that the rewriter changes. Line numbers must stay the same.
 FUNCTIONS = """
 template <typename T> [[kernel,
   max_total_threads_per_threadgroup(64)]] void other(
@@ -203,7 +203,7 @@ def test_checks_of_shifts_are_not_counted():
 
 @pytest.fixture(scope="module")
 def unchecked_write():
-    """Writes behind an array of 20 bytes, which ends in the middle of 16 aligned ones."""
+    """Writes past an array of 20 bytes, which is padded to 32."""
     library = compiled(
         "float x[5] = {1, 1, 1, 1, 1}, y[5] = {2, 2, 2, 2, 2}; float c = n[0], d = n[0];"
         "x[which] = 7; y[which] = 8; o[0] = x[n[0]] + y[n[0]] + c + d;"
@@ -225,11 +225,11 @@ def test_an_unchecked_write_outside_of_a_private_variable_is_a_fault(index, unch
 
 
 @pytest.mark.parametrize("index", [1, 4, 5, 6, 7])
-def test_one_in_a_variables_padding_changes_nothing_else(index, unchecked_write):
+def test_an_unchecked_write_to_padding_changes_no_variable(index, unchecked_write):
     assert unchecked_write(index) == 3
 
 
-def test_the_handlers_of_the_process_are_as_they_were():
+def test_signal_handlers_are_restored():
     before = signal.getsignal(signal.SIGFPE)
     seen = []
     signal.signal(signal.SIGURG, lambda *_: seen.append(1))
@@ -242,7 +242,7 @@ def test_the_handlers_of_the_process_are_as_they_were():
         signal.signal(signal.SIGURG, signal.SIG_DFL)
 
 
-def test_the_limit_on_steps():
+def test_step_limit_of_a_call():
     body = "volatile float x = 0;\nfor (int k = 0; k < which; ++k) x += 1;\no[0] = x;"
     library, (out, *rest) = compiled(body, check=True), arguments()
     library.k(out, *rest, 100, threads=3, step_limit=300, arg_casts="int32")
@@ -257,7 +257,7 @@ def test_the_limit_on_steps():
             library.k(out, *rest, 1, step_limit=limit)
 
 
-def test_the_limit_of_a_block_of_code():
+def test_step_limit_of_a_simulate_block():
     q = torch.randn(1, 1, 40, 32)
     with simulate(check=True, step_limit=20), pytest.raises(SimulatorFault) as caught:
         torch.ops.metal_attn.flash_fwd(q, q, q)
@@ -273,7 +273,7 @@ def test_an_endless_loop_is_interrupted(name, check, monkeypatch):
     engine_run, interpreter = engine._interruptible()
 
     def run(*request):
-        timer.start()  # not earlier: Python loses interrupts of a finaliser or of its collector
+        timer.start()  # Python would lose an earlier interrupt in a finaliser or its collector
         return engine_run(*request)
 
     try:

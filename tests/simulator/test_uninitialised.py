@@ -34,7 +34,7 @@ def library():
     return compile_shader(SOURCE, check=True)
 
 
-def test_reads_of_what_was_not_written(library):
+def test_reads_of_unwritten_elements(library):
     o = torch.zeros(8)
     with simulate(check=True, uninitialised=[o]):
         library.put(o, threads=5)
@@ -68,7 +68,7 @@ def test_an_atomic_update_reads(library):
     assert n.item() == 70
 
 
-def test_what_an_op_allocates_is_uninitialised(monkeypatch):
+def test_tensors_that_an_op_allocates_are_uninitialised(monkeypatch):
     plant(
         monkeypatch,
         "flash_decode",
@@ -79,7 +79,7 @@ def test_what_an_op_allocates_is_uninitialised(monkeypatch):
 
 
 def test_an_op_does_not_remember_what_another_allocated():
-    # torch gives the next op's tensors the memory of those that are gone.
+    # torch reuses the memory of freed tensors for the next op.
     with simulate(check=True):
         for _ in range(3):
             q = torch.randn(1, 40, 2, 8)
@@ -92,7 +92,7 @@ def test_a_write_to_a_const_buffer(library):
     with pytest.raises(SimulatorFault, match=r"read-only buffer\(0\)") as caught:
         library.write_through_a_cast(o, p, threads=1)
     assert caught.value.kind == "constant_write"
-    library.write_through_a_cast(p, p)  # the other argument may write to it
+    library.write_through_a_cast(p, p)  # the second argument is writable
     assert p.tolist() == list(range(8))
 
 

@@ -1,4 +1,4 @@
-"""Reads of private variables that were not written are faults where they decide something."""
+"""Reads of unwritten private variables are faults if the value decides something."""
 
 from .planted import Planted
 

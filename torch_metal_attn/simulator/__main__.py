@@ -21,7 +21,7 @@ from .wording import count_text
 DESCRIPTION = """Compiles Metal files, reports what Apple's compiler would refuse, and lists
 the kernels with their arguments and threadgroup memory. The exit status is 1
 if a file does not compile or anything is reported, and 2 if the command
-cannot be run as it is given. It does not say how many registers a kernel
+cannot run. It does not say how many registers a kernel
 needs."""
 
 
@@ -32,9 +32,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def repeated(*names: str, help: str, **about: Any) -> None:
-        words = f"{help}; can be repeated"
-        parser.add_argument(*names, action="append", default=[], help=words, **about)
+    def repeated(*names: str, help: str, **options: Any) -> None:
+        text = f"{help}; can be repeated"
+        parser.add_argument(*names, action="append", default=[], help=text, **options)
 
     parser.add_argument("command", choices=["check"])
     files = "Metal sources; a pattern such as 'kernels/*.metal' may be quoted"
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_all(options: argparse.Namespace) -> bool:
-    """Check the files one after the other; False for a finding. Raises BadRequest."""
+    """Check all files; False for a finding. Raises BadRequest."""
     texts = {file: _text(file) for pattern in options.files for file in _matching(pattern)}
     passed = True
     for file, text in texts.items():
@@ -103,7 +103,7 @@ def _check(file: Path, text: str, options: argparse.Namespace) -> bool:
     folders = [file.resolve().parent, *options.include]
     pairs = (define.partition("=") for define in options.define)
     defines = {name: value if equals else "1" for name, equals, value in pairs}
-    # Messages name the file and its own lines.
+    # With #line, messages name the file and its lines.
     name = re.sub(r'(["\\])', r"\\\1", str(file))
     try:
         program = compile_shader(
@@ -161,8 +161,8 @@ def _memory(kernel: Kernel, used: int) -> str:
         return f"{used} bytes, over the limit of {LIMIT}"
     arguments = [f"threadgroup({p.index})" for p in kernel.parameters if p.kind == "threadgroup"]
     left = (LIMIT - used) // ALIGNMENT * ALIGNMENT
-    more = f", and up to {left} that a call gives {' and '.join(arguments)}" if arguments else ""
-    return f"{count_text(used, 'byte')}{more}"
+    more = f", and up to {left} that a call passes for {' and '.join(arguments)}"
+    return count_text(used, "byte") + (more if arguments else "")
 
 
 def _parameters(kernel: Kernel, image: Image) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The compiler's messages, at the lines of the Metal source."""
+"""The compiler's messages, in Metal's terms and at the lines of the Metal source."""
 
 import re
 from collections.abc import Callable
@@ -29,9 +29,8 @@ METHOD = re.compile(
 )
 OTHER_MEMORY = re.compile(r"__global|__local|__constant|\b(?:device|threadgroup|constant)\b")
 
-# The host's words for what Metal calls otherwise, in order.
-ELEMENTS = {"unsigned char": "uchar", "unsigned short": "ushort", "unsigned int": "uint"}
-ELEMENTS |= {"unsigned long": "ulong"}
+# The host's spellings and Metal's, in the order of replacement.
+UNSIGNED = {f"unsigned {name}": f"u{name}" for name in ("char", "short", "int", "long")}
 _ELEMENT = r"((?:unsigned |u)?(?:char|short|int|long)|bool|half|bfloat|float)"
 HOST_WORDS = [
     (r"\bconst (volatile )?__constant\b", r"\1constant"),
@@ -44,7 +43,7 @@ HOST_WORDS = [
     (rf"\b{_ELEMENT} __attribute__\(\(ext_vector_type\((\d)\)\)\)", r"\1\2"),
     (rf"\b(?:metal::)?vec<{_ELEMENT}, (\d)>", r"\1\2"),
     (rf"\b(?:metal::)?matrix<{_ELEMENT}, (\d), (\d)>", r"\1\2x\3"),
-    *((rf"\b{host}(?=[234]\b)", metal) for host, metal in ELEMENTS.items()),
+    *((rf"\b{host}(?=[234]\b)", metal) for host, metal in UNSIGNED.items()),
     (r" \(vector of \d '[^']*' values\)", ""),
     (r"'[^']*\b__tg_[^']*' \(aka '([^']*)'\)", r"'\1'"),
     (r"'([^']*)' \(aka '\1'\)", r"'\1'"),
@@ -55,73 +54,73 @@ _HOST_WORDS = [(re.compile(pattern), metal) for pattern, metal in HOST_WORDS]
 
 
 class KernelError(RuntimeError):
-    """An error of a Metal text, or of a kernel while it runs."""
+    """An error in a Metal text or in a running kernel."""
 
 
-def in_metal(said: str) -> str:
-    """A message with Metal's words instead of the host's."""
+def in_metal(message: str) -> str:
+    """A message with Metal's spellings instead of the host's."""
     for pattern, metal in _HOST_WORDS:
-        said = pattern.sub(metal, said)
-    return said
+        message = pattern.sub(metal, message)
+    return message
 
 
 def hides_frames(caught: Any) -> bool:
-    """`__tracebackhide__`: true if the text or the arguments are wrong (pytest's `caught`)."""
+    """`__tracebackhide__` for pytest: true for errors of the text or the arguments."""
     return isinstance(caught.value, (KernelError, TypeError, ValueError))
 
 
 @dataclass
 class _Diagnostic:
     first: str
-    more: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
-def readable(said: str, in_shim: Callable[[str], bool]) -> str:
-    """The messages about the user's files; only missing features of Metal if there are any."""
-    result: list[_Diagnostic] = []
-    lacks: dict[tuple[str, str, str], str] = {}  # once a line
-    for line in said.strip().split("\n"):
+def readable(output: str, in_shim: Callable[[str], bool]) -> str:
+    """The messages about the user's files, or only those about unsupported features if any."""
+    diagnostics: list[_Diagnostic] = []
+    missing: dict[tuple[str, str, str], str] = {}  # one message for each line and reason
+    for line in output.strip().split("\n"):
         if line.startswith(("In file included from ", "                 from ")):
             continue
         located = LOCATED.match(line)
         if unknown := UNKNOWN.search(line):
             line += f": {unknown[1] or unknown[2]} is not in Metal; the text must define it"
-        if located and not in_shim(located["file"]) and (why := _lacking(located["rest"])):
+        if located and not in_shim(located["file"]) and (why := _unsupported(located["rest"])):
             key = (located["file"], located["line"], why)
-            lacks.setdefault(key, f"{':'.join(key[:2])}{located['column'] or ''}: error: {why}")
-        if not result or (located and ERROR.match(located["rest"])):
-            result.append(_Diagnostic(line))
+            message = f"{':'.join(key[:2])}{located['column'] or ''}: error: {why}"
+            missing.setdefault(key, message)
+        if not diagnostics or (located and ERROR.match(located["rest"])):
+            diagnostics.append(_Diagnostic(line))
         else:
-            result[-1].more.append(line)
-    if lacks:
-        return "\n".join(lacks.values())
-    placed = [text for one in result if (text := _placed(one, in_shim))]
-    lines = placed or [line for one in result for line in (one.first, *one.more)]
+            diagnostics[-1].notes.append(line)
+    if missing:
+        return "\n".join(missing.values())
+    shown = [text for one in diagnostics if (text := _in_user_file(one, in_shim))]
+    lines = shown or [line for one in diagnostics for line in (one.first, *one.notes)]
     return "\n".join(in_metal("\n".join(lines)).split("\n")[:MOST_LINES])
 
 
-def _lacking(said: str) -> str | None:
-    if name := UNDECLARED.search(said):
+def _unsupported(message: str) -> str | None:
+    if name := UNDECLARED.search(message):
         return unsupported.reason(name[1] or name[2])
-    if METHOD.fullmatch(said.removeprefix("error: ")) and OTHER_MEMORY.search(said):
+    if METHOD.fullmatch(message.removeprefix("error: ")) and OTHER_MEMORY.search(message):
         return unsupported.METHOD
     return None
 
 
-def _placed(one: _Diagnostic, in_shim: Callable[[str], bool]) -> str | None:
+def _in_user_file(one: _Diagnostic, in_shim: Callable[[str], bool]) -> str | None:
+    """A diagnostic at a line of the user's files; None if it names no such line."""
     located = LOCATED.match(one.first)
     if located is None or not in_shim(located["file"]):
-        return "\n".join([one.first, *(line for line in one.more if _is_shown(line, in_shim))])
-    result = map(LOCATED.match, one.more)
-    places = [at for at in result if at is not None and not in_shim(at["file"])]
-    if not places:
+        return "\n".join([one.first, *(note for note in one.notes if _is_shown(note, in_shim))])
+    notes = [note for note in map(LOCATED.match, one.notes) if note and not in_shim(note["file"])]
+    if not notes:
         return None
-    place = places[0]
-    where = f"{place['file']}:{place['line']}{place['column'] or ''}"
-    return "\n".join([f"{where}: {located['rest']}", *(note[0] for note in places[1:])])
+    where = f"{notes[0]['file']}:{notes[0]['line']}{notes[0]['column'] or ''}"
+    return "\n".join([f"{where}: {located['rest']}", *(note[0] for note in notes[1:])])
 
 
 def _is_shown(note: str, in_shim: Callable[[str], bool]) -> bool:
-    """True if a note helps. In the shim, only candidates for a call do."""
+    """True if a note helps the user. In the shim, only candidates for a call do."""
     located = LOCATED.match(note)
     return located is None or not in_shim(located["file"]) or "candidate function" in note

@@ -1,10 +1,10 @@
-"""The execution engine (csrc/simulator/engine.h) for Python, its faults and its counters."""
+"""Python's interface to the execution engine (csrc/simulator/engine.h), its faults and counters."""
 
 import ctypes
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,6 @@ from .wording import count_text
 __tracebackhide__ = hides_frames
 MAX_ARGUMENTS = 31
 SPACES = ("device", "threadgroup", "constant", "thread")
-NO_SITE = 2**32 - 1
 LANES = re.compile(r"(?:(?<=lanes )|(?<=lanes [0-9a-f]{8} of )|(?<=; ))([0-9a-f]{8})\b")
 
 FAULT_KINDS = tuple(
@@ -34,9 +33,9 @@ FAULT_KINDS = tuple(
 class Buffer(ctypes.Structure):
     """SimulatorBuffer: the memory of one [[buffer(index)]].
 
-    storage, bytes: of the tensor's storage, which bounds every access. offset: of the argument in
-    it. space: an index of SPACES. initialised: the address of a byte for each byte of the storage,
-    0 where nothing has been written; null if all of it has been. tensor: the caller's.
+    storage, bytes: the tensor's storage, which bounds every access. offset: where the argument
+    begins in it. space: an index of SPACES. initialised: the address of one byte for each byte of
+    the storage, 0 if unwritten; null if all bytes are initialised. tensor: the caller's tensor.
     """
 
     _fields_ = (
@@ -80,17 +79,17 @@ class Dispatch(ctypes.Structure):
     )
 
 
-OF_GROUPS = """threadgroups matrix_operations tensor_operations tensor_multiplications shuffles
+GROUP_COUNTS = """threadgroups matrix_operations tensor_operations tensor_multiplications shuffles
     reductions votes simdgroup_barriers threadgroup_barriers""".split()
-OF_SPACES = "loads load_bytes stores store_bytes".split()
+MEMORY_COUNTS = "loads load_bytes stores store_bytes".split()
 
 
 class CounterValues(ctypes.Structure):
     """SimulatorCounters."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in OF_GROUPS),
-        *((name, ctypes.c_uint64 * len(SPACES)) for name in OF_SPACES),
+        *((name, ctypes.c_uint64) for name in GROUP_COUNTS),
+        *((name, ctypes.c_uint64 * len(SPACES)) for name in MEMORY_COUNTS),
         ("operations", ctypes.c_uint64 * len(COUNTS)),
         ("threadgroup_bytes", ctypes.c_uint64),
     )
@@ -109,31 +108,31 @@ class FaultReport(ctypes.Structure):
     )
 
 
-def _no_spaces() -> dict[str, int]:
+def _each_space() -> dict[str, int]:
     return dict.fromkeys(SPACES, 0)
 
 
 @dataclass
 class Counters:
-    """What a kernel did, summed over its threads.
+    """The operations of a kernel, summed over its threads.
 
-    Matrix and tensor operations, shuffles, reductions, votes and SIMD-group barriers are per SIMD
-    group, threadgroup barriers per threadgroup, and all others per thread. `threadgroup_bytes` is
-    the most of any threadgroup.
+    Matrix and tensor operations, shuffles, reductions, votes and SIMD-group barriers are counted
+    per SIMD group, threadgroup barriers per threadgroup, and all others per thread.
+    `threadgroup_bytes` is the largest of any threadgroup.
 
     tensor_operations: calls of matmul2d's `run`, and reductions of cooperative tensors.
-    tensor_multiplications: of elements, in matmul2d; a product of 16x32x16 has 8192.
+    tensor_multiplications: multiplications of elements in matmul2d. A 16x32x16 product has 8192.
     converts: conversions between floats, and between floats and integers.
     exps: exponentials.
     functions: logarithms, roots, powers and trigonometry.
     float_operations: sums, products, quotients, fused multiply-adds and roundings.
-    integer_operations: arithmetic, shifts and logic of bits.
-    addresses: those at a distance that is no constant.
+    integer_operations: arithmetic, shifts and bitwise logic.
+    addresses: address computations with a variable offset.
     selects: selections, comparisons, minima, maxima and logic of conditions.
 
-    Memory, converts and exps need a build that checks or counts, and are 0 without. The last four
-    and functions need one that counts, and are None without: a checked one does not unroll loops,
-    which a GPU's compiler does.
+    Memory counts, converts and exps need a build that checks or counts; otherwise they are 0. The
+    last four and functions need a build that counts; otherwise they are None. A build that only
+    checks does not unroll loops, as a GPU's compiler does.
     """
 
     launches: int = 0
@@ -146,10 +145,10 @@ class Counters:
     votes: int = 0
     simdgroup_barriers: int = 0
     threadgroup_barriers: int = 0
-    loads: dict[str, int] = field(default_factory=_no_spaces)
-    load_bytes: dict[str, int] = field(default_factory=_no_spaces)
-    stores: dict[str, int] = field(default_factory=_no_spaces)
-    store_bytes: dict[str, int] = field(default_factory=_no_spaces)
+    loads: dict[str, int] = field(default_factory=_each_space)
+    load_bytes: dict[str, int] = field(default_factory=_each_space)
+    stores: dict[str, int] = field(default_factory=_each_space)
+    store_bytes: dict[str, int] = field(default_factory=_each_space)
     exps: int = 0
     converts: int = 0
     float_operations: int | None = None
@@ -170,7 +169,7 @@ class Counters:
             elif item.name == "threadgroup_bytes":
                 total.threadgroup_bytes = max(mine, theirs)
             elif mine is None or theirs is None:
-                # The sum is unknown if any launch has not counted it.
+                # If any launch did not count it, the sum is unknown.
                 known = [n for side, n in ((self, mine), (other, theirs)) if side.launches]
                 setattr(total, item.name, None if not known or None in known else sum(known))
             else:
@@ -178,27 +177,26 @@ class Counters:
         return total
 
     def as_dict(self) -> dict[str, int | dict[str, int] | None]:
-        """Every count by its name; None where it was not counted."""
+        """Every count by its name. Operations that were not counted are None."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def __repr__(self) -> str:
-        def shown() -> Iterator[str]:
-            for name, value in self.as_dict().items():
-                if isinstance(value, dict):
-                    inner = ", ".join(f"{space} {n}" for space, n in value.items() if n)
-                    if inner:
-                        yield f"{name}=({inner})"
-                elif value:
-                    yield f"{name}={value}"
-
-        return f"Counters({', '.join(shown())})"
+        shown: list[str] = []
+        for name, value in self.as_dict().items():
+            text: object = value
+            if isinstance(value, dict):
+                counts = ", ".join(f"{space} {n}" for space, n in value.items() if n)
+                text = f"({counts})" if counts else None
+            if text:
+                shown.append(f"{name}={text}")
+        return f"Counters({', '.join(shown)})"
 
 
 class SimulatorFault(KernelError):
-    """A kernel did something that is undefined on a GPU; the dispatch stopped before it happened.
+    """A kernel was about to do something that is undefined on a GPU. The dispatch was stopped.
 
-    Attributes: kind (one of the FAULT_KINDS), kernel, file and line (of the Metal source; "" and 0
-    if unknown), threadgroup and thread (three positions each).
+    Attributes: kind (one of FAULT_KINDS), kernel, file and line (in the Metal source; "" and 0 if
+    unknown), threadgroup and thread (three positions each).
     """
 
     def __init__(
@@ -228,7 +226,7 @@ class SimulatorFault(KernelError):
         super().__init__(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled with its attributes, for a fault in another process, as a DataLoader's worker."""
+        """Keeps the attributes when pickled, as in a worker process of a DataLoader."""
         places = (self.site, self.other_site, self.threadgroup, self.thread)
         return type(self), (self.kind, self.kernel, self.detail, *places)
 
@@ -245,17 +243,17 @@ _load: Callable[[], ctypes.CDLL] | None = None
 
 
 def use(load: Callable[[], ctypes.CDLL]) -> None:
-    """Set the function that loads the shared library with csrc/simulator; it is called once."""
+    """Set the function that loads the shared library with csrc/simulator. It is called once."""
     global _load
     _load = load
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The engine, loaded; raises ImportError if it is not built."""
+    """The loaded engine. Raises ImportError if `use` has not been called."""
     if _load is None:
         raise ImportError("the simulator has no engine: pass a function that loads it to use()")
-    # Kernels call exp2f and the like; the process may not have libm in its global scope.
+    # Kernels call functions such as exp2f, and libm may not be in the process's global scope.
     if sys.platform == "linux":
         ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
     library = _load()
@@ -270,7 +268,7 @@ def library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _interruptible() -> tuple[Any, Interpreter]:
-    """The engine's run, called with the interpreter's lock, which it releases itself."""
+    """The engine's run. It is called with the interpreter's lock and releases it itself."""
     run = ctypes.PyDLL(library()._name).metal_attn_simulator_run
     run.argtypes = library().metal_attn_simulator_run.argtypes
     python = ctypes.pythonapi
@@ -294,11 +292,9 @@ def run(
     tensors: TensorModel = DEFAULT_MODEL,
     strict_simd: bool = True,
 ) -> Counters:
-    """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request."""
-    most, threads = (
-        image.most_threads(kernel.most_threads_symbol),
-        math.prod(threads_per_threadgroup),
-    )
+    """Run one dispatch. Raises SimulatorFault, or ValueError for a wrong request."""
+    most = image.most_threads(kernel.most_threads_symbol)
+    threads = math.prod(threads_per_threadgroup)
     if most < threads <= MAX_THREADS:
         raise ValueError(
             f"{kernel.name}: a threadgroup of {count_text(threads, 'thread')}; "
@@ -350,24 +346,24 @@ def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
 
 
 def _lanes_in_words(message: str) -> str:
-    """The engine's masks of lanes, in hexadecimal, as ranges."""
+    """The engine's hexadecimal masks of lanes as ranges."""
 
-    def ranges(result: re.Match[str]) -> str:
-        mask = int(result[1], 16)
+    def ranges(match: re.Match[str]) -> str:
+        mask = int(match[1], 16)
         first = [i for i in range(32) if (mask & ~(mask << 1)) >> i & 1]
         last = [i for i in range(32) if (mask & ~(mask >> 1)) >> i & 1]
         shown = (f"{i}" if i == j else f"{i}-{j}" for i, j in zip(first, last, strict=True))
-        after = "lanes " if message[result.start() - 2] == ";" else ""
-        return f"{after}{', '.join(shown)}" if mask else "none"
+        noun = "lanes " if message[match.start() - 2] == ";" else ""
+        return f"{noun}{', '.join(shown)}" if mask else "none"
 
     return LANES.sub(ranges, message)
 
 
 def _counters(raw: CounterValues, counted: bool) -> Counters:
-    counters: dict[str, Any] = {name: getattr(raw, name) for name in OF_GROUPS}
+    counters: dict[str, Any] = {name: getattr(raw, name) for name in GROUP_COUNTS}
     for name, number in zip(COUNTS, raw.operations, strict=True):
         if counted or name in ALWAYS:
             counters[name] = number
-    for name in OF_SPACES:
+    for name in MEMORY_COUNTS:
         counters[name] = dict(zip(SPACES, getattr(raw, name), strict=True))
     return Counters(launches=1, threadgroup_bytes=raw.threadgroup_bytes, **counters)

@@ -1,4 +1,4 @@
-"""The exit status of a command, and the line that it prints for a user's error."""
+"""The exit status of a command, and its message for a user's error."""
 
 import contextlib
 import io
@@ -8,19 +8,19 @@ from collections.abc import Callable
 
 from .toolchain import ToolchainError
 
-INTERRUPTED = 130  # the status of a process that SIGINT ended
-PIPE_CLOSED = 141  # the status after SIGPIPE: the reader of the output has ended
+INTERRUPTED = 130  # as after SIGINT
+PIPE_CLOSED = 141  # as after SIGPIPE
 
 
 class BadRequest(ValueError):
-    """A command with wrong arguments; the message says what is wrong."""
+    """Wrong arguments of a command. The message says what is wrong."""
 
 
 def exit_status(command: Callable[[], bool]) -> int:
-    """Run a command: 0 if it returns True, 1 if False.
+    """Run a command; 0 if it returns True, 1 if False, 2 if it cannot run.
 
-    2 if it cannot run: a BadRequest, no compiler, or a file that cannot be used. Ctrl-C and a
-    reader that has ended, as in `... | head`, give the status that a shell shows for them.
+    It cannot run after a BadRequest, without a compiler, or if a file cannot be used. Ctrl-C and a
+    closed pipe, as in `... | head`, give the status that a shell shows for them.
     """
     try:
         passed = command()
@@ -28,7 +28,7 @@ def exit_status(command: Callable[[], bool]) -> int:
             sys.stdout.flush()
         return 0 if passed else 1
     except BrokenPipeError:
-        # Drop buffered output, or Python would write a message at its end.
+        # Python would report buffered output that it cannot write at exit.
         with contextlib.suppress(io.UnsupportedOperation):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED

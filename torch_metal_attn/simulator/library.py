@@ -25,9 +25,9 @@ from .wording import count_text, type_text, value_text
 
 __tracebackhide__ = hides_frames
 SIMD_WIDTH = 32
-OWN = "compile with torch_metal_attn.simulator.compile_shader, which has"
+WITH_OURS = "compile with torch_metal_attn.simulator.compile_shader, which has"
 
-# A kernel's keywords that torch's do not have.
+# Keyword arguments of a kernel that torch's kernels do not have.
 OPTIONS = "seed workers step_limit threadgroup_bytes lane_map relaxed_precision".split()
 
 ArgCasts = str | Mapping[int, str] | None
@@ -46,24 +46,24 @@ def compile_shader(
     language: str = versions.DEFAULT,
     strict_simd: bool = False,
 ) -> "ShaderLibrary":
-    """Compile Metal source for the CPU; its kernels are attributes of what comes back.
+    """Compile Metal source for the CPU. The kernels are attributes of the library that it returns.
 
     Args:
-        source: Metal text. Headers of torch (`c10/metal/...`) are found without help.
+        source: Metal text. Headers of torch (`c10/metal/...`) are always found.
         include_dirs: where `#include` looks.
         defines: macros, by name; a bool is 0 or 1.
         constants: function constants, by index or by name.
         check: build with checks: a kernel that breaks a rule raises SimulatorFault.
-        count: build with checks, and count operations too: see `Counters`.
-        language: version of Metal, "3.1", "3.2" or "4.0". It sets `__METAL_VERSION__`, and what a
-            later version introduced does not compile.
+        count: build with checks, and also count operations: see `Counters`.
+        language: version of Metal, "3.1", "3.2" or "4.0". It sets `__METAL_VERSION__`. Constructs
+            of a later version do not compile.
         strict_simd: with `check`, a SIMD operation that only some lanes of a SIMD group reach is a
-            fault, although Metal defines it over the active ones.
+            fault, although Metal defines it over the active lanes.
 
-    Raises ShaderCompileError (a RuntimeError and a SyntaxError) for text that does not compile or
-    has no kernel, ValueError for constants that the text does not have or cannot hold, for defines
-    that are no macros and for an unknown language, FileNotFoundError for include_dirs that are no
-    directories, TypeError for other types.
+    Raises ShaderCompileError (a RuntimeError and a SyntaxError) for a text that does not compile or
+    has no kernel; ValueError for constants that the text does not have or cannot hold, for wrong
+    names or values of defines and for an unknown language; FileNotFoundError for include_dirs that
+    are not directories; TypeError for arguments of another type.
 
     Example:
         >>> lib = compile_shader('''kernel void scale(device float* x, constant float& by,
@@ -109,7 +109,7 @@ def folders_and_macros(
     include_dirs: Iterable[str | os.PathLike[str]],
     defines: Mapping[str, str | int | bool] | None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Include folders and macros of a text, after checks of all three arguments."""
+    """The include folders and macros of a text. Checks all three arguments."""
     if not isinstance(source, str):
         raise TypeError(f"source is {type_text(source)}; it must be a str")
     try:
@@ -129,13 +129,10 @@ def _check_mapping(name: str, value: object) -> None:
 
 
 def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
-    if isinstance(include_dirs, str | bytes | os.PathLike):
+    is_one = isinstance(include_dirs, str | bytes | os.PathLike | torch.Tensor)
+    if is_one or not isinstance(include_dirs, Iterable):
         raise TypeError(
-            f"include_dirs is {value_text(include_dirs)}; it must be a list of directories, not one"
-        )
-    if not isinstance(include_dirs, Iterable) or isinstance(include_dirs, torch.Tensor):
-        raise TypeError(
-            f"include_dirs is {type_text(include_dirs)}; it must be a list of directories"
+            f"include_dirs is {value_text(include_dirs)}; it must be a list of directories"
         )
     folders = []
     for directory in include_dirs:
@@ -174,9 +171,9 @@ class ShaderLibrary:
 
     @property
     def last_counters(self) -> Counters | None:
-        """Counts of the last kernel that ran. See `Counters` for which need check or count."""
+        """Counts of the last kernel that ran. `Counters` says which counts need check or count."""
         if self._as_torch:
-            raise AttributeError  # `__getattr__` says why
+            raise AttributeError  # `__getattr__` raises the message
         return self._last_counters
 
     @cached_property
@@ -189,7 +186,7 @@ class ShaderLibrary:
     def __getattr__(self, name: str) -> "ShaderKernel":
         kernel = self._program.kernels.get(name) if not name.startswith("_") else None
         if name == "last_counters" and kernel is None:
-            raise AttributeError(f"torch's libraries have no last_counters; {OWN} them")
+            raise AttributeError(f"torch's libraries have no last_counters; {WITH_OURS} them")
         if kernel is None:
             known = ", ".join(self._program.kernels) or "none"
             raise AttributeError(f"the library has no kernel {name!r}; it has {known}")
@@ -197,7 +194,7 @@ class ShaderLibrary:
 
 
 class ShaderKernel:
-    """One kernel: call it with its buffers' tensors and scalars."""
+    """One kernel. Call it with the tensors and numbers of its buffers."""
 
     thread_execution_width = SIMD_WIDTH
 
@@ -207,14 +204,14 @@ class ShaderKernel:
 
     @property
     def max_threads_per_threadgroup(self) -> int:
-        """1024, or less if the kernel's attribute says so. The first question compiles for it."""
+        """1024, or less with the kernel's attribute. The first access compiles the kernel."""
         return self._library._program.image(self._kernel.name).most_threads(
             self._kernel.most_threads_symbol
         )
 
     @property
     def static_thread_group_memory_length(self) -> int:
-        """Bytes of the kernel's threadgroup variables. The first question compiles for it."""
+        """Bytes of the kernel's threadgroup variables. The first access compiles the kernel."""
         return self._library._threadgroup_bytes[self._kernel.name]
 
     def __repr__(self) -> str:
@@ -237,33 +234,34 @@ class ShaderKernel:
         """Run the kernel.
 
         Args:
-            args: for [[buffer(i)]], argument i: a CPU tensor, an int (as int64), a float (as
-                float32), a bool (as int64), or a list or tuple of them; None where there is none.
-            threads: of the grid, 1 to 3 dimensions; the first tensor's numel if not given.
-            group_size: threads of a threadgroup, as many dimensions; at most 1024 in all, or the
-                kernel's max_total_threads_per_threadgroup. As many as fit if not given.
-            arg_casts: what to pass scalars as: one name for all or a name by argument's index, of
-                fp16, bf16, int32, int16, int8, uint8. As in torch the value is cast, not checked.
+            args: argument i is for [[buffer(i)]]: a CPU tensor, an int (as int64), a float (as
+                float32), a bool (as int64), or a list or tuple of numbers; None for no buffer.
+            threads: threads of the grid, 1 to 3 dimensions; by default the first tensor's numel.
+            group_size: threads of a threadgroup, with as many dimensions. At most 1024 in all, or
+                the kernel's max_total_threads_per_threadgroup; by default as many as fit.
+            arg_casts: the types of scalars, as one name for all or a dict by argument index: fp16,
+                bf16, int32, int16, int8 or uint8. As in torch, values are cast without a check.
             seed: shuffles the order of threadgroups and SIMD groups. If the library checks, it also
                 switches threads at atomics and lets weak exchanges fail.
-            workers: host threads to use, at most 1024; one per core if not given.
-            step_limit: how many rounds the loops of a threadgroup may go, all threads together;
-                more is a fault, if the library checks. 2**28 if not given: two seconds or more.
+            workers: host threads to use, at most 1024; one per core by default.
+            step_limit: how many rounds the loops of a threadgroup may run, all threads together. If
+                the library checks, more is a fault. The default is 2**28: two seconds or more.
             threadgroup_bytes: length of each [[threadgroup(i)]] argument.
-            lane_map: which lane keeps which element of a cooperative tensor: "apple10", "apple9"
-                or the seed of a random map. If not given, that of the `simulate` block, or
+            lane_map: which lane holds which element of a cooperative tensor: "apple10", "apple9"
+                or the seed of a random map. The default is that of the `simulate` block, or
                 "apple10".
             relaxed_precision: whether tensor operations of relaxed precision "truncate" or "round"
-                float operands; likewise, or "truncate".
+                float operands. The default is that of the `simulate` block, or "truncate".
 
-        Kernels see a tensor's storage from its first element on, whatever its strides. Its dtype
-        must be that of the parameter's elements, signed or not; tensors of uint8 and parameters of
-        char and uchar may hold bytes of any type. A number must have the type that the kernel
-        declares; an int may also be an int64 whose low bytes the kernel reads. A tensor that a
-        kernel may write counts as modified in place for autograd.
+        Kernels see a tensor's storage from its first element on. Strides are ignored. The dtype
+        must be that of the parameter's elements, signed or unsigned. Tensors of uint8 and
+        parameters of char and uchar may hold bytes of any type. A number must have the type that
+        the kernel declares. An int may also be an int64 whose low bytes the kernel reads. For
+        autograd, a tensor that a kernel may write counts as modified in place.
 
         Raises SimulatorFault if the library checks and the kernel breaks a rule; TypeError and
-        ValueError for arguments that are missing, too many, of another type or out of range.
+        ValueError for missing or extra arguments, and for arguments of another type or out of
+        range.
         """
         name, program = self._kernel.name, self._library._program
         if self._library._as_torch:
@@ -273,12 +271,12 @@ class ShaderKernel:
         if run is not None and run.record:
             raise RuntimeError(
                 f"kernel {name} of compile_shader is called in simulate(record=True), which only "
-                "records the launches of ops; call it outside of the block"
+                "records the launches of ops; call the kernel outside of the block"
             )
         if self._kernel.missing:
             raise ValueError(
                 f"kernel {name} needs a value for function constants "
-                f"{', '.join(self._kernel.missing)}: give them in compile_shader's constants"
+                f"{', '.join(self._kernel.missing)}: pass constants= to compile_shader"
             )
         image = program.image(name)
         pairs = zip(self._kernel.parameters, image.types(self._kernel), strict=True)
@@ -288,7 +286,7 @@ class ShaderKernel:
         buffers = _bind(self._kernel, parameters, held, program.checked)
         _check_types(name, args, held, types)
         most = image.most_threads(self._kernel.most_threads_symbol)
-        grid, group = _grid(name, held, args, threads, group_size, most)
+        grid, group = _grid(name, args, threads, group_size, most)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes)
         if 0 in grid:
             return
@@ -306,7 +304,7 @@ class ShaderKernel:
             workers=runs.as_int("workers", workers, runs.MOST_WORKERS, least=1),
             step_limit=runs.as_int("step_limit", step_limit, 2**63 - 1, least=1),
             tensors=tensor_model(
-                lane_map, relaxed_precision, run.tensors if run is not None else DEFAULT_MODEL
+                lane_map, relaxed_precision, run.tensors if run else DEFAULT_MODEL
             ),
             strict_simd=self._library._strict_simd,
         )
@@ -320,7 +318,7 @@ class ShaderKernel:
 
 
 def compile_for_torch(source: str, check: bool, language: str = versions.DEFAULT) -> ShaderLibrary:
-    """A library of which code can use what torch.mps.compile_shader's has, and no more."""
+    """A library with the interface of torch.mps.compile_shader's, and no more."""
     library = compile_shader(source, check=check, language=language)
     library._as_torch = True
     return library
@@ -330,30 +328,30 @@ def _as_torch(kernel: Kernel, options: Mapping[str, Any]) -> None:
     name = kernel.name
     for option, value in options.items():
         if value is not None:
-            raise TypeError(f"{name}: torch's kernels take no {option}; {OWN} it")
+            raise TypeError(f"{name}: torch's kernels take no {option}; {WITH_OURS} it")
     if kernel.missing:
         raise ValueError(
             f"{name} needs a value for function constants {', '.join(kernel.missing)}: "
             "torch.mps.compile_shader sets none; make them macros or template arguments, or "
-            f"{OWN} constants"
+            f"{WITH_OURS} constants"
         )
     for parameter in kernel.parameters:
         if parameter.kind == "threadgroup":
             raise ValueError(
                 f"{name}: {parameter.name} is [[threadgroup({parameter.index})]], whose length "
                 "torch.mps.compile_shader cannot set; declare an array in the kernel, such as "
-                f"`threadgroup float {parameter.name}[256];`, or {OWN} threadgroup_bytes"
+                f"`threadgroup float {parameter.name}[256];`, or {WITH_OURS} threadgroup_bytes"
             )
 
 
 def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Tensor | None]:
-    """Each argument as a tensor; scalars become small tensors of the type that Metal gets."""
+    """Each argument as a tensor. Scalars become tensors of the type that the kernel gets."""
     if casts is not None and not isinstance(casts, (str, Mapping)):
         raise TypeError(f"arg_casts is {type_text(casts)}; it must be a str or a dict")
     names = list(casts.values()) if isinstance(casts, Mapping) else [casts] if casts else []
     for name in names:
         if name not in list(CASTS):
-            raise ValueError(f"arg_casts has {value_text(name)}; it knows {', '.join(CASTS)}")
+            raise ValueError(f"arg_casts has {value_text(name)}; expected {', '.join(CASTS)}")
     for index in casts if isinstance(casts, Mapping) else ():
         if index not in range(len(args)) or args[index] is None:
             raise ValueError(f"{kernel}: arg_casts[{index!r}]: there is no argument {index!r}")
@@ -376,7 +374,7 @@ def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Te
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    unlike = {
+    refused = {
         f"on {tensor.device}": tensor.device.type != "cpu",
         f"{tensor.layout}": tensor.layout != torch.strided,
         "nested": tensor.is_nested,
@@ -385,8 +383,8 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
         "conjugated by a flag (call .resolve_conj() first)": tensor.is_conj(),
         "without memory of its own": not _has_memory(tensor),
     }
-    for kind, is_so in unlike.items():
-        if is_so:
+    for kind, is_refused in refused.items():
+        if is_refused:
             raise ValueError(f"{what} is a tensor {kind}; the simulator takes dense CPU tensors")
     if 0 in tensor.shape:
         return
@@ -397,12 +395,12 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
     if (last + 1) * tensor.element_size() > stored:
         raise ValueError(
             f"{what} has shape {tuple(tensor.shape)} and a storage of {stored} bytes, "
-            "too small for it: it has been resized"
+            "which is too small: it has been resized"
         )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for tensors without data: torch's fakes, zero tensors and functorch's wrappers."""
+    """False for tensors without data, such as torch's fakes, zero tensors and functorch's."""
     if tensor.is_nested or tensor.layout != torch.strided:
         return False
     try:
@@ -440,12 +438,11 @@ def _bind(
     checked: bool,
 ) -> list[Buffer]:
     expected: dict[int, Parameter] = {}
-    for parameter in parameters:
-        if parameter.kind == "buffer":
-            other = expected.setdefault(parameter.index, parameter)
-            if other is not parameter:
-                both = f"{other.name} and {parameter.name}"
-                raise ValueError(f"{kernel.name}: {both} are both buffer({parameter.index})")
+    for parameter in (p for p in parameters if p.kind == "buffer"):
+        other = expected.setdefault(parameter.index, parameter)
+        if other is not parameter:
+            both = f"{other.name} and {parameter.name}"
+            raise ValueError(f"{kernel.name}: {both} are both buffer({parameter.index})")
     run = runs.current() or runs.Run()
     absent = {p.index for p in kernel.parameters if p.kind == "buffer"} - set(expected)
     buffers: list[Buffer] = []
@@ -463,7 +460,7 @@ def _bind(
         if initialised and not checked:
             raise ValueError(
                 f"{kernel.name}: argument {index} is in simulate's uninitialised, but the library "
-                "does not check; give compile_shader check=True"
+                "does not check; pass check=True to compile_shader"
             )
         buffers.append(
             Buffer(
@@ -480,7 +477,7 @@ def _bind(
     for index, parameter in sorted(expected.items()):
         if index not in bound:
             raise TypeError(
-                f"{kernel.name}: no argument for {parameter.declared}; {len(held)} given"
+                f"{kernel.name}: no argument for {parameter.declared}; the call has {len(held)}"
             )
     return buffers
 
@@ -504,7 +501,6 @@ def _check_types(
 
 def _grid(
     kernel: str,
-    held: Sequence[torch.Tensor | None],
     args: Sequence[Any],
     threads: int | Sequence[int] | None,
     group_size: int | Sequence[int] | None,
@@ -513,12 +509,11 @@ def _grid(
     if threads is None:
         first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         if first is None:
-            raise ValueError(f"{kernel}: give threads: there is no tensor to take them from")
+            raise ValueError(f"{kernel}: no argument is a tensor, so pass threads=")
         threads = first.numel()
     grid = _dimensions(kernel, "threads", threads)
     if group_size is None:
-        group = [min(grid[0], most)] if len(grid) == 1 else [most]
-        group = [max(group[0], 1)]
+        group = [max(min(grid[0], most), 1) if len(grid) == 1 else most]
     else:
         group = _dimensions(kernel, "group_size", group_size)
         if len(group) != len(grid):
@@ -534,8 +529,8 @@ def _grid(
 
 
 def _dimensions(kernel: str, what: str, value: int | Sequence[int]) -> list[int]:
-    one = isinstance(value, int | bytes) or not isinstance(value, Sequence)
-    sizes: list[Any] = [value] if one else list(value)  # type: ignore[arg-type]
+    is_one = isinstance(value, int | bytes) or not isinstance(value, Sequence)
+    sizes: list[Any] = [value] if is_one else list(value)  # type: ignore[arg-type]
     if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) for size in sizes):
         raise TypeError(
             f"{kernel}: {what} is {value_text(value)}; it must be an int or 1 to 3 ints"
@@ -561,8 +556,8 @@ def _threadgroup_memory(
         size = lengths.get(index, 0)
         if not isinstance(size, int) or not 0 < size < 2**63:
             raise TypeError(
-                f"{kernel}: threadgroup_bytes needs the length of threadgroup({index}) {name}, "
-                f"an int from 1 up, and has {value_text(lengths.get(index))}"
+                f"{kernel}: threadgroup_bytes[{index}] is {value_text(lengths.get(index))}; it is "
+                f"the length of threadgroup({index}) {name} and must be an int of at least 1"
             )
         if size > LIMIT:
             raise ValueError(

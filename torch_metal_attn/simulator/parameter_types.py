@@ -11,7 +11,7 @@ from .metal.kernels import Parameter
 from .wording import count_text, value_text
 
 __tracebackhide__ = hides_frames
-# In the order of shim/__msl_parameters.h; "" is any other type, such as a struct.
+# In the order of shim/__msl_parameters.h. "" stands for any other type, such as a struct.
 SCALARS = ("", "bool", *INTEGER_RANGES, *FLOATS)
 
 SCALAR_OF = {
@@ -32,7 +32,7 @@ SCALAR_OF = {
 }
 DTYPE_OF = {scalar: dtype for dtype, scalar in SCALAR_OF.items() if not dtype.is_complex}
 
-# The names that `arg_casts` takes, as in torch.
+# The names for `arg_casts`, as in torch.
 CASTS = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -44,10 +44,10 @@ CASTS = {
 
 
 class ParameterType(ctypes.Structure):
-    """metal::__parameter_type: what a parameter points to, with templates and aliases resolved.
+    """metal::__parameter_type: the type that a parameter points to, without templates and aliases.
 
-    bytes: 0 if it has no size. unpadded_bytes: fewer for a vector of three. exists: given the
-    function constants.
+    bytes: 0 for a type without a size. unpadded_bytes: without the padding of a vector of three.
+    exists: whether the parameter exists with the kernel's function constants.
     """
 
     _fields_ = (
@@ -60,21 +60,21 @@ class ParameterType(ctypes.Structure):
 
     @property
     def scalar(self) -> str:
-        """One of SCALARS: a vector's element, an atomic's value."""
+        """One of SCALARS: the element of a vector, or the value of an atomic."""
         return SCALARS[self.scalar_number]
 
 
 def check_tensor(
     kernel: str, tensor: torch.Tensor, parameter: Parameter, expected: ParameterType
 ) -> None:
-    """Raise TypeError for a tensor of other elements; uint8 and char may hold any bytes."""
+    """Raise TypeError for a tensor of another type. uint8 and char may hold any bytes."""
     actual = SCALAR_OF.get(tensor.dtype, "")
     if expected.scalar in ("", "char", "uchar") or actual == "uchar":
         return
-    complex = tensor.is_complex() and expected.bytes != tensor.element_size()
-    if complex or not _alike(actual, expected.scalar):
+    is_complex = tensor.is_complex() and expected.bytes != tensor.element_size()
+    if is_complex or not _is_compatible(actual, expected.scalar):
         wanted = DTYPE_OF[expected.scalar]
-        convert = "torch.view_as_real(tensor)" if complex else f".to({wanted})"
+        convert = "torch.view_as_real(tensor)" if is_complex else f".to({wanted})"
         raise TypeError(
             f"{kernel}: argument {parameter.index} is a tensor of {name_of(tensor.dtype)}; "
             f"{parameter.declared} needs {name_of(wanted)}. Convert it with {convert}, or pass "
@@ -85,13 +85,13 @@ def check_tensor(
 def check_numbers(
     kernel: str, arg: Any, numbers: torch.Tensor, parameter: Parameter, expected: ParameterType
 ) -> None:
-    """Raise TypeError or ValueError for numbers that the kernel would read as others."""
+    """Raise TypeError or ValueError for numbers that the kernel would read as other numbers."""
     actual, scalar = SCALAR_OF[numbers.dtype], expected.scalar
     what = f"{kernel}: argument {parameter.index} is {value_text(arg)}"
-    # As in torch, a kernel may read the low bytes of one int64, if they are the same number.
+    # As in torch, a kernel may read the low bytes of one int64 if they are the same number.
     is_integer = scalar not in ("", *FLOATS) and expected.bytes == DTYPE_OF[scalar].itemsize
     if actual == "long" and numbers.numel() == 1 and is_integer:
-        # Signed and unsigned integers are alike.
+        # The range of the signed type and of the unsigned type.
         name = scalar.removeprefix("u")
         low, high = 0, 1
         if name != "bool":
@@ -99,7 +99,7 @@ def check_numbers(
         if not low <= int(numbers) <= high:
             raise ValueError(f"{what}; {parameter.declared} holds {low} to {high}")
         return
-    if scalar and not _alike(actual, scalar):
+    if scalar and not _is_compatible(actual, scalar):
         raise TypeError(
             f"{what}, passed as {name_of(numbers.dtype)}; {parameter.declared} needs "
             f"{name_of(DTYPE_OF[scalar])}: {_advice(parameter.index, scalar)}"
@@ -112,7 +112,7 @@ def check_numbers(
         )
 
 
-def _alike(actual: str, scalar: str) -> bool:
+def _is_compatible(actual: str, scalar: str) -> bool:
     if not actual or actual in FLOATS or scalar in FLOATS:
         return actual == scalar
     return DTYPE_OF[actual].itemsize == DTYPE_OF[scalar].itemsize
@@ -120,8 +120,8 @@ def _alike(actual: str, scalar: str) -> bool:
 
 def _advice(index: int, scalar: str) -> str:
     for cast, dtype in CASTS.items():
-        if _alike(SCALAR_OF[dtype], scalar):
-            return f"give arg_casts={{{index}: {cast!r}}}"
+        if _is_compatible(SCALAR_OF[dtype], scalar):
+            return f"pass arg_casts={{{index}: {cast!r}}}"
     return f"pass {'a float' if scalar == 'float' else 'an int'} without a cast"
 
 

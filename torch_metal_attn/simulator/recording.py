@@ -1,4 +1,4 @@
-"""Launches as data: what `simulate(record=True)` notes of each kernel that an op would run."""
+"""Launches as data, which `simulate(record=True)` records for each kernel that an op would run."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ import torch
 class RecordedBuffer:
     """One buffer argument.
 
-    storage: all bytes of the tensor's storage, as uint8. It shares the tensor's memory and keeps
-        it, so two buffers are of one storage exactly if the addresses of these are equal.
+    storage: all bytes of the tensor's storage, as uint8. It shares the tensor's memory and keeps it
+        alive. So two buffers share a storage exactly if these tensors have the same address.
     offset: the byte of the storage at which the argument begins.
-    writable: whether the op lets the kernel write to it.
+    writable: whether the op lets the kernel write to the buffer.
     """
 
     slot: int
@@ -27,10 +27,10 @@ class RecordedBuffer:
 
 @dataclass(frozen=True)
 class RecordedLaunch:
-    """One dispatch that an op asked for. The kernel's text is that of `family`, after the defines.
+    """One dispatch of an op. The kernel's text is the source of `family`, after the defines.
 
-    params: the bytes of the kernel's params structure, for buffer(params_slot); b"" and None if
-        it has none.
+    params: the bytes of the kernel's params structure, for buffer(params_slot). A kernel without
+        such a structure has b"" and None.
     """
 
     family: str
@@ -44,5 +44,5 @@ class RecordedLaunch:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Threads of the whole grid."""
+        """Threads of the grid."""
         return tuple(n * m for n, m in zip(self.threadgroups, self.group_size, strict=True))

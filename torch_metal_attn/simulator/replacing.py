@@ -1,4 +1,4 @@
-"""`replacing_compile_shader()`: torch.mps.compile_shader compiles for the simulator in a block."""
+"""`replacing_compile_shader()`: in a block, torch.mps.compile_shader compiles for the simulator."""
 
 import functools
 import threading
@@ -25,8 +25,8 @@ class _Block:
     language: str
 
 
-_lock = threading.Lock()  # of all that follows but _of_thread
-_open = 0  # in all threads
+_lock = threading.Lock()  # guards _open, _process_wide and _renaming
+_open = 0  # blocks of all threads
 _process_wide: tuple[_Block, ...] = ()
 _renaming: Renaming | None = None
 _of_thread: ContextVar[_Block | None] = ContextVar("torch_metal_attn_compile_shader", default=None)
@@ -41,8 +41,9 @@ def replacing_compile_shader(
         with replacing_compile_shader():
             library = torch.mps.compile_shader(source)
 
-    So code that calls it runs on CPU tensors, on any machine. It is replaced under every name that
-    a module outside of torch has for it. What torch's libraries and kernels do not have is refused.
+    Code that calls the function then runs on CPU tensors, on any machine. The function is replaced
+    in every module outside of torch that has imported it. Libraries and kernels raise for options
+    that torch's do not have.
 
     Args:
         check: build with checks: a kernel that breaks a rule raises SimulatorFault. A source that
@@ -55,7 +56,7 @@ def replacing_compile_shader(
     """
     block = _Block(runs.as_bool("check", check), versions.checked(language))
     global _open, _process_wide, _renaming
-    is_own = not runs.as_bool("process_wide", process_wide)
+    is_of_thread = not runs.as_bool("process_wide", process_wide)
     with _lock:
         if process_wide:
             _process_wide = (*_process_wide, block)
@@ -63,7 +64,7 @@ def replacing_compile_shader(
         if _renaming is None:
             original = torch.mps.compile_shader
             _renaming = Renaming(original, _replacement_of(original), torch.mps)
-    token = _of_thread.set(block) if is_own else None
+    token = _of_thread.set(block) if is_of_thread else None
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""`simulate()`: whether and how CPU tensors use the shaders, and a record of what ran."""
+"""`simulate()`: runs ops on CPU tensors through the shaders and records the launches."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -31,13 +31,13 @@ class LaunchRecord:
     seconds: float
 
 
-# Options without an effect on launches that are only recorded.
-_OF_KERNELS = ("count", "check", "seed", "workers", "step_limit", "language", "tensors")
+# Options without an effect if no kernel runs.
+_KERNEL_OPTIONS = ("count", "check", "seed", "workers", "step_limit", "language", "tensors")
 
 
 @dataclass
 class Run:
-    """How kernels run inside a `simulate()` block, and what ran."""
+    """The options of a `simulate()` block, and the kernels that ran in it."""
 
     check: bool = False
     count: bool = False
@@ -55,29 +55,29 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.uninitialised and not self.checked:
-            raise ValueError("uninitialised is given without check=True, which finds the reads")
-        for name in _OF_KERNELS if self.record else ():
+            raise ValueError("uninitialised needs check=True, which finds the reads; add it")
+        for name in _KERNEL_OPTIONS if self.record else ():
             if getattr(self, name) != getattr(Run, name):
                 option = name if name != "tensors" else "lane_map or relaxed_precision"
                 raise ValueError(
                     f"record=True runs no kernel, so {option} has no effect; leave it out"
                 )
         for index, tensor in enumerate(self.uninitialised):
-            _forget(f"uninitialised[{index}]", tensor, self._initialised)
+            _mark_unwritten(f"uninitialised[{index}]", tensor, self._initialised)
 
     def initialised(self, storage: int) -> int:
-        """The address of a byte for each byte of a storage, 0 where nothing was written."""
+        """The address of one byte for each byte of a storage, 0 if unwritten; or 0 for none."""
         known = self._initialised.get(storage)
         return 0 if known is None else known.data_ptr()
 
     @property
     def checked(self) -> bool:
-        """True if kernels are built with checks, which also count."""
+        """True if kernels are built with checks or counts. Both fill `counters`."""
         return self.check or self.count
 
     @property
     def counters(self) -> dict[str, Counters]:
-        """Counters by kernel name; raises RuntimeError if the run does not count."""
+        """Counters by kernel name. Raises RuntimeError if the run does not count."""
         if not self.checked:
             if self.record:
                 raise RuntimeError("this run does not count: with record=True no kernel runs")
@@ -101,32 +101,33 @@ def simulate(
     lane_map: str | int | None = None,
     relaxed_precision: str | None = None,
 ) -> Iterator[Run]:
-    """Run CPU tensors through the shaders, in the simulator, in this thread and block.
+    """Run ops on CPU tensors through the shaders in the simulator, in this thread and block.
 
     Args:
-        check: verify every access, barrier and SIMD operation; a broken rule raises SimulatorFault.
-        count: checks too, and counts operations, which `check` alone does not: see `Counters`.
+        check: verify every access, barrier and SIMD operation. A broken rule raises SimulatorFault.
+        count: check, and also count the operations that `check` alone does not count: see
+            `Counters`.
         seed: shuffles the order in which threadgroups and SIMD groups run.
-        workers: number of host threads, at most 1024; one per core if not given.
-        uninitialised: tensors that hold nothing when the block begins, such as those of
+        workers: number of host threads, at most 1024; one per core by default.
+        uninitialised: tensors that are unwritten when the block begins, such as those of
             torch.empty. A kernel that reads an element which no kernel of the block has written
-            raises SimulatorFault. Needs check=True. Writes by anything else are not seen, so do not
-            fill them in the block. What an op of this package allocates is always known to be
-            uninitialised.
-        step_limit: how many rounds the loops of a threadgroup may go, all threads together, in a
-            build with checks; 2**28 if not given.
+            raises SimulatorFault. Needs check=True. Only writes by kernels are seen, so do not fill
+            these tensors in the block. Tensors that an op of this package allocates are always
+            treated as uninitialised.
+        step_limit: how many rounds the loops of a threadgroup may run, all threads together, in a
+            build with checks; 2**28 by default.
         record: run no kernel. Each launch of an op becomes a `RecordedLaunch` in the run's
             `recorded` instead. So outputs are uninitialised, and tensors of torch.empty can be of
             any length. Operations of torch between the kernels do run. The block cannot be nested
             with other simulate() blocks, and kernels of compile_shader raise in it.
         language: version of Metal that the shaders of ops are compiled for: "3.1", "3.2" or "4.0".
-        lane_map: which lane keeps which element of a cooperative tensor: "apple10" (M5, A19; the
+        lane_map: which lane holds which element of a cooperative tensor: "apple10" (M5, A19; the
             default), "apple9" (and all earlier families), or the seed of a random map.
         relaxed_precision: whether tensor operations of relaxed precision "truncate" (the default)
             or "round" float operands.
 
     Yields the run: `counters` (by kernel name), `launches` (kernel, defines, grid, seconds) and
-    `recorded`. Blocks nest: the innermost one decides and records.
+    `recorded`. Blocks nest. The options of the innermost block apply, and it records the launches.
     TORCH_METAL_ATTN_BACKEND=simulator turns the simulator on everywhere, without checks.
     """
     if not isinstance(uninitialised, (list, tuple)):
@@ -158,7 +159,7 @@ def simulate(
         _current.reset(token)
 
 
-def _forget(name: str, tensor: torch.Tensor, initialised: dict[int, torch.Tensor]) -> None:
+def _mark_unwritten(name: str, tensor: torch.Tensor, initialised: dict[int, torch.Tensor]) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type_text(tensor)}; it must be a tensor")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -178,7 +179,7 @@ def _forget(name: str, tensor: torch.Tensor, initialised: dict[int, torch.Tensor
 
 
 def as_int(name: str, value: int | None, most: int, least: int = 0) -> int:
-    """An optional count, 0 if not given; raises ValueError if it is not from `least` to `most`."""
+    """An optional count, 0 for None. Raises ValueError if it is not from `least` to `most`."""
     if value is None:
         return 0
     if not isinstance(value, int) or not least <= value <= most:
@@ -198,19 +199,19 @@ def current() -> Run | None:
 
 
 def active() -> bool:
-    """True if CPU tensors use the shaders now. Raises ValueError for an unknown backend."""
+    """True if ops on CPU tensors use the shaders. Raises ValueError for an unknown backend."""
     if _current.get() is not None:
         return True
     backend = os.environ.get(BACKEND, "")
     if backend not in ("", "simulator", "reference", "mps"):
         raise ValueError(
-            f"{BACKEND} is {value_text(backend)}; it can be simulator, reference or mps"
+            f"{BACKEND} is {value_text(backend)}; it must be simulator, reference or mps"
         )
     return backend == "simulator"
 
 
 def record(launch: LaunchRecord, counters: Counters, checked: bool) -> None:
-    """Add a kernel that ran to the innermost run, if there is one."""
+    """Add a launch to the innermost run, if any."""
     run = _current.get()
     if run is None:
         return

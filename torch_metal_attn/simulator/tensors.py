@@ -1,4 +1,4 @@
-"""The choices in which GPUs differ about Metal 4's tensor operations."""
+"""The properties of Metal 4's tensor operations that differ between GPUs."""
 
 from dataclasses import dataclass, replace
 
@@ -15,9 +15,9 @@ RELAXED = ("truncate", "round")
 class TensorModel:
     """How tensor operations behave in a run.
 
-    lane_map: which lane keeps which element of a cooperative tensor.
-    seed: of the lane map "random".
-    rounds: whether relaxed precision rounds float operands; it truncates them otherwise.
+    lane_map: which lane holds which element of a cooperative tensor.
+    seed: the seed of the lane map "random".
+    rounds: whether relaxed precision rounds float operands or truncates them.
     """
 
     lane_map: str = "apple10"
@@ -31,7 +31,7 @@ DEFAULT_MODEL = TensorModel()
 def tensor_model(
     lane_map: object = None, relaxed_precision: object = None, default: TensorModel = DEFAULT_MODEL
 ) -> TensorModel:
-    """`default` with a lane map and a precision; raises for wrong ones."""
+    """`default` with a lane map and a precision. Raises TypeError or ValueError if one is wrong."""
     if relaxed_precision is not None:
         if not isinstance(relaxed_precision, str) or relaxed_precision not in RELAXED:
             names = " or ".join(f'"{name}"' for name in RELAXED)
@@ -46,8 +46,8 @@ def tensor_model(
     wrong += "an int from 0 to 2**63 - 1"
     if isinstance(lane_map, bool) or not isinstance(lane_map, (int, str)):
         raise TypeError(wrong)
-    if lane_map not in FAMILIES if isinstance(lane_map, str) else not 0 <= lane_map < 2**63:
-        raise ValueError(wrong)
-    if isinstance(lane_map, str):
+    if isinstance(lane_map, str) and lane_map in FAMILIES:
         return replace(default, lane_map=lane_map, seed=0)
-    return replace(default, lane_map="random", seed=lane_map)
+    if isinstance(lane_map, int) and 0 <= lane_map < 2**63:
+        return replace(default, lane_map="random", seed=lane_map)
+    raise ValueError(wrong)

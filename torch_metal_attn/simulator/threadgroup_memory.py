@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from .build import Program
 
 # As in csrc/simulator/arena.h.
-LIMIT = 32768  # bytes, of an Apple GPU
-ALIGNMENT = 16  # at least
+LIMIT = 32768  # bytes in an Apple GPU
+ALIGNMENT = 16  # the smallest
 
 FUNCTION = re.compile(r'^define .*?@("[^"]+"|[\w.$]+)\(')
 CALL = re.compile(r'\b(?:call|invoke) [^@]*@("[^"]+"|[\w.$]+)\(')
 VARIABLE = re.compile(r"\(ptr [^@]*@(\S+), i64 [^\d]*(\d+), i64 [^\d]*(\d+)\)")
 
-_Variable = tuple[str, int, int]  # its name's address, bytes, alignment
+_Variable = tuple[str, int, int]  # address of its name, bytes, alignment
 
 
 def threadgroup_bytes(program: Program) -> dict[str, int]:
-    """Bytes of each kernel's live threadgroup variables, without its arguments."""
+    """Bytes of the threadgroup variables that each kernel uses, without its arguments."""
     if not program.kernels:
         return {}
     functions = dict(_functions(program.intermediate()))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 _LONGEST = 120  # characters of a value
-_DIGITS = 100  # of an int, more of which nobody reads, and of which Python prints 4300 at most
+_DIGITS = 100  # of an int; Python raises above 4300
 
 
 def with_article(noun: str) -> str:
@@ -35,7 +35,7 @@ def count_text(count: Any, noun: str) -> str:
 
 
 def value_text(value: object) -> str:
-    """A value on one line: a number or a short text as it is, a tensor by dtype and shape."""
+    """A value on one line. Long values are shortened, and a tensor is named by dtype and shape."""
     text = " ".join(_SHORT.repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -45,13 +45,13 @@ def _array(value: object) -> tuple[tuple[int, ...], str] | None:
         shape, dtype = tuple(value.shape), str(value.dtype)  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError, TypeError):  # a nested tensor has no shape
         return None
-    if not isinstance(value, torch.Tensor) and shape == ():  # a number of NumPy's
+    if not isinstance(value, torch.Tensor) and shape == ():  # a NumPy scalar
         return None
     return shape, dtype.rpartition(".")[2]
 
 
 class _Short(reprlib.Repr):
-    """`repr` with few elements of each container, and without those of tensors and arrays."""
+    """`repr` with few elements of each container and no elements of tensors and arrays."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rules that depend on a shader's tokens: what Metal lacks, and how kernels are declared."""
+"""Rules for a shader's tokens: words that Metal lacks, and declarations of kernels."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -82,9 +82,11 @@ def threadgroup_variables(tokens: TokenList) -> Iterator[Place]:
 
 
 def template_asserts(tokens: TokenList) -> Iterator[Place]:
-    """Asserts in templates that do not depend on their parameters: a clang before 17 judges them
-    even where the template is never used, and later ones do not."""
-    parameters: dict[int, set[str]] = {}  # of all templates around an assert
+    """Asserts in templates that do not depend on the template's parameters.
+
+    clang before 17 evaluates them even if the template is never used. Later versions do not.
+    """
+    parameters: dict[int, set[str]] = {}  # parameters of all templates around each assert
     for index in tokens.find("template"):
         if tokens.text(index + 1) != "<" or tokens.text(index + 2) == ">":
             continue
@@ -99,7 +101,7 @@ def template_asserts(tokens: TokenList) -> Iterator[Place]:
     for index, names in parameters.items():
         condition = range(index + 2, tokens.close(index + 1))
         if names.isdisjoint(tokens.text(i) for i in condition):
-            message = "this does not depend on the template: some compilers judge it regardless"
+            message = "this does not depend on the template: some compilers always evaluate it"
             yield index, "template-assert", message
 
 
@@ -113,7 +115,7 @@ def _kernels(tokens: TokenList) -> Iterator[tuple[int, int]]:
                 start -= 1
             at = tokens.close(start - 1) + 1
         opening = tokens.seek(at, ("(", ";", "{"))
-        if tokens.text(at) != "decltype" and tokens.text(opening) == "(":  # no instantiation
+        if tokens.text(at) != "decltype" and tokens.text(opening) == "(":  # not an instantiation
             yield at, opening
 
 

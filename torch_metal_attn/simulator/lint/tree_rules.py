@@ -1,7 +1,7 @@
-"""Rules that depend on types, over clang's syntax tree of the shader in its host form.
+"""Rules for types, over clang's syntax tree of the shader in its host form.
 
-The tree is clang's JSON. Templates appear in it as written and in each instantiation, so a
-rule on dependent types sees what the kernels really use.
+The tree is clang's JSON. It contains templates as written and each instantiation, so a rule for
+dependent types sees the types that the kernels use.
 """
 
 import bisect
@@ -51,7 +51,7 @@ FLOAT = re.compile(r"\b(_Float16|__bf16|float|double)\b")
 
 @dataclass
 class HostText:
-    """The text that clang parsed, and where in the shaders each offset of it comes from."""
+    """The text that clang parsed, and the file and line of each offset in it."""
 
     text: str
 
@@ -60,7 +60,7 @@ class HostText:
         self._starts = [mark.end() + 1 for mark in self._marks]
 
     def place(self, offset: int) -> tuple[str, int] | None:
-        """File and line; None in the simulator's own headers and in text that it made."""
+        """File and line; None in the simulator's headers and in text that it made."""
         at = bisect.bisect_right(self._starts, offset) - 1
         if at < 0:
             return None
@@ -89,7 +89,7 @@ class Visit:
         return _type(self.node)
 
     def written(self, end: int | None = None) -> str:
-        """The node's text up to `end`, and the `thread` before it, which clang does not see."""
+        """The node's text up to `end`, with a preceding `thread`, which clang does not see."""
         span = self.node.get("range", {})
         begin, last = _offset(span.get("begin")), _offset(span.get("end"))
         if begin is None or last is None:
@@ -99,13 +99,13 @@ class Visit:
 
 
 def check_tree(tree: bytes, host: HostText, metal_names: AbstractSet[str]) -> Iterator[Finding]:
-    """Findings in clang's tree of `host`, which is JSON. metal_names: those of namespace metal."""
-    # The other top-level declarations are clang's.
+    """Findings in clang's JSON tree of `host`. metal_names: the names in namespace metal."""
+    # Other top-level declarations are clang's.
     declarations = [node for node in json.loads(tree).get("inner", []) if _place(node, host)]
     for node in declarations:
-        # Not a method outside of its class, or a specialisation of Metal's own template.
+        # A method outside of its class or a specialisation of Metal's template has a parent.
         if node.get("name") in metal_names and "parentDeclContextId" not in node:
-            message = f"`{node['name']}` is a name of namespace metal too: a call may find either"
+            message = f"`{node['name']}` is also a name of namespace metal: a call may find either"
             yield from _finding(node, host, "metal-name", message)
     visits = [visit for node in declarations for visit in _walk(node, host)]
     for visit in visits:
@@ -145,7 +145,7 @@ def globals_are_constant(visit: Visit) -> Iterator[Message]:
 
 
 def address_spaces(visit: Visit) -> Iterator[Message]:
-    """Every `*` and `&` must say what memory it points to, `thread` included."""
+    """Every `*` and `&` needs an address space, which may be `thread`."""
     if visit.node.get("isImplicit") or FUNCTION_POINTER.search(visit.type):
         return
     if visit.kind in VARIABLES | FUNCTIONS:
@@ -157,7 +157,7 @@ def address_spaces(visit: Visit) -> Iterator[Message]:
     written = _declarator(written)
     pointers = len(re.findall(r"\*|&&?", written))
     if visit.kind in VARIABLES:
-        # `T *a, *b` is written with two stars, and each variable has one.
+        # `T *a, *b` has two stars, but each variable is one pointer.
         levels = len(re.findall(r"\*|&&?", _without_arguments(visit.type)))
         pointers = min(pointers, levels)
     missing = pointers - len(ADDRESS_SPACE.findall(written))
@@ -189,7 +189,7 @@ def implicit_floats(visit: Visit) -> Iterator[Message]:
 
 
 def struct_copies(visit: Visit) -> Iterator[Message]:
-    """A struct that is read or stored as a whole, by a call that the rewriter has made."""
+    """A struct that is read or stored as a whole, by a call that the rewriter added."""
     if not visit.written().startswith(STRUCT_CALLS):
         return
     copied = _type(visit.node["inner"][1])
@@ -199,15 +199,15 @@ def struct_copies(visit: Visit) -> Iterator[Message]:
 
 
 def temporaries(visit: Visit) -> Iterator[Message]:
-    """Class temporaries as reference arguments, which macOS 27's compiler may refuse (mlx#4533)."""
+    """Class temporaries as arguments by reference, which macOS 27 may refuse (mlx#4533)."""
     of_class = not SCALAR_OR_VECTOR.search(_without_arguments(visit.type))
     if of_class and visit.parent.get("kind") in CALLS:
         yield "temporary", f"a reference binds to this `{visit.type}`: give it a name first"
 
 
 def recursion(visits: list[Visit]) -> Iterator[tuple[Node, str, str]]:
-    """Functions that call themselves, directly or through others."""
-    canonical: dict[str, str] = {}  # every declaration's id: the id of the function's first one
+    """Functions that call themselves, directly or through other functions."""
+    canonical: dict[str, str] = {}  # id of each declaration: id of the function's first one
     functions: dict[str, Node] = {}
     for visit in visits:
         if visit.kind in FUNCTIONS:
@@ -236,7 +236,7 @@ def recursion(visits: list[Visit]) -> Iterator[tuple[Node, str, str]]:
 
 
 Rule = Callable[[Visit], Iterator[Message]]
-# A tree has a quarter of a million nodes, so a rule is called for the kinds that it is about.
+# A tree has a quarter of a million nodes, so each rule is called for its kinds of node only.
 _KINDS: list[tuple[Rule, set[str]]] = [
     (lambdas, {"LambdaExpr"}),
     (function_pointers, VARIABLES | CONVERSIONS),
@@ -255,7 +255,7 @@ TREE_RULES: dict[Any, list[Rule]] = {
 
 
 def _walk(declaration: Node, host: HostText) -> Iterator[Visit]:
-    """Every node of a declaration that a rule or `recursion` is about, parents first."""
+    """Every node of a declaration that a rule or `recursion` needs, parents first."""
     stack: list[tuple[Node, Node, Node | None]] = [(declaration, {}, None)]
     while stack:
         node, parent, function = stack.pop()
@@ -280,7 +280,7 @@ def _place(node: Node, host: HostText) -> tuple[str, int] | None:
 
 
 def _offset(location: Any) -> int | None:
-    """The offset in the parsed text; for a macro (an address space), that of its use."""
+    """The offset in the parsed text. For a macro, such as an address space, that of its use."""
     if not location:
         return None
     offset = location.get("expansionLoc", location).get("offset")
@@ -293,19 +293,19 @@ def _type(node: Node) -> str:
 
 
 def _float(type_name: str) -> str | None:
-    result = FLOAT.search(type_name)
-    return FLOATS[result.group()] if result else None
+    match = FLOAT.search(type_name)
+    return FLOATS[match.group()] if match else None
 
 
 def _declarator(text: str) -> str:
-    """The last declaration in `text`, without expressions: a `*` in them is a product."""
+    """The last declaration in `text`, without expressions, in which a `*` is a product."""
     last = re.split(r"[{};]", text)[-1]
     without = re.sub(r"\[[^\[\]]*\]|\bdecltype\s*\(.*\)", "", last, flags=re.S)
     return _without_arguments(without)
 
 
 def _without_arguments(text: str) -> str:
-    text = text.replace("<=", " ")  # a comparison in such a list
+    text = text.replace("<=", " ")  # a comparison in an argument list
     shorter = re.sub(r"<[^<>]*>", "", text)
     return text if shorter == text else _without_arguments(shorter)
 
@@ -313,5 +313,5 @@ def _without_arguments(text: str) -> str:
 def _cast_target(text: str) -> str:
     named = re.match(r"\w+_cast\s*<(.*?)>\s*\(", text, re.S)
     plain = re.match(r"\(([^()]*)\)", text)
-    result = named or plain
-    return result.group(1) if result else ""
+    match = named or plain
+    return match.group(1) if match else ""

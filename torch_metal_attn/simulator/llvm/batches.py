@@ -1,8 +1,8 @@
-"""The pass of plain builds: matrix products that follow each other become one meeting of the lanes.
+"""The pass of plain builds: successive matrix products become one meeting of the lanes.
 
-A meeting costs far more than an 8x8 product. So each product's operands are left in a place for
-them, and `__msl_products` computes all of them where the first result is read, the block ends, or
-another operation of the SIMD group follows. Their order and bits stay the same.
+A meeting costs far more than an 8x8 product. So the operands of each product are stored, and
+`__msl_products` computes all products when the first result is read, the block ends, or another
+operation of the SIMD group follows. The order of the products and the bits stay the same.
 """
 
 import re
@@ -20,13 +20,13 @@ PRODUCT = re.compile(
     rf"^  (?P<result>{NAME}) = (?:tail )?call (?:noundef )?(?P<type>.+?) @__msl_matrix"
     r"\((?P<arguments>.*)\)[^)]*$"
 )
-# Instructions that can run later, as they neither read nor write memory.
+# Instructions that can be delayed, as they neither read nor write memory.
 PURE = frozenset(
     "fadd fsub fmul fdiv fneg fcmp icmp select bitcast insertelement extractelement shufflevector "
     "insertvalue extractvalue add sub mul and or xor shl lshr ashr zext sext trunc fpext fptrunc "
     "sitofp uitofp fptosi fptoui freeze getelementptr".split()
 )
-# Calls of LLVM's own that read no memory and whose arguments may be results.
+# LLVM's functions that read no memory and may take results as arguments.
 PURE_CALL = re.compile(r"@llvm\.(?:fma|fmuladd|fabs|maxnum|minnum|maximum|minimum|exp2?|log2?)\.")
 NOT_PASSED = frozenset({"phi", "alloca", "invoke", "atomicrmw", "cmpxchg"})
 # Instructions that neither end a block nor meet other lanes.
@@ -38,7 +38,7 @@ class _Product:
     result: str
     type: str
     combine: str
-    accumulator: int  # the product of this batch that it adds to, or -1: the operand
+    accumulator: int  # the index in the batch of the product that it adds to, or -1
 
 
 class _Pass:
@@ -46,11 +46,11 @@ class _Pass:
         self.out: list[str] = []
         self.tables: list[str] = []
         self.places = 0
-        self.place = ""  # of this batch's operands
+        self.place = ""  # the address of this batch's operands
         self.batch: list[_Product] = []
-        self.results: dict[str, int] = {}  # names of the batch's results
+        self.results: dict[str, int] = {}  # name and index of each result of the batch
         self.delayed: list[str] = []  # lines that read results
-        self.late: set[str] = set()  # names that such lines assign
+        self.late: set[str] = set()  # names that delayed lines assign
 
     def line(self, line: str) -> None:
         if "@__msl_matrix(" in line and (match := PRODUCT.match(line)):
@@ -62,7 +62,7 @@ class _Pass:
             self.out.append(line)
 
     def passed(self, line: str) -> bool:
-        """Put a line before the batch or, if it reads results, after it; False if neither will."""
+        """Move a line before the batch or, if it reads results, after it; False if impossible."""
         assigned = INSTRUCTION.match(line)
         if assigned is None:
             if not PASSED.match(line) or self.reads_results(line):
@@ -109,7 +109,7 @@ class _Pass:
         return name
 
     def flush(self) -> None:
-        """Compute the batch, read its results, and do what waited for them."""
+        """Compute the batch, read its results, and add the delayed lines."""
         table = f"@msl.products.{len(self.tables)}"
         entry = "{ ptr, i32, i32 }"
         entries = ", ".join(
@@ -129,9 +129,9 @@ class _Pass:
 
 
 def _named(function: Function) -> None:
-    """Give a function names for its values and blocks, as numbers must be in order."""
+    """Name a function's values and blocks, because numbers would have to be in order."""
     body = function.body
-    if not LABEL.match(body[0]):  # a first block without a name has no label either
+    if not LABEL.match(body[0]):  # an unnamed first block has no label
         numbers = [int(number) for number in re.findall(r"%(\d+)", function.head)]
         body = [f"{max(numbers, default=-1) + 1}:", *body]
     text = re.sub(r"%(\d+)", r"%msl.v\1", "\n".join([function.head, *body]))

@@ -1,17 +1,17 @@
-"""Addresses of one private variable or another, with that variable's own address and size."""
+"""Addresses that may be in several private variables, with the address and size of the variable."""
 
 from collections.abc import Callable, Iterable, Set
 
 from .ir import split, typed
 from .places import Places, addresses_of
 
-# (address, bytes) of a variable as operands in IR; None if they are not known.
+# (address, bytes) of a variable as operands in IR; None if unknown.
 Variable = tuple[str, str] | None
 NOWHERE = frozenset({"null", "undef", "poison"})
 
 
 class Choices:
-    """The choices that checks of accesses need."""
+    """The phis and selects of addresses whose accesses are checked."""
 
     def __init__(
         self,
@@ -20,27 +20,30 @@ class Choices:
         places: Places,
         variable: Callable[[str], Variable],
     ) -> None:
-        """checked: addresses. mixed: those of several variables; `variable` knows the others'."""
+        """checked: the addresses of accesses. mixed: addresses that may be in several variables.
+
+        variable: the variable of an address that is not mixed.
+        """
         self.mixed, self.places, self.variable = mixed, places, variable
-        self.addresses: dict[str, list[str]] = {}  # of a choice: what it chooses from
-        result = list(checked)
-        for address in result:
+        self.addresses: dict[str, list[str]] = {}  # the operands of each choice
+        pending = list(checked)
+        for address in pending:
             name = self.beginning(address)
             op, rest = places.instruction(name)
             if name in mixed and name not in self.addresses and op in ("phi", "select"):
                 self.addresses[name] = addresses_of(op, rest)
-                result += self.addresses[name]
+                pending += self.addresses[name]
         while unknown := [name for name in self.addresses if None in self.variables(name)]:
             for name in unknown:
                 del self.addresses[name]
 
     def beginning(self, address: str) -> str:
-        """The choice or the variable that an address is computed from."""
+        """The choice or the variable from which an address is computed."""
         op, rest = self.places.instruction(address)
         return self.beginning(typed(split(rest)[1])[1]) if op == "getelementptr" else address
 
     def variables(self, name: str) -> list[Variable]:
-        """The operands of a choice."""
+        """The variable of each operand of a choice."""
         return [self.variable_of(address) for address in self.addresses[name]]
 
     def variable_of(self, address: str) -> Variable:
@@ -55,13 +58,13 @@ class Choices:
         return f"%msl.base.{name[1:]}", f"%msl.size.{name[1:]}"
 
     def lines(self, name: str) -> list[str]:
-        """The choice of the variable, to stand after the choice of an address."""
+        """Instructions that choose the variable's address and size, to follow a choice."""
         if name not in self.addresses:
             return []
         op, rest = self.places.instruction(name)
         variables = [variable for variable in self.variables(name) if variable]
         out = []
-        for at, (what, of_type) in enumerate((("base", "ptr"), ("size", "i32"))):
+        for at, (result, of_type) in enumerate((("base", "ptr"), ("size", "i32"))):
             if op == "phi":
                 blocks = [split(pair[1:-1])[1] for pair in split(typed(rest)[1])]
                 pairs = zip(variables, blocks, strict=True)
@@ -70,5 +73,5 @@ class Choices:
             else:
                 parts = [f"{of_type} {variable[at]}" for variable in variables]
                 chosen = f"select {split(rest)[0]}, {', '.join(parts)}"
-            out.append(f"  %msl.{what}.{name[1:]} = {chosen}")
+            out.append(f"  %msl.{result}.{name[1:]} = {chosen}")
         return out

@@ -1,8 +1,8 @@
-"""The pass of checked builds: rewrites LLVM IR so that the engine is told of every access.
+"""The pass of checked builds, which rewrites LLVM IR to report every access to the engine.
 
-Clang's thread sanitizer puts a call before each access. This pass turns these calls into
+Clang's thread sanitizer inserts a call before each access. This pass turns these calls into
 `__msl_access(address, bytes, flags, site)`, adds the site to calls into the engine, and counts
-conversions and exponentials. A site is an index into a table of source locations.
+operations. A site is an index into a table of source locations.
 """
 
 import re
@@ -19,7 +19,7 @@ from .uninitialised import WRITE, find_unset
 
 ALIGNMENT_UNKNOWN = 2
 
-# Declarations of functions that a text may lack. It always has the engine's entries.
+# Functions that a text may not declare. It always declares the engine's functions.
 DECLARATIONS = {
     "memcpy": "declare ptr @memcpy(ptr, ptr, i64)",
     "memmove": "declare ptr @memmove(ptr, ptr, i64)",
@@ -42,7 +42,7 @@ ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
 VARIABLE = re.compile(
     rf"^(?P<name>  {NAME}) = alloca (?P<type>.+?), align (?P<align>\d+)", re.MULTILINE
 )
-# Parts of the shim whose arithmetic a GPU does not do.
+# Headers of the shim with arithmetic that a GPU does not do.
 ENGINE_HEADERS = tuple(
     f"__msl_{name}.h"
     for name in "atomic cooperative engine launch matmul matrix simd tensor tensor_engine "
@@ -61,11 +61,11 @@ class Frame:
     function: str
 
 
-Site = tuple[Frame, ...]  # innermost first; the others are what it was inlined into
+Site = tuple[Frame, ...]  # innermost first, then the functions into which it was inlined
 
 
 class InstrumentError(RuntimeError):
-    """IR that this pass does not know: the thread sanitizer of this clang does something new."""
+    """IR that this pass does not support, from the thread sanitizer of a newer clang."""
 
 
 class _DebugInfo:
@@ -80,7 +80,7 @@ class _DebugInfo:
         return (match.group(1), dict(FIELD.findall(match.group(2)))) if match else None
 
     def _frames(self, location: str) -> Site:
-        """The places of a `!DILocation`, from the innermost one on."""
+        """The frames of a `!DILocation`, innermost first."""
         result: list[Frame] = []
         while node := self.node(location):
             _, fields = node
@@ -125,7 +125,7 @@ class _Pass:
         if node not in self.by_node:
             frames = self.info.frames(node)
             if frames and frames[0].line == 0 and self.last_site is not None:
-                return self.last_site  # clang moved it and dropped its place: the nearest one known
+                return self.last_site  # clang moved the code and dropped its location
             site = tuple(f for f in frames if not self.in_shim(f.file)) or frames[-1:]
             if site not in self.index:
                 self.index[site] = len(self.sites)
@@ -135,7 +135,7 @@ class _Pass:
         return self.last_site
 
     def in_entry(self, line: str) -> bool:
-        """True if an access only fetches a kernel's arguments, which is not in the Metal text."""
+        """True if an access fetches a kernel's argument, which the Metal text does not do."""
         match = DEBUG.search(line)
         if not match or "_tsan_mem" in line:
             return False
@@ -161,26 +161,24 @@ class _Pass:
         return [self.access(match.group("address"), str(size), flags | k, line) for k in kinds]
 
     def rewrite_block(self, match: re.Match[str], line: str) -> list[str]:
-        """memcpy and similar calls: report accesses of the whole length, then call it."""
+        """Report accesses of the whole length for memcpy and similar calls, before the call."""
         out: list[str] = []
-        count = match.group("bytes")
+        result, name, target, other, count = match.group(
+            "result", "name", "target", "other", "bytes"
+        )
         size = count
         if not count.isdigit():
             self.names += 1
             size = f"%msl.bytes.{self.names}"
             out.append(f"  {size} = trunc i64 {count} to i32")
-        name, other = match.group("name"), match.group("other")
-        target = match.group("target").removeprefix("ptr ")
         if name != "memset":
             source = other.removeprefix("ptr ")
             out.append(self.access(source, size, ALIGNMENT_UNKNOWN, line))
-        out.append(self.access(target, size, WRITE | ALIGNMENT_UNKNOWN, line))
+        written = target.removeprefix("ptr ")
+        out.append(self.access(written, size, WRITE | ALIGNMENT_UNKNOWN, line))
         self.used.add(name)
-        out.append(
-            f"  {match.group('result')} = call ptr @{name}(ptr {target}, {other}, i64 {count})"
-            + debug(line)
-        )
-        return out
+        called = f"  {result} = call ptr @{name}({target}, {other}, i64 {count})"
+        return [*out, called + debug(line)]
 
     def run(self) -> str:
         module = self.module
@@ -190,24 +188,20 @@ class _Pass:
             function.body = find_undefined(function)
             function.body = self.report(function)
         mark_rounds(module.functions)
-        module.outside = [
-            line
-            for line in module.outside
-            if not (line.startswith("declare ") and "@__tsan_" in line)
-        ]
+        is_tsan = re.compile("declare .*@__tsan_").match
+        module.outside = [line for line in module.outside if not is_tsan(line)]
         heads = [function.head for function in module.functions]
         heads += [line for line in module.outside if line.startswith("declare ")]
         defined = "\n".join(heads)
-        module.outside += [
-            DECLARATIONS[name] for name in sorted(self.used) if f"@{name}(" not in defined
-        ]
-        # The sites hold what is needed of it; of another version, LLVM drops it.
+        names = (name for name in sorted(self.used) if f"@{name}(" not in defined)
+        module.outside += [DECLARATIONS[name] for name in names]
+        # LLVM drops debug information of an unknown version, which the sites replace.
         return module.text().replace(DEBUG_VERSION, '!"Debug Info Version", i32 0', 1)
 
     def report(self, function: Function) -> list[str]:
         body = function.body
         out: list[str] = []
-        counts: dict[str, list[int]] = {}  # what -> [position in out, number] of this basic block
+        counts: dict[str, list[int]] = {}  # [position in out, number] of each kind in this block
         for number, line in enumerate(body):
             if not line.startswith("  "):
                 if counts and LABEL.match(line):
@@ -241,31 +235,30 @@ class _Pass:
     def count(self, line: str, out: list[str], counts: dict[str, list[int]]) -> None:
         result = operation(line)
         if "!nosanitize" in line or line.startswith("  %msl."):
-            return  # of a check
+            return  # part of a check
         if result is None or (result[0] not in ALWAYS and not self.count_all):
             return
-        what, number = result
-        place = DEBUG.search(line)
-        if place and self.of_engine(place.group(1)):
+        kind, number = result
+        location = DEBUG.search(line)
+        if location and self.of_engine(location.group(1)):
             return
-        if what not in counts:
-            counts[what] = [len(out), 0]
+        if kind not in counts:
+            counts[kind] = [len(out), 0]
             out.append(debug(line))
-        counts[what][1] += number
+        counts[kind][1] += number
 
     def _of_engine(self, node: str) -> bool:
         return any(frame.file.endswith(ENGINE_HEADERS) for frame in self.info.frames(node))
 
     def flush(self, out: list[str], counts: dict[str, list[int]]) -> None:
-        for what, (position, number) in counts.items():
-            line = out[position]
-            arguments = f"i32 {COUNTS.index(what)}, i32 {number}"
-            out[position] = self.call("__msl_count", arguments, line)
+        for kind, (position, number) in counts.items():
+            arguments = f"i32 {COUNTS.index(kind)}, i32 {number}"
+            out[position] = self.call("__msl_count", arguments, out[position])
         counts.clear()
 
 
 def with_padded_variables(text: str) -> str:
-    """Pad private variables to their alignment, where `local-bounds` has its traps."""
+    """Pad private variables to their alignment, at which the traps of `local-bounds` begin."""
     module = parse(text)
 
     def padded(match: re.Match[str]) -> str:
@@ -280,6 +273,6 @@ def with_padded_variables(text: str) -> str:
 def instrument(
     text: str, in_shim: Callable[[str], bool], count_all: bool = False
 ) -> tuple[str, list[Site]]:
-    """The IR of a checked build, rewritten, and the table of sites, without frames `in_shim`."""
+    """The rewritten IR of a checked build, and the table of sites without frames in the shim."""
     work = _Pass(text, in_shim, count_all)
     return work.run(), work.sites

@@ -1,4 +1,4 @@
-"""LLVM IR as text, as the passes over it read it: functions and their lines, types, constants."""
+"""LLVM IR as text, parsed for the passes: functions and their lines, types, constants."""
 
 import itertools
 import re
@@ -13,12 +13,12 @@ METADATA = re.compile(r", ![a-z].*$| #\d+$")
 ALLOCA = re.compile(rf"^  ({NAME}) = alloca (.+?), align \d+")
 LOAD = re.compile(rf"^  ({NAME}) = load (?:volatile )?(.+?), ptr ({NAME}), align")
 STORE = re.compile(rf"^  store (?:volatile )?(.+), ptr ({NAME}), align")
-# Attributes, which stand before an operand's type and between type and value.
+# Attributes before an operand's type, or between type and value.
 FLAGS = re.compile(
     r"^(?:(?:fast|nnan|ninf|nsz|arcp|contract|afn|reassoc|nuw|nsw|nusw|exact|disjoint|inbounds|nneg"
     r"|samesign|noundef|signext|zeroext|nonnull|volatile) )+"
 )
-# Clang writes an element of a bool vector as an i8 where IR wants an i1, and prints it so.
+# clang writes an element of a bool vector as an i8, although IR needs an i1.
 BOOL_ELEMENT = re.compile(
     rf"^(?P<before>  {NAME} = insertelement <\d+ x i1> [^,]+,) i8 (?P<value>[^,]+),(?P<after>.*)",
     re.MULTILINE,
@@ -44,20 +44,20 @@ _INTEGER = re.compile(r"i(\d+)$")
 
 @dataclass
 class Function:
-    """A definition: its first line, the lines up to its closing brace, whose code it is."""
+    """A definition: its first line and the lines up to its closing brace."""
 
     head: str
     body: list[str]
-    is_kernels: bool  # a kernel's own code, and not the shim's for the engine
+    is_kernels: bool  # code of a kernel and not of the shim
 
 
 @dataclass
 class Module:
-    """A text: its functions, and the lines of all else in their order."""
+    """A text: its functions, and the other lines in their order."""
 
     outside: list[str]
     functions: list[Function]
-    structs: dict[str, str] = field(default_factory=dict)  # what named types are
+    structs: dict[str, str] = field(default_factory=dict)  # definitions of named types
 
     def text(self) -> str:
         lines = [*self.outside]
@@ -67,7 +67,7 @@ class Module:
 
 
 def with_bool_elements(text: str) -> str:
-    """The IR with elements of bool vectors as i1, which they must be."""
+    """The IR with elements of bool vectors as i1, as required."""
     numbers = itertools.count(1)
 
     def repaired(match: re.Match[str]) -> str:
@@ -81,7 +81,7 @@ def with_bool_elements(text: str) -> str:
 def parse(text: str) -> Module:
     lines = text.split("\n")
     module = Module([], [])
-    instrumented: set[str] = set()  # attribute groups of functions that the sanitizer looks at
+    instrumented: set[str] = set()  # attribute groups of functions with the thread sanitizer
     number, end = 0, len(lines)
     while number < end:
         line = lines[number]
@@ -104,13 +104,13 @@ def parse(text: str) -> Module:
 
 
 def debug(line: str) -> str:
-    """A line's debug location, to be added to another line: `, !dbg !7`, or nothing."""
+    """A line's debug location as a suffix for another line, such as `, !dbg !7`; may be empty."""
     match = DEBUG.search(line)
     return match.group() if match else ""
 
 
 def split(text: str) -> list[str]:
-    """The parts between commas that are in no bracket."""
+    """The parts between commas outside of brackets."""
     if not any(bracket in text for bracket in "<[{("):
         return [part.strip() for part in text.split(",")]
     parts, depth, begin = [], 0, 0
@@ -143,14 +143,14 @@ def typed(text: str) -> tuple[str, str]:
 
 
 def operand(text: str) -> str:
-    """The value of an operand, without the attributes that may stand between type and value."""
+    """The value of an operand, without the attributes between type and value."""
     value = typed(text)[1]
     match = FLAGS.match(value)
     return value[match.end() :] if match else value
 
 
 def lanes_of(type_text: str) -> int:
-    """The length of a vector type; 0 of any other."""
+    """The length of a vector type; 0 for other types."""
     match = _VECTOR.match(type_text)
     return int(match.group(1)) if match else 0
 
@@ -160,7 +160,7 @@ def element(type_text: str) -> str:
 
 
 def fields(type_text: str, structs: dict[str, str]) -> list[tuple[int, str]]:
-    """(offset, type) of each field of a struct; none if it is no struct, or a size is not known."""
+    """(offset, type) of each field of a struct; empty for other types and unknown sizes."""
     match = _FIELDS.match(structs.get(type_text, type_text))
     result: list[tuple[int, str]] = []
     end = 0
@@ -202,7 +202,7 @@ def padding(type_text: str, structs: dict[str, str]) -> list[tuple[int, int]]:
 
 
 def layout(type_text: str, structs: dict[str, str]) -> tuple[int, int]:
-    """(bytes, alignment) of a type as a variable; (0, 1) if it is not known."""
+    """(bytes, alignment) of a type as a variable; (0, 1) if unknown."""
     if type_text in structs:
         return layout(structs[type_text], structs)
     if type_text in SCALARS:

@@ -1,7 +1,7 @@
 """The kinds of operation that counted builds count, for each line of LLVM IR.
 
-Moves are not counted: loads, constant addresses, casts of bits, parts of vectors, and signs of
-floats. An operation on a vector is one for each element.
+Moves are not counted: loads, constant addresses, bit casts, parts of vectors, and signs of floats.
+An operation on a vector counts once for each element.
 """
 
 import re
@@ -18,7 +18,7 @@ COUNTS = (
     "selects",
     "functions",
 )
-# Counted in every checked build; the others depend on how far loops are unrolled.
+# Counted in every checked build. The other counts depend on the unrolling of loops.
 ALWAYS = frozenset({"converts", "exps"})
 
 _INSTRUCTIONS = {
@@ -27,7 +27,7 @@ _INSTRUCTIONS = {
     "integer_operations": "add sub mul sdiv udiv srem urem shl lshr ashr and or xor",
     "selects": "select icmp fcmp",
 }
-# Functions of LLVM, or of the C library, whose names for float end in f.
+# Functions of LLVM, or of the C library with an f after the name.
 _FUNCTIONS = {
     "converts": "fptosi fptoui",
     "exps": "exp exp2 exp10",
@@ -45,7 +45,7 @@ _INDEX = re.compile(r", ptr [^,]+,.*%")
 
 
 def operation(line: str) -> tuple[str, int] | None:
-    """(the counter's name, how many) of a line, or None."""
+    """(counter, number of operations) of a line, or None."""
     match = INSTRUCTION.match(line)
     if not match:
         return None

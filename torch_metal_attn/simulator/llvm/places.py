@@ -1,36 +1,36 @@
-"""The private variable and the offset of an address in LLVM IR, if constants alone show them."""
+"""The private variable and the offset of an address in LLVM IR, if both are constant."""
 
 from .ir import DEBUG, FLAGS, INSTRUCTION, METADATA, element, fields, layout, operand, split, typed
 
-Range = tuple[int, int]  # the first and the last byte at which an address can be
-MOST_DEEP = 40  # addresses that are computed from others
+Range = tuple[int, int]  # the lowest and the highest offset of an address
+MOST_DEEP = 40  # addresses that are computed from one another
 
 
 class Places:
     def __init__(self, body: list[str], structs: dict[str, str]) -> None:
         self.body = body
         self.structs = structs
-        self.lines = {  # of each value, the line that computes it
+        self.lines = {  # the line that computes each value
             line[2 : line.index(" ", 3)]: number
             for number, line in enumerate(body)
             if line.startswith("  %")
         }
         self.known: dict[str, dict[str, Range] | None] = {}
-        self.open: set[str] = set()  # what is being computed now
+        self.open: set[str] = set()  # addresses whose computation has begun
 
     def instruction(self, name: str) -> tuple[str, str]:
-        """(what computes a value, its operands); ("", "") of an argument."""
+        """(operation, operands) of a value; ("", "") for an argument."""
         number = self.lines.get(name)
         match = INSTRUCTION.match(self.body[number]) if number is not None else None
         if not match:
             return "", ""
         rest = match.group(3)
-        if at := DEBUG.search(rest):
-            rest = rest[: at.start()]
+        if location := DEBUG.search(rest):
+            rest = rest[: location.start()]
         return match.group(2), METADATA.sub("", rest)
 
     def of(self, address: str) -> dict[str, Range] | None:
-        """For each variable the range of bytes that an address can be at; None if not known."""
+        """For each variable the range of offsets of an address; None if unknown."""
         if address not in self.known:
             if address in self.open or len(self.open) > MOST_DEEP:
                 return None
@@ -60,7 +60,7 @@ class Places:
         return result or None
 
     def offset(self, of_type: str, indices: list[str]) -> int | None:
-        """The bytes that a getelementptr adds; None if an index is no constant."""
+        """The bytes that a getelementptr adds; None if an index is not constant."""
         total = 0
         for number, index in enumerate(indices):
             value = typed(index)[1]
@@ -81,7 +81,7 @@ class Places:
 
 
 def addresses_of(op: str, rest: str) -> list[str]:
-    """The operands of a choice of addresses; none if an instruction is no choice."""
+    """The operands of a phi or select of addresses; empty for other instructions."""
     if op == "phi":
         of_type, pairs = typed(rest)
         return [split(pair[1:-1])[0] for pair in split(pairs)] if of_type == "ptr" else []

@@ -1,8 +1,8 @@
-"""The order of a kernel's meetings of lanes, and the rounds of the loops around them.
+"""The order of the meetings of lanes, and the rounds of the loops around them.
 
-Each lane runs until a SIMD operation or a barrier. Two lanes are at the same meeting if they are at
-the same call in the same rounds of all loops. Where lanes wait at different ones, the one that
-comes first in the program is first.
+A meeting is a SIMD operation or a barrier. Each lane runs until its next meeting. Two lanes are at
+the same meeting if they are at the same call in the same rounds of all loops. If lanes wait at
+different meetings, the first one in the program's order continues.
 """
 
 import re
@@ -18,7 +18,7 @@ MEETING = re.compile(
 ENTRY = re.compile(rf"@{ENTRY_PREFIX}")
 CALLED = re.compile(r"@([\w.$-]+)\(")
 BRANCHES = ("  br ", "  switch ")
-MOST_LOOPS = 8  # around each other; abi.h has the same
+MOST_LOOPS = 8  # nested loops, as in abi.h
 UNKNOWN = -1  # the order of a meeting in a function that is not inlined
 
 
@@ -30,7 +30,7 @@ class _Graph:
         self.begin: dict[str, int] = {}
         self.after: dict[str, list[str]] = {}
         self.before: dict[str, list[str]] = {}
-        self.of_line: dict[int, str] = {}  # of meetings: the block
+        self.of_line: dict[int, str] = {}  # the block of each meeting
         name = self.entry
         for number, line in enumerate(lines):
             if not line.startswith("  "):
@@ -47,7 +47,7 @@ class _Graph:
         self.order = self._order()
 
     def _order(self) -> dict[str, int]:
-        """Each block's place in an order in which edges go forwards, but for those of loops."""
+        """Each block's number in an order in which only the back edges of loops go backwards."""
         done: list[str] = []
         seen, path = {self.entry}, [(self.entry, iter(self.after.get(self.entry, ())))]
         while path:
@@ -62,7 +62,7 @@ class _Graph:
         return {name: place for place, name in enumerate(reversed(done))}
 
     def loops(self) -> dict[str, set[str]]:
-        """The blocks of each loop that has a meeting, by its first block; outer loops first."""
+        """The blocks of each loop with a meeting, by its header. Outer loops are first."""
         result: dict[str, set[str]] = {}
         meetings = set(self.of_line.values())
         for header, sources in self.before.items():
@@ -81,7 +81,7 @@ class _Graph:
 
 
 def mark_rounds(functions: list[Function]) -> None:
-    """Let functions call the engine with their place before each meeting, and in each round."""
+    """Let functions report their place to the engine before each meeting and in each round."""
     meeting: dict[str, Function] = {}
     for function in functions:
         is_shims = "@__msl_" in function.head and not ENTRY.search(function.head)
@@ -92,7 +92,7 @@ def mark_rounds(functions: list[Function]) -> None:
     for function in functions if inner else ():
         called = [name for line in function.body for name in CALLED.findall(line)]
         called = [name for name in called if name in callers]
-        # An entry that does no more than call a function calls a kernel that was not inlined.
+        # An entry that only calls a function belongs to a kernel that was not inlined.
         is_sole = bool(ENTRY.search(function.head)) and len(called) == 1
         is_sole = is_sole and not any(line.startswith(BRANCHES) for line in function.body)
         for name in called:
@@ -118,7 +118,7 @@ def _mark(function: Function, is_ordered: bool) -> None:
         for number, block in graph.of_line.items()
         if block in order
     }
-    # The blocks of a loop may be apart in the order of all blocks; by its first they are together.
+    # The blocks of a loop may be apart in the order of all blocks. Sorting by headers joins them.
     places = sorted(where, key=lambda number: (*where[number][0], *where[number][1:]))
     added: dict[int, list[str]] = {}
     for place, number in enumerate(places):

@@ -1,8 +1,8 @@
-"""Undefined behaviour of a kernel's own code, found in checked builds. The IR is made to call the
-engine where clang's undefined behaviour sanitizer would, at each division that can overflow, at
-each round of a loop and at the start of each function.
+"""Finds undefined behaviour of a kernel's code in checked builds.
 
-The calls have `$site` where the number of their place goes, which instrument.py fills in.
+The IR calls the engine where clang's undefined behaviour sanitizer would report, at each division
+that can overflow, at each round of a loop and at the start of each function. In these calls,
+`$site` stands for the number of the site. instrument.py replaces it.
 """
 
 import re
@@ -23,7 +23,7 @@ HANDLERS = {
     "builtin_unreachable": RETURN,
 }
 HANDLER = re.compile(
-    r"^  (?:tail |notail )?call void @__ubsan_handle_(?P<what>[a-z_]+?)(?:_abort)?"
+    r"^  (?:tail |notail )?call void @__ubsan_handle_(?P<kind>[a-z_]+?)(?:_abort)?"
     r"\(ptr (?:[a-z]+ )*(?P<about>[^,)]+)(?P<values>(?:, i64 (?:[a-z]+ )*[^,)]+)*)\)"
 )
 OPERAND = re.compile(r"i64 (?:[a-z]+ )*([^,)]+)")
@@ -40,14 +40,16 @@ def find_undefined(function: Function) -> list[str]:
     out: list[str] = []
     if function.is_kernels and "@__msl_" not in function.head:
         out.append(_call("enter", "", next((line for line in body if debug(line)), "")))
-    seen: set[str] = set()  # the blocks so far
+    seen: set[str] = set()  # blocks up to this line
     names = 0
     for number, line in enumerate(body):
         if not line.startswith("  "):
             if match := LABEL.match(line):
                 seen.add(f"%{match.group(1)}")
         elif "@__ubsan_handle_" in line and (match := HANDLER.match(line)):
-            out.append(_handler(match, line))
+            kind, about = HANDLERS[match.group("kind")], match.group("about")
+            a, b = [*OPERAND.findall(match.group("values")), "0", "0"][:2]
+            out.append(_call("undefined", f"i32 {kind}, ptr {about}, i64 {a}, i64 {b}, ", line))
             continue
         elif not function.is_kernels:
             pass
@@ -60,18 +62,13 @@ def find_undefined(function: Function) -> list[str]:
     return out
 
 
-def _call(name: str, arguments: str, place: str) -> str:
-    return f"  call void @__msl_{name}({arguments}i32 {SITE})" + debug(place)
-
-
-def _handler(match: re.Match[str], line: str) -> str:
-    what, about = HANDLERS[match.group("what")], match.group("about")
-    a, b = [*OPERAND.findall(match.group("values")), "0", "0"][:2]
-    return _call("undefined", f"i32 {what}, ptr {about}, i64 {a}, i64 {b}, ", line)
+def _call(name: str, arguments: str, source: str) -> str:
+    """A call with the debug location of the line `source`."""
+    return f"  call void @__msl_{name}({arguments}i32 {SITE})" + debug(source)
 
 
 def targets(lines: list[str], number: int) -> Iterator[str]:
-    """The blocks that a branch can go to; a switch has its cases on the lines after it."""
+    """The targets of a branch. The cases of a switch are on the lines after it."""
     line = lines[number]
     yield from TARGET.findall(line)
     while line.startswith(("  switch ", "    ")) and not line.startswith("  ]"):
@@ -81,23 +78,23 @@ def targets(lines: list[str], number: int) -> Iterator[str]:
 
 
 def _division(match: re.Match[str], name: str, line: str) -> list[str]:
-    """Tests of the operands: the sanitizer does not look at vectors, nor at overflow."""
+    """Tests of the operands. The sanitizer checks neither vectors nor overflow."""
     a, b, lanes = match.group("a"), match.group("b"), int(match.group("lanes") or 0)
     bits = match.group("lane_bits") or match.group("bits")
     of_type, flags = (f"<{lanes} x i{bits}>", f"<{lanes} x i1>") if lanes else (f"i{bits}", "i1")
 
-    def every(value: int) -> str:
+    def splat(value: int) -> str:
         return f"<{', '.join([f'i{bits} {value}'] * lanes)}>" if lanes else str(value)
 
-    out = [f"  {name}.bad = icmp eq {of_type} {b}, {every(0)}"]
+    out = [f"  {name}.bad = icmp eq {of_type} {b}, {splat(0)}"]
     bad = f"{name}.bad"
     if match.group("op") == "s":
         out += [
-            f"  {name}.least = icmp eq {of_type} {a}, {every(-(2 ** (int(bits) - 1)))}",
-            f"  {name}.minus = icmp eq {of_type} {b}, {every(-1)}",
+            f"  {name}.least = icmp eq {of_type} {a}, {splat(-(2 ** (int(bits) - 1)))}",
+            f"  {name}.minus = icmp eq {of_type} {b}, {splat(-1)}",
             f"  {name}.over = and {flags} {name}.least, {name}.minus",
+            f"  {name}.either = or {flags} {name}.over, {bad}",
         ]
-        out.append(f"  {name}.either = or {flags} {name}.over, {bad}")
         bad = f"{name}.either"
     if lanes:
         out += [

@@ -1,11 +1,11 @@
-"""Reads of private variables that were not written, found in checked builds.
+"""Finds reads of unwritten private variables in checked builds.
 
-A variable without a value begins as the result of `__msl_unset_*`, which the compiler cannot look
-into. Each value that depends on such a call after optimisation has a flag for each lane. Where the
-value decides something (a branch, a store, an address, a call), the engine is told the flag. An
+A variable without a value is initialised by `__msl_unset_*`, which is opaque to the compiler. After
+optimisation, each value that depends on such a call gets a flag for each lane. Where the value
+decides something (a branch, a store, an address, a call), the flag is passed to the engine. An
 array that stays in memory gets a second array, with a mark for each byte.
 
-Accesses to private variables that may be outside of them are checked here too.
+This pass also checks accesses that may be outside of a private variable.
 """
 
 import re
@@ -40,12 +40,12 @@ LABEL = re.compile(rf"label {NAME}")
 LABEL_OF_PHI = re.compile(rf", {NAME} \]")
 ADDRESS = re.compile(rf"^  ({NAME}) = getelementptr (?:[a-z]+ )*[^,]+, ptr ({NAME})(, .*)?$")
 POINTERS = re.compile(rf"^  ({NAME}) = (?:phi ptr|select i1 [^,]+, ptr) (.*)$")
-# With a byte, or with a constant of the same size.
+# A memset, or a memcpy of a constant.
 FILL = re.compile(
     rf"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:set|cpy)\(ptr (?:[a-z]+ )*({NAME}), "
     r"(?:i32 |i8 |ptr (?:[a-z]+ )*(?=@))([^,]+), i64 ([^)]+)\)"
 )
-# A copy from or to private memory: the target, the source and the length.
+# A copy from or to private memory, with its target, source and length.
 COPY = re.compile(
     r"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:cpy|move)\(ptr (?:[a-z]+ )*([^ ,]+), "
     rf"ptr (?:[a-z]+ )*({NAME}), i64 ([^)]+)\)"
@@ -58,20 +58,20 @@ SCOPE = re.compile(
 )
 FLOATS = {"float", "half", "bfloat"}
 READ, WRITE = 0, 1
-MOST_MARKED = 4096  # bytes of a variable: stacks are small
+MOST_MARKED = 4096  # bytes of a variable with marks, as stacks are small
 
 
 def find_unset(body: list[str], structs: dict[str, str], keep_counts: bool) -> list[str]:
-    """A function's lines with flags and calls added; the calls have `$site` for their place."""
+    """A function's lines with flags and calls added. The calls have `$site` for their site."""
     return _Function(body, structs, keep_counts).run()
 
 
 @dataclass
 class _Private:
     bytes: int
-    captured: bool = False  # another function may write to it
-    unset: bool = False  # there are times at which it has not been written
-    outlived: bool = False  # it may be used after its scope has ended
+    captured: bool = False  # other code may write to it
+    unset: bool = False  # it may be read before it is written
+    outlived: bool = False  # it may be used after the end of its scope
 
 
 class _Function(Flags):
@@ -80,13 +80,13 @@ class _Function(Flags):
         self.body = body
         self.structs = structs
         self.keep_counts = keep_counts
-        self.users: dict[str, list[int]] = {}  # of a name: the lines that mention it
+        self.users: dict[str, list[int]] = {}  # the lines with each name
         self.private: dict[str, _Private] = {}
-        self.root: dict[str, str] = {}  # of addresses: the variable
-        self.mixed: set[str] = set()  # addresses of one variable or another
-        self.special: set[int] = set()  # lines to look at
+        self.root: dict[str, str] = {}  # the variable of each address
+        self.mixed: set[str] = set()  # addresses that may be in several variables
+        self.special: set[int] = set()  # lines to rewrite
         self.watched: list[tuple[int, str, int]] = []  # line, address, bytes of a reported access
-        self.patterns: list[tuple[str, int]] = []  # variables, and lines that give them a pattern
+        self.patterns: list[tuple[str, int]] = []  # variable, and line that fills it with a pattern
 
     def run(self) -> list[str]:
         begins = [
@@ -105,7 +105,10 @@ class _Function(Flags):
         checked = [address for address in self.mixed if self.may_be_outside(address)]
         self.choices = Choices(checked, self.mixed, self.places, self.variable_of)
         self.find_values()
-        needless = set() if self.keep_counts else self.needless()
+        # Reports of accesses that are always inside of a variable are needed for counts only.
+        needless: set[int] = set()
+        if not self.keep_counts:
+            needless = {number for number, name, size in self.watched if self.inside(name, size)}
         for number, line in enumerate(self.body):
             if number in needless:
                 continue
@@ -116,7 +119,7 @@ class _Function(Flags):
         return self.out
 
     def begin(self, number: int) -> None:
-        """Note a variable in memory, or a value that was not written."""
+        """Record a variable in memory, or an unwritten value."""
         line = self.body[number]
         self.special.add(number)
         if match := UNSET.match(line):
@@ -143,7 +146,7 @@ class _Function(Flags):
                         matches.append(match.group(1))
                 elif match is None:
                     self.use(private, name, number)
-        # A choice of addresses is of this variable only if all its operands are.
+        # A choice of addresses is in this variable only if all its operands are.
         for name in matches[1:]:
             for number in self.users[name]:
                 match = POINTERS.match(self.body[number])
@@ -154,7 +157,7 @@ class _Function(Flags):
                         self.find_mixed(name)
 
     def find_outlived(self, variable: str) -> None:
-        """Note a variable that is used after the end of its scope, or before it in a loop."""
+        """Find out whether a variable is used after its scope, or before its scope in a loop."""
         addresses = [name for name, root in self.root.items() if root == variable]
         lives, scopes = True, []
         for number in sorted({n for name in addresses for n in self.users[name]}):
@@ -167,7 +170,7 @@ class _Function(Flags):
             self.special.update(scopes)
 
     def find_mixed(self, address: str) -> None:
-        """Note a choice between addresses of several variables, and all that it leads to."""
+        """Record a choice between addresses of several variables, and addresses derived from it."""
         matches = [address]
         for name in matches:
             self.mixed.add(name)
@@ -179,7 +182,7 @@ class _Function(Flags):
                     matches.append(match.group(1))
 
     def may_be_outside(self, address: str) -> bool:
-        """True if an access at an address may be outside of a variable."""
+        """True if an access at an address may be outside of its variable."""
         for number in self.users[address]:
             line, of_type = self.body[number], ""
             if (match := LOAD.match(line)) and match.group(3) == address:
@@ -195,7 +198,7 @@ class _Function(Flags):
         return (self.root[address], str(size)) if size else None
 
     def use(self, private: _Private, name: str, number: int) -> None:
-        """Note what a line does at an address."""
+        """Record the use of an address in a line."""
         line = self.body[number]
         if ALLOCA.match(line) or "@llvm.lifetime" in line:
             return
@@ -211,19 +214,15 @@ class _Function(Flags):
             private.captured = True
 
     def inside(self, address: str, size: int) -> bool:
-        """True if all bytes from an address on are always in a variable."""
+        """True if `size` bytes from an address on are always in a variable."""
         places = self.places.of(address)
         return places is not None and all(
             name in self.private and 0 <= low and high + size <= self.private[name].bytes
             for name, (low, high) in places.items()
         )
 
-    def needless(self) -> set[int]:
-        """The lines that report accesses that are always in a variable."""
-        return {number for number, name, size in self.watched if self.inside(name, size)}
-
     def is_pattern(self, line: str) -> bool:
-        """True if a line gives a variable without a value the compiler's pattern."""
+        """True if a line fills a variable without a value with the compiler's pattern."""
         match = FILL.match(line)
         if not match or match.group(1) not in self.private:
             return False
@@ -244,7 +243,7 @@ class _Function(Flags):
                 matches += self.follow(name, number)
 
     def follow(self, name: str, number: int) -> list[str]:
-        """Note what a line does with a value that may be undefined; returns what becomes so."""
+        """Record a line that uses an undefined value; returns values that become undefined."""
         self.special.add(number)
         line = self.body[number]
         store = STORE.match(line)
@@ -266,7 +265,7 @@ class _Function(Flags):
         return [match.group(1)]
 
     def note_unset(self, variable: str, number: int) -> list[str]:
-        """Mark bytes that a line leaves without a value; returns what newly reads the variable."""
+        """Record a line that leaves bytes of a variable unwritten; returns new undefined values."""
         private = self.private[variable]
         if private.unset or self.overwritten(variable, number):
             return []
@@ -284,7 +283,7 @@ class _Function(Flags):
         return set(range(low, low + size)) if low == high else set()
 
     def overwritten(self, variable: str, number: int) -> bool:
-        """True if later lines of the block overwrite all that a line wrote, before it is read."""
+        """True if later lines of the block overwrite all bytes of a line before they are read."""
         if self.private[variable].captured or self.private[variable].bytes > MOST_MARKED:
             return False
         left = self.bytes_written(variable, self.body[number])
@@ -346,8 +345,6 @@ class _Function(Flags):
             what, name = match.groups()
             self.fill(f"%msl.marks.{name[1:]}", int(what == "end"), self.private[name].bytes)
             self.unmark_padding(name)
-            self.out.append(line)
-            return
         if (match := FILL.match(line)) and match.group(1) in self.root:
             address, value, length = match.groups()
             marked = value in self.unset and self.has_marks(address)
@@ -383,7 +380,7 @@ class _Function(Flags):
         self.out.append(f"  call void @__msl_fill(ptr {name}, i32 {value}, i32 {size})")
 
     def pattern(self, line: str) -> None:
-        """The pattern itself, which is no store of the kernel's."""
+        """Fill a variable with the pattern, which is not a store of the kernel."""
         match = FILL.match(line)
         assert match
         name, size = match.group(1), int(match.group(3))
@@ -393,7 +390,7 @@ class _Function(Flags):
             self.unmark_padding(name)
 
     def unmark_padding(self, variable: str) -> None:
-        """Clear the marks of a struct's padding: nothing writes it, and copies take it along."""
+        """Clear the marks of a struct's padding, which is never written but copied."""
         for begin, end in padding(self.types[variable], self.structs):
             mark = f"getelementptr i8, ptr %msl.marks.{variable[1:]}, i64 {begin}"
             self.fill(self.emit(mark), 0, end - begin)
@@ -423,7 +420,7 @@ class _Function(Flags):
         return self.emit(f"getelementptr i8, ptr %msl.marks.{base[1:]}, i64 {at}")
 
     def check(self, address: str, size: str, lanes: int, flags: int, stored: str, line: str) -> str:
-        """Call the check of an access; returns the lanes whose values are defined."""
+        """Call the check of an access; returns the mask of lanes whose values are defined."""
         variable = self.choices.variable_of(address)
         assert variable
         base, whole = variable
@@ -436,7 +433,7 @@ class _Function(Flags):
     def access(
         self, result: str, type_text: str, value: str, address: str, flags: int, line: str
     ) -> None:
-        """Check an access to a variable in memory: the thread sanitizer leaves most of them out."""
+        """Check an access to a variable in memory. The thread sanitizer reports few of these."""
         has_marks = self.has_marks(address)
         lanes = max(lanes_of(type_text), 1)
         size = layout(type_text, self.structs)[0]

@@ -1,6 +1,7 @@
-"""Function constants: known before compilation, so that dead code is removed as in Metal."""
+"""Function constants. They are set before compilation, so dead code is removed as in Metal."""
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -33,13 +34,12 @@ SPELLINGS = {
     "size_t": "ulong",
     "unsigned": "uint",
 }
-# The largest finite value of each.
+# The largest finite value of each type.
 FLOATS = {
     "half": 65504.0,
     "bfloat": float.fromhex("0x1.FEp127"),
     "float": float.fromhex("0x1.FFFFFEp127"),
 }
-
 
 Enumerators = dict[str, int | None]
 OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -58,17 +58,17 @@ class FunctionConstant:
     index: int
     name: str
     type: str
-    optional: bool  # the text asks is_function_constant_defined(name) and can do without it
+    optional: bool  # the text asks is_function_constant_defined(name), so it needs no value
 
 
 def number(tokens: TokenList, position: int, text: str, names: Enumerators) -> int:
-    """The number of a slot or a function constant, as headers shared with the host spell it."""
+    """The number of a slot or a function constant, which may be an expression of enumerators."""
     value = _integer(text, names)
-    if value is None and names.get(text, 0) is None:
-        message = f"`{text}` has a value that is neither a number nor an earlier enumerator"
-        raise tokens.error(position, message)
     if value is None:
-        raise tokens.error(position, f"`{text}` is neither a number nor an enumerator of the text")
+        problem = "is neither a number nor an enumerator of the text"
+        if text in names:
+            problem = "has a value that is neither a number nor an earlier enumerator"
+        raise tokens.error(position, f"`{text}` {problem}")
     return value
 
 
@@ -94,7 +94,7 @@ def _integer(text: str, names: Enumerators) -> int | None:
 
 
 def enumerators(tokens: TokenList) -> Enumerators:
-    """The text's enumerators, by name; None where the value is not known."""
+    """The text's enumerators, by name. An unknown value is None."""
     values: Enumerators = {}
     for index in tokens.where(("enum",)):
         opening = tokens.next(index, ("{", ";"))
@@ -114,18 +114,20 @@ def enumerators(tokens: TokenList) -> Enumerators:
 def specialise(
     tokens: TokenList, values: Mapping[int | str, ConstantValue]
 ) -> tuple[list[FunctionConstant], set[str]]:
-    """Write the constants' values into the text; returns all constants, and those without."""
-    asked = {tokens.text(i + 2) for i in tokens.find("is_function_constant_defined")}
+    """Write the constants' values into the text; returns all constants, and those without one."""
+    optional = {tokens.text(i + 2) for i in tokens.find("is_function_constant_defined")}
     names = enumerators(tokens)
     declared: list[FunctionConstant] = []
     missing: set[str] = set()
     unused = dict(values)
     index = 0
     while (index := tokens.next(index, ("function_constant",))) < len(tokens):
-        if not _declares(tokens, index):
+        open_attribute = index - 2
+        is_attribute = tokens.text(open_attribute) == "[" == tokens.text(index - 1)
+        # The attribute of a declared constant precedes `;`. That of a parameter does not.
+        if not is_attribute or tokens.text(tokens.close(open_attribute) + 1) != ";":
             index += 1
             continue
-        open_attribute = index - 2
         written = tokens.source(index + 2, tokens.close(index + 1))
         key = number(tokens, index, written, names)
         name_at = open_attribute - 1
@@ -135,20 +137,19 @@ def specialise(
         name = tokens.text(name_at)
         if len(kind) != 1:
             raise tokens.error(name_at, f"function constant {name} has an unsupported type")
-        constant = FunctionConstant(key, name, kind[0], name in asked)
+        constant = FunctionConstant(key, name, kind[0], name in optional)
         declared.append(constant)
         keys = [k for k in (constant.index, name) if k in values]
         if len(keys) == 2:
-            raise ValueError(f"constants: {name} is given by name and as index {key}")
+            raise ValueError(f"constants: {name} is passed by name and as index {key}; keep one")
         if keys:
             literal = _literal(constant, values[keys[0]])
             unused.pop(keys[0])
         else:
             literal = f"({kind[0]})0"
             missing.add(name)
-        end = tokens.close(open_attribute)
         text = f"constexpr constant {kind[0]} {name} = {literal}"
-        tokens.replace(start, end + 1, text)
+        tokens.replace(start, tokens.close(open_attribute) + 1, text)
         index = start + 1
     if unused:
         known = ", ".join(f"{c.name} ({c.index})" for c in declared) or "none"
@@ -156,23 +157,13 @@ def specialise(
             f"constants: the source has no function constant {', '.join(map(repr, unused))}; "
             f"it has {known}"
         )
-    _answer(tokens, {c.name for c in declared} - missing)
-    return declared, missing
-
-
-def _declares(tokens: TokenList, index: int) -> bool:
-    """True if the attribute is between a declared name and `;`, and not on a parameter."""
-    if tokens.text(index - 1) != "[" or tokens.text(index - 2) != "[":
-        return False
-    return tokens.text(tokens.close(index - 2) + 1) == ";"
-
-
-def _answer(tokens: TokenList, defined: set[str]) -> None:
+    defined = {c.name for c in declared} - missing
     for index in tokens.find("is_function_constant_defined"):
         if tokens.text(index + 1) != "(":
             raise tokens.error(index, "is_function_constant_defined needs a name in parentheses")
         end = tokens.close(index + 1)
         tokens.replace(index, end + 1, "true" if tokens.text(index + 2) in defined else "false")
+    return declared, missing
 
 
 def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
@@ -194,16 +185,17 @@ def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
             return "(long)(-9223372036854775807l - 1)"
         return f"({kind}){int(value)}{'ul' if value > 2**63 - 1 else 'l'}"
     if kind in FLOATS:
-        # A C++17 hexadecimal literal carries the value exactly; inf and nan have none.
         number = float(value)
-        if number != number or number in (float("inf"), float("-inf")):
+        if not math.isfinite(number):
             raise ValueError(f"{what} is {value_text(value)}; it must be finite")
         if abs(number) > FLOATS[kind]:
             raise ValueError(
                 f"{what} is {value_text(value)}; {constant.type} holds up to {FLOATS[kind]:g}"
             )
-        return f"({kind}){number.hex()}"
-    raise MetalSourceError(f"function constant {constant.name} has type {constant.type}, no scalar")
+        return f"({kind}){number.hex()}"  # a hexadecimal literal is exact
+    raise MetalSourceError(
+        f"function constant {constant.name} has type {constant.type}; it must be a scalar"
+    )
 
 
 def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
@@ -217,18 +209,17 @@ def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
         )
     reached: dict[str, set[str]] = {}
     for name in uses:
-        seen, todo = {name}, [name]
-        while todo:
-            for used in uses.get(todo.pop(), ()):
-                if used not in seen:
-                    seen.add(used)
-                    if used in uses:
-                        todo.append(used)
+        seen, pending = {name}, [name]
+        while pending:
+            new = uses.get(pending.pop(), set()) - seen
+            seen |= new
+            pending += new
         reached[name] = seen & missing
     return reached
 
 
 def _definitions(tokens: TokenList) -> list[tuple[int, int, str]]:
+    """(start, end, name) of the text's functions, types and initialised variables."""
     result: list[tuple[int, int, str]] = []
     index = 0
     while index < len(tokens):

@@ -1,4 +1,4 @@
-"""The kernels of a Metal text: their parameters, their instantiations, and an entry for each."""
+"""The kernels of a Metal text: their parameters, instantiations and entries."""
 
 import re
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Parameter:
     attribute: str = ""  # of a built-in value
     space: str = ""  # device, constant, threadgroup
     type: str = ""
-    condition: str = ""  # of function_constant(...), if any: absent where false
+    condition: str = ""  # of function_constant(...): the parameter is absent if it is false
 
     @property
     def declared(self) -> str:
@@ -44,7 +44,7 @@ class Parameter:
 
     @cached_property
     def writable(self) -> bool:
-        """True if a kernel may write to the buffer: it is not declared const."""
+        """True if a kernel may write to the buffer because it is not declared const."""
         element = re.sub(r"<.*>", "", re.sub(r"[*&][^*&]*$", "", self.type))
         return self.space == "device" and "const" not in re.findall(r"\w+", element)
 
@@ -53,14 +53,14 @@ class Parameter:
 class Kernel:
     """One kernel that a host can call."""
 
-    name: str  # as the host names it
+    name: str  # for the host
     symbol: str  # of its entry in the image
-    callee: str  # the C++ expression that names the function
-    function: str  # the function's own name
+    callee: str  # the C++ expression of the function
+    function: str  # the unqualified name of the function
     parameters: list[Parameter]
-    missing: list[str] = field(default_factory=list)  # function constants to set before a call
-    signature: str = ""  # its type, where an instantiation chooses between overloads by it
-    most_threads: str = ""  # the C++ expression of its max_total_threads_per_threadgroup, if any
+    missing: list[str] = field(default_factory=list)  # function constants without a value
+    signature: str = ""  # its type, if an instantiation spells it to choose an overload
+    most_threads: str = ""  # the C++ expression of max_total_threads_per_threadgroup, if any
 
     @property
     def type(self) -> str:
@@ -79,7 +79,7 @@ class Kernel:
         return self.symbol.replace(ENTRY_PREFIX, MOST_THREADS_PREFIX, 1)
 
 
-# The words that a kernel's declaration or its instantiation may begin with.
+# The first words of a kernel's declaration or instantiation.
 KERNEL_BEGINS = frozenset({"template", "kernel", "["})
 
 
@@ -87,11 +87,11 @@ KERNEL_BEGINS = frozenset({"template", "kernel", "["})
 class _Function:
     qualified: str
     parameters: list[Parameter]
-    most_threads: str  # the constant of its max_total_threads_per_threadgroup, if any
-    template: list[str] | None  # its template parameters
+    most_threads: str  # the constant of max_total_threads_per_threadgroup, if any
+    template: list[str] | None  # the template parameters
 
     def accepts(self, callee: str, signature: str) -> bool:
-        """True if an instantiation may be of this function and not of one with the same name."""
+        """True if an instantiation may mean this function, of several with the same name."""
         _, bracket, arguments = callee.partition("<")
         types = _parts(signature.partition("(")[2][:-1]) if signature else None
         if types is not None and len(types) != len(self.parameters):
@@ -110,23 +110,26 @@ class _Function:
 
 def _parts(text: str) -> list[str]:
     tokens = TokenList(lex(text))
-    spans = tokens.split(0, len(tokens) - 1)
-    return [tokens.source(start, end) for start, end in spans]
+    return _sources(tokens, 0, len(tokens) - 1)
+
+
+def _sources(tokens: TokenList, start: int, end: int) -> list[str]:
+    return [tokens.source(*span) for span in tokens.split(start, end)]
 
 
 def extract_kernels(tokens: TokenList) -> list[Kernel]:
     """Find every kernel, remove syntax that only Metal has, and list the callable kernels."""
     functions: dict[str, list[_Function]] = {}
-    named: list[tuple[str, str, str, str]] = []  # host name, callee, function, signature
+    callables: list[tuple[str, str, str, str]] = []  # host name, callee, function, signature
     names = enumerators(tokens)
     index = 0
     while (index := tokens.next(index, KERNEL_BEGINS)) < len(tokens):
         if tokens.text(index) == "[" != tokens.text(index + 1):
             index += 1
-            continue  # an array's extent or a subscript, of which there are many
+            continue  # a fast path for array extents and subscripts, which are many
         instance = _instantiation(tokens, index)
         if instance is not None:
-            named.append(instance)
+            callables.append(instance)
             continue
         head = _kernel_head(tokens, index)
         if head is None:
@@ -136,13 +139,11 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
         host_name = _host_name(attributes)
         opening = tokens.next(index, ("(", ";", "{"))
         if tokens.text(opening) == "(" and tokens.text(tokens.close(opening) + 1) == ";":
-            continue  # a declaration, whose parameters may say little
+            continue  # a declaration, whose parameters may have no attributes
         most_threads = _most_threads(tokens, index, attributes, template)
         declared = None
         if template:
-            begin = tokens.open_angle(index - 1) + 1
-            spans = tokens.split(begin, index - 1)
-            declared = [tokens.source(start, end) for start, end in spans]
+            declared = _sources(tokens, tokens.open_angle(index - 1) + 1, index - 1)
         name_at, parameters = _signature(tokens, index, names)
         name = tokens.text(name_at)
         qualified = "".join(f"::{space}" for space in _namespaces(tokens, name_at)) + f"::{name}"
@@ -150,42 +151,28 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
             _Function(qualified, parameters, most_threads, declared)
         )
         if not template:
-            named.append((host_name or qualified[2:], qualified, name, ""))
+            callables.append((host_name or qualified[2:], qualified, name, ""))
         index = name_at
-    return _callable(functions, named)
-
-
-def _callable(
-    functions: dict[str, list[_Function]], named: list[tuple[str, str, str, str]]
-) -> list[Kernel]:
     kernels: dict[str, Kernel] = {}
-    for host_name, callee, name, signature in named:
+    for host_name, callee, name, signature in callables:
         if host_name in kernels or name not in functions:
             continue
         symbol = f"{ENTRY_PREFIX}{len(kernels)}_{re.sub(r'[^A-Za-z0-9_]', '_', host_name)}"
-        function = _named_by(host_name, functions[name], callee, signature)
-        plain, bracket, arguments_of_template = callee.partition("<")
-        constant = function.most_threads
-        if constant and (bracket or callee == function.qualified):
-            constant = plain.rpartition(name)[0] + constant + bracket + arguments_of_template
-        else:
-            constant = ""  # of a template whose arguments are deduced
-        kernels[host_name] = Kernel(
-            host_name,
-            symbol,
-            callee,
-            name,
-            function.parameters,
-            signature=signature,
-            most_threads=constant,
-        )
+        function = _find_function(host_name, functions[name], callee, signature)
+        plain, bracket, rest = callee.partition("<")
+        kernel = Kernel(host_name, symbol, callee, name, function.parameters, signature=signature)
+        # If template arguments are deduced, the constant's arguments are unknown.
+        if function.most_threads and (bracket or callee == function.qualified):
+            qualifier = plain.rpartition(name)[0]
+            kernel.most_threads = qualifier + function.most_threads + bracket + rest
+        kernels[host_name] = kernel
     return list(kernels.values())
 
 
-def _named_by(
+def _find_function(
     host_name: str, candidates: list[_Function], callee: str, signature: str
 ) -> _Function:
-    """The function that an instantiation or a kernel's own name means."""
+    """The function that an instantiation or a kernel's name means."""
     if len(candidates) == 1:
         return candidates[0]
     exact = [function for function in candidates if function.qualified == callee]
@@ -247,33 +234,33 @@ def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
         raise tokens.error(index, 'an instantiated kernel needs [[host_name("...")]]')
     template = tokens.text(index - 1) == ">"
     if not template and tokens[index - 1].kind != "string":
-        # One caller, the entry: let it be inlined there, not compiled twice.
+        # The entry is the only caller. A static kernel is inlined there and not compiled twice.
         tokens[index].text = "static " + tokens[index].text
     return attributes + more, index, template
 
 
 def _most_threads(tokens: TokenList, index: int, attributes: str, template: bool) -> str:
-    """Declare the constant of max_total_threads_per_threadgroup; its name, or ""."""
-    _, marker, rest = attributes.partition(f"{MOST_THREADS} (")
+    """Declare a constant for max_total_threads_per_threadgroup; returns its name, or ""."""
+    _, marker, rest = attributes.partition(MOST_THREADS)
     if not marker:
         return ""
-    depth, end = 1, 0
-    while depth:
-        depth += {"(": 1, ")": -1}.get(rest[end], 0)
-        end += 1
+    in_parentheses = TokenList(lex(rest.lstrip()))
+    value = in_parentheses.source(1, in_parentheses.close(0))
     name = f"{MOST_THREADS_PREFIX}{index}"
     parameters = ""
     start = index
     if template:
         start = tokens.open_angle(index - 1) - 1
         parameters = tokens.source(start, index) + " "
-    value = rest[: end - 1].strip()
     tokens[start].space += f"{parameters}constant constexpr unsigned {name} = {value}; "
     return name
 
 
 def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str, str] | None:
-    """At `template [[host_name("x")]] ... f<args>...;`: remove it and return what it names."""
+    """Remove `template [[host_name("x")]] ... f<args>...;` and return its parts.
+
+    They are the host's name, the C++ expression, the function's name and the signature.
+    """
     if tokens.text(index) != "template" or tokens.text(index + 1) != "[":
         return None
     end = tokens.seek(index, (";",))
@@ -289,13 +276,9 @@ def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str, str] |
         opening = tokens.open(last)
         signature = f"void {tokens.source(opening, last + 1)}"
         last = opening - 1
-    first = tokens.open_angle(last) - 1 if tokens.text(last) == ">" else last
-    function = tokens.text(first)
-    while tokens.text(first - 1) == "::":
-        first -= 1
-        if tokens[first - 1].kind == "name":
-            first -= 1
-    callee = tokens.source(first, last + 1)
+    name_at = tokens.open_angle(last) - 1 if tokens.text(last) == ">" else last
+    function = tokens.text(name_at)
+    callee = tokens.source(tokens.qualified_start(name_at), last + 1)
     tokens.remove(index, stop + 1)
     return name, callee, function, signature
 
@@ -336,7 +319,7 @@ def _signature(tokens: TokenList, index: int, names: Enumerators) -> tuple[int, 
 
 
 def _check_slots(tokens: TokenList, opening: int, kernel: str, parameters: list[Parameter]) -> None:
-    """Parameters that exist together have slots of their own."""
+    """Raise MetalSourceError if parameters that exist together share a slot."""
     taken: dict[tuple[str, int], str] = {}
     for parameter in parameters:
         if parameter.kind == "attribute" or parameter.condition:
@@ -379,9 +362,9 @@ def _parameter(
         )
     built_in = [word for word in re.findall(r"\w+", attributes) if word in ATTRIBUTES]
     if not built_in:
-        what = f"it has [[{attributes.replace(' ', '')}]]" if attributes else "it has none"
+        actual = f"it has [[{attributes.replace(' ', '')}]]" if attributes else "it has none"
         why = _unsupported(f"{type_text} {attributes}") or (
-            f"it needs an attribute that the simulator knows, such as [[buffer(0)]], and {what}"
+            f"it needs an attribute that the simulator supports, such as [[buffer(0)]]; {actual}"
         )
         raise tokens.error(start, f"kernel {kernel}: parameter {name}: {why}")
     return Parameter(name=name, kind="attribute", attribute=built_in[0], type=type_text)
@@ -414,7 +397,10 @@ def refuse_argument_buffers(tokens: TokenList, kernels: list[Kernel]) -> None:
 
 
 def entries(kernels: list[Kernel]) -> str:
-    """The entry of each kernel, which calls it with the engine's arguments; and what it takes."""
+    """C++ of each kernel's entry, parameter types and limit of threads.
+
+    An entry calls its kernel with the engine's arguments.
+    """
     lines = ['\n# 1 "<kernel entries>" 1 3']
     for kernel in kernels:
         signature = f"::metal::__signature<{kernel.type}>"
@@ -435,12 +421,12 @@ def entries(kernels: list[Kernel]) -> str:
 
 
 def arguments(kernel: Kernel) -> str:
-    """The arguments that an entry passes to its kernel, made of `launch` and `thread_state`."""
-    return ", ".join(_argument(p, position) for position, p in enumerate(kernel.parameters))
-
-
-def _argument(parameter: Parameter, position: int) -> str:
-    of_type = f"<S::template parameter<{position}>>"
-    if parameter.kind == "attribute":
-        return f"::metal::__attribute_{parameter.attribute}{of_type}(launch, thread_state)"
-    return f"::metal::__{parameter.kind}_argument{of_type}(launch, {parameter.index})"
+    """The arguments that an entry passes to its kernel, made from `launch` and `thread_state`."""
+    made: list[str] = []
+    for position, parameter in enumerate(kernel.parameters):
+        if parameter.kind == "attribute":
+            name, values = f"attribute_{parameter.attribute}", "launch, thread_state"
+        else:
+            name, values = f"{parameter.kind}_argument", f"launch, {parameter.index}"
+        made.append(f"::metal::__{name}<S::template parameter<{position}>>({values})")
+    return ", ".join(made)

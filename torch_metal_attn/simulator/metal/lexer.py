@@ -1,4 +1,4 @@
-"""Tokens of preprocessed Metal text, each with its file and line. The rest is kept as trivia."""
+"""Tokens of preprocessed Metal text, each with its file and line. Other text is kept as trivia."""
 
 import re
 import string
@@ -8,10 +8,10 @@ from functools import lru_cache
 
 MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
 
-# In a preprocessed text, after which the Metal text follows. It has no token before.
+# The marker between the shim and the Metal text in a preprocessed text. The first token follows it.
 END_OF_SHIM = '\n# 1 "<stdin>" 2\n'
 
-# The space before a token, then the token or a directive. Names are the most frequent.
+# The space before a token, then the token or a directive. Names are first, as the most frequent.
 TOKEN = re.compile(
     r"""(\s*)(
         [A-Za-z_]\w*
@@ -25,7 +25,7 @@ TOKEN = re.compile(
       | \Z)""",
     re.X | re.S,
 )
-# By a token's first character; every other begins a mark, as `.` does unless a digit follows.
+# The kind by a token's first character. Other characters begin a mark, or a number after a `.`.
 KINDS = (
     dict.fromkeys(string.ascii_letters + "_", "name")
     | dict.fromkeys(string.digits, "number")
@@ -38,7 +38,7 @@ BRACKETS = frozenset({*OPENERS, *CLOSERS})
 
 
 class MetalSourceError(ValueError):
-    """Metal text that cannot be parsed; the message has the file and line of the Metal source."""
+    """Metal text that cannot be parsed. The message has the file and line of the Metal source."""
 
     def __init__(self, message: str, file: str = "", line: int = 0) -> None:
         super().__init__(f"{file}:{line}: error: {message}" if file else message)
@@ -56,9 +56,6 @@ class Token:
     file: str
     line: int
 
-    def __repr__(self) -> str:
-        return f"{self.text!r}@{self.line}"
-
 
 def segments(text: str) -> Iterator[tuple[str, str, int, bool, str]]:
     """The text between line markers: (marker line, file, first line, is a system header, text)."""
@@ -74,7 +71,7 @@ def segments(text: str) -> Iterator[tuple[str, str, int, bool, str]]:
 
 
 def lex(text: str) -> list[Token]:
-    """Tokens of `clang -E` output, with system headers as trivia; the last one is of kind "end"."""
+    """Tokens of `clang -E` output, with system headers as trivia. The last has the kind "end"."""
     tokens: list[Token] = []
     begin = text.find(END_OF_SHIM) + 1
     space, file, line = text[:begin], "", 1
@@ -96,7 +93,7 @@ def lex(text: str) -> list[Token]:
     return tokens
 
 
-# Specialisations of a kernel have most of their text in common.
+# Cached, because specialisations of a kernel share most of their text.
 @lru_cache(maxsize=1024)
 def _pieces(body: str) -> tuple[list[tuple[str, str, str, int]], str, int]:
     """(kind, text, space before, line from 0) of each token, the last trivia, and its line."""
@@ -127,11 +124,11 @@ def join(tokens: list[Token]) -> str:
 
 
 class TokenList:
-    """Tokens to search and rewrite. The trivia stays, so that line numbers do not change."""
+    """Tokens to search and rewrite. The trivia stays, so line numbers do not change."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
-        # A word that is not here need not be looked for: no rewrite makes one that another seeks.
+        # Words that are not here need no search, as no rewrite adds a word that another looks for.
         self.words = {token.text for token in tokens}
 
     def __len__(self) -> int:
@@ -148,7 +145,7 @@ class TokenList:
             return ""
 
     def next(self, index: int, words: Collection[str]) -> int:
-        """The first index from `index` on whose token is one of `words`; the length if none is."""
+        """The first index from `index` on whose token is one of `words`, or the length."""
         tokens = self.tokens
         if not self.words.isdisjoint(words):
             for at in range(index, len(tokens)):
@@ -157,14 +154,13 @@ class TokenList:
         return len(tokens)
 
     def where(self, words: Collection[str]) -> list[int]:
-        """Indices of the tokens that are one of `words` now, found faster than by a loop."""
-        wanted = self.words.intersection(words)
-        if not wanted:
+        """Indices of the tokens that are one of `words` now."""
+        if not (wanted := self.words.intersection(words)):
             return []
         return [at for at, token in enumerate(self.tokens) if token.text in wanted]
 
     def find(self, *words: str) -> Iterator[int]:
-        """Indices of names that are one of `words`, in order; the list may change after one."""
+        """Indices of names that are one of `words`, in order. Later tokens may change meanwhile."""
         index = -1
         while (index := self.next(index + 1, words)) < len(self.tokens):
             if self.tokens[index].kind == "name":
@@ -208,21 +204,27 @@ class TokenList:
         return (self.open(index) if self.text(index) in CLOSERS else index) - 1
 
     def seek(self, index: int, words: Collection[str]) -> int:
-        """As `next`, but skips what is in brackets that open on the way."""
+        """As `next`, but skips brackets with their content."""
         while index < len(self) and self.text(index) not in words:
             index = self.after(index)
         return index
 
     def seek_back(self, index: int, words: Collection[str]) -> int:
-        """The same towards the text's begin; -1 if there is none."""
+        """As `seek`, but backwards; -1 if there is no such token."""
         while index >= 0 and self.text(index) not in words:
             index = self.before(index)
         return index
 
     def skip(self, index: int, words: Collection[str], step: int = 1) -> int:
-        """The first index from `index` on, or back, whose token is none of `words`."""
+        """The first index from `index` on, in steps of `step`, whose token is none of `words`."""
         while self.text(index) in words:
             index += step
+        return index
+
+    def qualified_start(self, index: int) -> int:
+        """The first token of a qualified name, such as `a::b`, that ends at `index`."""
+        while self.text(index - 1) == "::":
+            index -= 2 if self.tokens[index - 2].kind == "name" else 1
         return index
 
     def close_angle(self, index: int) -> int:
@@ -236,7 +238,7 @@ class TokenList:
     def _other_angle(self, index: int, next_angle: Callable[[int], int]) -> int:
         depth, at, first = 0, index, self.text(index)
         while (text := self.text(at)) in ("<", ">"):
-            # A `<` after anything else compares, as in `A<sizeof(T) < 8>`.
+            # A `<` after any other token is a comparison, as in `A<sizeof(T) < 8>`.
             if text == ">" or self.tokens[at - 1].kind in ("name", "raw"):
                 depth += 1 if text == first else -1
             if depth == 0:
@@ -245,7 +247,7 @@ class TokenList:
         raise self.error(index, "a template argument list is not complete")
 
     def scope_end(self, index: int) -> int:
-        """The end of the scope of a declaration at `index`: of its function, block or struct."""
+        """The end of the function, block or struct that a declaration at `index` is in."""
         at = self.seek(index, (")", "}"))
         if self.text(at) == ")":
             at = self.next(at, ("{", ";"))
@@ -253,7 +255,7 @@ class TokenList:
         return at
 
     def split(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The spans of [start, end) between its top-level commas; no span if it is empty."""
+        """The spans of [start, end) between top-level commas. An empty range has no span."""
         spans: list[tuple[int, int]] = []
         at = begin = start
         while at < end:
@@ -284,7 +286,7 @@ class TokenList:
         return " ".join(token.text for token in self.tokens[start:end])
 
     def remove(self, start: int, end: int) -> None:
-        """Drop [start, end); trivia that spans lines moves to the token after it."""
+        """Remove [start, end). Trivia with line breaks moves to the token after it."""
         if start >= end:
             return
         kept = "".join(t.space for t in self.tokens[start:end] if "\n" in t.space)
@@ -292,7 +294,7 @@ class TokenList:
         del self.tokens[start:end]
 
     def replace(self, start: int, end: int, text: str) -> None:
-        """Put `text` in place of [start, end), as one token of kind "raw"."""
+        """Replace [start, end) by `text`, as one token of kind "raw"."""
         first = self.tokens[start]
         self.remove(start + 1, end)
         self.tokens[start] = Token("raw", text, first.space, first.file, first.line)

@@ -1,7 +1,7 @@
 """Structs in device, threadgroup and constant memory, where C++ and Metal differ.
 
 C++ has no constructors, assignments and methods for objects in an address space. So a whole struct
-is read and stored by a call, and a struct that has constructors gets one for each memory.
+is read and stored by a call, and a struct with constructors gets one for each address space.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ STRUCT_KEYS = frozenset({"struct", "class", "union"})
 QUALIFIERS = frozenset("const constexpr static inline volatile".split())
 SCALARS = frozenset(ELEMENTS)
 BOOLS = frozenset({"bool2", "bool3", "bool4"})
-# Metal's types that are structs with constructors in the shim.
+# Types of Metal that the shim defines as structs with constructors.
 MATRICES = frozenset(f"{t}{c}x{r}" for t in ("half", "float") for c in (2, 3, 4) for r in (2, 3, 4))
 CONSTRUCTED = BOOLS | MATRICES | {"matrix", "uniform", "os_log"}
 CONSTRUCTED |= {f"packed_{vector}" for vector in VECTORS - BOOLS if vector.endswith("3")}
@@ -27,7 +27,7 @@ BEFORE_FIELD = (";", "{", "}", ":")
 CASTS = ("reinterpret_cast", "static_cast")
 NOT_CALLED = ("return", "if", "while", "for", "switch", "decltype", "case")
 BEFORE_STATEMENT = (";", "{", "}", ")", "else")
-# A template, because a copy constructor would make the struct another one for the compiler.
+# A template, because with a copy constructor the compiler would treat the struct differently.
 CONSTRUCTOR = (
     "public: template <class __msl_U, class = ::metal::enable_if_t<__is_same(__msl_U, @)>> "
     "constexpr @(const # __msl_U& o) : @(::metal::__copied(&o)) {} "
@@ -39,13 +39,13 @@ class _Declared:
     """Names of the text, in any scope."""
 
     constructed: set[str]  # types with constructors
-    perhaps: set[str]  # template parameters and aliases
-    types: set[str]  # these, and structs without constructors
-    casts: set[str]  # what is cast to as `T(x)`
-    fields: dict[str, set[int]]  # as of `_field_types`
-    by_reference: set[str]  # the memories, "" for any, to which functions take references
-    # Pointers, arrays and references to the above: where they are declared, how many subscripts it
-    # takes to an object, and the memory.
+    aliases: set[str]  # template parameters and aliases
+    types: set[str]  # both, and structs without constructors
+    casts: set[str]  # T in casts of the form `T(x)`
+    fields: dict[str, set[int]]  # the result of `_field_types`
+    by_reference: set[str]  # address spaces to which functions take references, "" for any
+    # Pointers, arrays and references to these types: the index of the declaration, the number of
+    # subscripts down to an object, and the address space.
     objects: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
 
 
@@ -65,7 +65,13 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
             declared.constructed.add(name)
             is_aggregate = all(tokens.text(at + 1) == "default" for at in constructors)
             made = _aggregate_constructor(tokens, name, body, end) if is_aggregate else ""
-            _add_constructors(tokens, name, end, made)
+            made += "".join(
+                CONSTRUCTOR.replace("@", name).replace("#", space)
+                for space in sorted(ADDRESS_SPACES)
+            )
+            # Marked as the simulator's text, so no fault or finding points to it.
+            last = tokens[end]
+            last.space += f'\n# 1 "<copies>" 3\n{made}\n# {last.line} "{last.file}"\n'
     for index in tokens.where(ADDRESS_SPACES):
         _note_object(tokens, index, declared)
         _object_by_cast(tokens, index, declared)
@@ -76,7 +82,7 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
 
 
 def structs(tokens: TokenList) -> Iterator[tuple[str, int, int]]:
-    """(name, opening brace, closing brace) of the structs that the text defines."""
+    """(name, opening brace, closing brace) of each struct of the text."""
     for index in tokens.where(STRUCT_KEYS):
         name_at = index + 1
         while tokens.text(name_at) in ("alignas", "__attribute__"):
@@ -94,7 +100,7 @@ def structs(tokens: TokenList) -> Iterator[tuple[str, int, int]]:
 
 
 def _constructors(tokens: TokenList, name: str, body: int, end: int) -> list[int]:
-    """The index after the parameters of each of a struct's constructors, `S()` or `S<T>()`."""
+    """The index after the parameters of each constructor of a struct, `S()` or `S<T>()`."""
     result: list[int] = []
     at = body + 1
     while (at := tokens.seek(at, (name, "}"))) < end:
@@ -108,7 +114,7 @@ def _constructors(tokens: TokenList, name: str, body: int, end: int) -> list[int
 
 
 def _aggregate_constructor(tokens: TokenList, name: str, body: int, end: int) -> str:
-    """A constructor from the fields, for an aggregate that gets constructors."""
+    """A constructor from the fields, for an aggregate to which constructors are added."""
     fields: list[tuple[str, str]] = []
     at = body + 1
     while (last := tokens.seek(at, (";", "{", "}"))) < end:
@@ -125,17 +131,8 @@ def _aggregate_constructor(tokens: TokenList, name: str, body: int, end: int) ->
     return f"public: constexpr {name}({parameters}) : {stored} {{}} "
 
 
-def _add_constructors(tokens: TokenList, name: str, end: int, made: str) -> None:
-    """They are marked as the simulator's own text, so that no fault or finding points to them."""
-    last = tokens[end]
-    made += "".join(
-        CONSTRUCTOR.replace("@", name).replace("#", space) for space in sorted(ADDRESS_SPACES)
-    )
-    last.space += f'\n# 1 "<copies>" 3\n{made}\n# {last.line} "{last.file}"\n'
-
-
 def sole_constructors(tokens: TokenList) -> None:
-    """Drop the address spaces of a struct's constructors, if every constructor has one."""
+    """Remove the address spaces of a struct's constructors, if every constructor has one."""
     for name, body, end in list(structs(tokens))[::-1]:
         spaces = [tokens.skip(at, QUALIFIERS) for at in _constructors(tokens, name, body, end)]
         if not spaces or not all(tokens.text(at) in ADDRESS_SPACES for at in spaces):
@@ -185,13 +182,13 @@ def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None
         _drop_repeated(tokens, index, end + 1)
         return
     constructed = kind in declared.constructed and after in ("=", "(", "{", ";", "[")
-    if constructed or (kind in declared.perhaps and after == "="):
+    if constructed or (kind in declared.aliases and after == "="):
         tokens[index].text = ""
         _wrap(tokens, start, end, "typename ::metal::__in_constant<", ">::type")
 
 
 def _drop_repeated(tokens: TokenList, start: int, name: int) -> None:
-    """Drop `constant T S::x;`: in C++17 the struct's own initialiser defines it."""
+    """Remove `constant T S::x;`. In C++17 the initialiser in the struct defines the variable."""
     end = tokens.next(name, (";", "=", "{", "("))
     if tokens.text(end) == ";" and tokens.text(start - 1) in (";", "}", ""):
         for token in tokens.tokens[start:end]:
@@ -199,7 +196,7 @@ def _drop_repeated(tokens: TokenList, start: int, name: int) -> None:
 
 
 def _by_reference(tokens: TokenList) -> set[str]:
-    """The memories to which parameters are references, and "" if one is to a type of Metal's."""
+    """The address spaces of parameters by reference, and "" for one to a type with constructors."""
     result: set[str] = set()
     for index in tokens.where(("&",)):
         if tokens.text(index + 2) in (",", ")"):
@@ -210,7 +207,7 @@ def _by_reference(tokens: TokenList) -> set[str]:
 
 
 def _field_types(tokens: TokenList) -> dict[str, set[int]]:
-    """Fields of structs that have a Metal type with constructors, and their subscripts."""
+    """Fields whose type of Metal has constructors, and the number of their subscripts."""
     result: dict[str, set[int]] = {}
     for _, body, end in structs(tokens):
         for index in range(body + 1, end):
@@ -227,7 +224,7 @@ def _field_types(tokens: TokenList) -> dict[str, set[int]]:
 
 
 def _path(tokens: TokenList, index: int) -> tuple[int, list[int]]:
-    """The first token of `name[i][j]`, and the last of `name`, `name[i]` and `name[i][j]`."""
+    """The first token of `name[i][j]`, and the last ones of `name`, `name[i]` and `name[i][j]`."""
     ends = [index]
     while tokens.text(ends[-1] + 1) == "[":
         ends.append(tokens.close(ends[-1] + 1))
@@ -296,7 +293,7 @@ def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
 def _around(
     tokens: TokenList, start: int, end: int, declared: _Declared, space: str
 ) -> tuple[str, ...]:
-    """The text to put around [start, end], an object in memory `space`; none if it can stay."""
+    """The text to put around [start, end], an object in `space`; empty if it can stay unchanged."""
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if after == "=" and before in BEFORE_STATEMENT:
         return "::metal::__target(", ")"
@@ -329,7 +326,7 @@ def _is_value(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) 
     if before == "return":
         return after == ";" and not _returns_reference(tokens, start)
     if before == "=":
-        # A reference binds to the object itself.
+        # A reference must bind to the object.
         return after in (";", ",") and tokens.text(start - 3) not in ("&", "&&")
     if before == "(":
         return after == ")" and tokens.text(start - 2) in casts

@@ -1,7 +1,7 @@
-"""Words of Metal that a text may not use as names, and how a token is known to be a name.
+"""Words of Metal that a text may not use as names, and the rules that recognise a name.
 
 Sources: the Metal Shading Language specification, the reserved words of naga (wgpu) and of
-SPIRV-Cross, and the working draft N4431 of C++. clang alone would accept many of these words.
+SPIRV-Cross, and the working draft N4431 of C++. clang would accept many of these words.
 """
 
 import re
@@ -22,7 +22,7 @@ TYPES = frozenset(
 )
 TYPES |= VECTORS | {f"packed_{vector}" for vector in VECTORS}
 TYPES |= {f"{t}{c}x{r}" for t in ("half", "bfloat", "float") for c in _SIZES for r in _SIZES}
-# Those of C++ that Metal does not have are reserved too.
+# Keywords of C++ that Metal does not have are reserved too.
 KEYWORDS = frozenset(
     """alignas alignof asm auto bool break case catch char char16_t char32_t class const const_cast
     constexpr continue decltype default delete do double dynamic_cast else enum explicit export
@@ -53,7 +53,7 @@ KINDS = {
 
 NO_MACROS = KINDS.keys() - MACROS
 
-# Words before a type or an expression: what follows one of them is not declared by it.
+# Words that are not the type of the name after them.
 _NOT_TYPES = frozenset(
     """return case else do goto throw new delete sizeof alignof operator typename typedef using
     template public private protected friend inline static extern constexpr const volatile mutable
@@ -70,9 +70,9 @@ _NEVER_DECLARED = frozenset({"const", "volatile", "operator"})
 _SCALARS = frozenset("unsigned signed char short int long double float".split())
 
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.M)
-# A macro of Metal's after a word, which may be its type.
+# A macro of Metal after a word that may be a type.
 _PERHAPS_NAMED = re.compile(rf"(\w+)[ \t]+(?:{'|'.join(sorted(MACROS))})[ \t]*[=;,)\[({{]")
-# Before a text they keep the macros of Metal's headers defined and unexpanded.
+# Definitions before a text, with which the macros of Metal's headers stay defined but unexpanded.
 UNEXPANDED = "".join(f"#undef {word}\n#define {word} {word}\n" for word in sorted(MACROS))
 
 
@@ -100,12 +100,12 @@ def refuse_names(tokens: TokenList, words: Collection[str] = KINDS) -> None:
 
 
 def may_define(source: str) -> bool:
-    """True if a text, which is not preprocessed, makes a macro of a reserved word somewhere."""
+    """True if a text, before preprocessing, defines a reserved word as a macro."""
     return not NO_MACROS.isdisjoint(_DIRECTIVE.findall(source))
 
 
 def check_directives(preprocessed: str) -> None:
-    """Raise for a keyword, a qualifier or a type that becomes a macro (`clang -E -dD`)."""
+    """Raise if the output of `clang -E -dD` defines a keyword, qualifier or type as a macro."""
     for directive in _DIRECTIVE.finditer(preprocessed):
         if directive[1] in NO_MACROS:
             *_, (_, file, line, _, body) = segments(preprocessed[: directive.start()])
@@ -113,7 +113,7 @@ def check_directives(preprocessed: str) -> None:
 
 
 def may_name_a_macro(source: str) -> bool:
-    """True if a text, which is not preprocessed, may use a macro of Metal's headers as a name."""
+    """True if a text, before preprocessing, may use a macro of Metal's headers as a name."""
     return any(result[1] not in _NOT_TYPES for result in _PERHAPS_NAMED.finditer(source))
 
 
@@ -132,11 +132,11 @@ def _is_name(tokens: TokenList, index: int, word: str) -> bool:
         return False
     if word in TYPES:
         if tokens.text(tokens.seek_back(index, STATEMENT_ENDS) + 1) == "typedef":
-            return False  # at file scope clang judges whether it is the same type
+            return False  # clang refuses a different type at file scope
         if before in ("*", "&", "&&", ">"):
-            return after in _AFTER_NAMES  # a type ends no expression
+            return after in _AFTER_NAMES  # a type does not end an expression
         if before == ",":
-            return after in ("=", ";")  # a second declarator, as no argument ends so
+            return after in ("=", ";")  # a second declarator
         if before == "const" and after == "=":
             return True
     if word in _SCALARS and before in _SCALARS:
@@ -154,7 +154,7 @@ def _is_attribute(tokens: TokenList, index: int) -> bool:
 def _qualifies_function(tokens: TokenList, index: int) -> bool:
     before, after = tokens.text(index - 1), tokens[index + 1]
     if after.kind == "name" and tokens.text(index + 2) == "(" and before != ".":
-        return True  # after the type, too
+        return True  # possible after the return type too
     begins = before in _BEFORE_FUNCTIONS | _SPECIFIERS or tokens[index - 1].kind == "string"
     return begins and (after.kind == "name" or after.text in ("[", "::"))
 
@@ -164,14 +164,14 @@ def _qualifies_memory(tokens: TokenList, index: int) -> bool:
     if before in (".", "namespace", "struct", "goto"):
         return False
     if before == "->":
-        return after.kind == "name"  # of a returned type
+        return after.kind == "name"  # in a return type
     if before in _METHOD_ENDS or after.kind == "name" or after.text in ("*", "&", "&&", "::"):
         return True
-    behind = tokens.text(index + 2)
-    if after.text == "(" and behind in ("*", "&"):
-        return True  # after the type, of a pointer or reference to an array
-    if after.text == "[" == behind and before in _BEFORE_FUNCTIONS:
+    second = tokens.text(index + 2)
+    if after.text == "(" and second in ("*", "&"):
+        return True  # a pointer or reference to an array
+    if after.text == "[" == second and before in _BEFORE_FUNCTIONS:
         return True  # before an attribute
     if after.text == ";" and tokens.text(tokens.seek_back(index, STATEMENT_ENDS) + 1) == "using":
-        return True  # after the type, of an alias
+        return True  # at the end of an alias
     return _is_attribute(tokens, index) or (before == "(" and tokens.text(index - 2) == "coherent")

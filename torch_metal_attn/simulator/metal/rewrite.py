@@ -1,12 +1,12 @@
 """Rewrite preprocessed Metal into C++17 that clang compiles for the host.
 
-The shim headers (system headers of the preprocessed text) are left as they are. What the rewritten
-text relies on: `device`, `threadgroup` and `constant` are macros for clang's address-space
-attributes and `thread` for nothing; `::metal::__mk<V>(...)` constructs a vector, `__construct<T>`
-whatever T is, and `__vector_cast<V>() ->* x` is Metal's `(V)x`; `__msl_threadgroup_memory` gives
-threadgroup memory; `::metal::__read`, `__target` and `__elements` read, store and subscript a whole
-struct;
-`::metal::__signature` and the argument helpers serve the entries.
+The shim headers (system headers of the preprocessed text) are not changed. The rewritten text uses:
+
+- macros: `device`, `threadgroup` and `constant` are clang's address spaces, `thread` is empty;
+- `::metal::__mk<V>(...)` for a vector V, `__construct<T>(...)` for any T, `__cast<T>() ->* x`;
+- `__msl_threadgroup_memory`, which returns threadgroup memory;
+- `::metal::__read`, `__target` and `__elements`, which read, store and subscript a whole struct;
+- `::metal::__signature` and the functions of `__msl_launch.h`, in the entries.
 """
 
 import re
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from . import versions
 from .constants import ConstantValue, FunctionConstant, needed, specialise
 from .kernels import Kernel, extract_kernels, refuse_argument_buffers
-from .lexer import MetalSourceError, TokenList, join, lex
+from .lexer import TokenList, join, lex
 from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
 from .reserved import refuse_names
 from .shifts import check_shifts, find_shifts
@@ -25,12 +25,13 @@ from .unsupported import METHOD, refuse_stages
 from .vectors import name_bool_vectors, rewrite_vectors, type_names
 
 UNSUFFIXED = re.compile(r"(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+")
+ALIGNMENTS = ("alignas", "aligned")
 METHOD_QUALIFIERS = ("const", "volatile", "noexcept")
 
 
 @dataclass
 class Rewritten:
-    """C++ text, to be followed by entries of its kernels, and its function constants."""
+    """C++ text without the entries of its kernels, its kernels and its function constants."""
 
     text: str
     kernels: list[Kernel]
@@ -43,7 +44,7 @@ def rewrite(
     language: str = versions.DEFAULT,
     check: bool = False,
 ) -> Rewritten:
-    """Rewrite the output of `clang -E`; raises MetalSourceError with the Metal file and line."""
+    """Rewrite the output of `clang -E`. Raises MetalSourceError with the Metal file and line."""
     tokens = TokenList(lex(preprocessed))
     versions.refuse_newer(tokens, language)
     refuse_names(tokens)
@@ -59,7 +60,7 @@ def rewrite(
         kernel.missing = sorted((reached | words) - optional)
     refuse_argument_buffers(tokens, kernels)
     strip_attributes(tokens)
-    # A checked build finds where it is inlined what a function leaves unwritten.
+    # The search for unwritten values needs functions inlined.
     for index in tokens.where(("noinline", "__noinline__")) if check else ():
         tokens[index].text = ""
     literals(tokens)
@@ -78,13 +79,10 @@ def rewrite(
 
 
 def strip_attributes(tokens: TokenList) -> None:
-    """Drop every remaining `[[...]]`: hints and limits that the host has no use for."""
-    index = 0
-    while (index := tokens.next(index, ("[",))) < len(tokens):
+    """Remove every remaining `[[...]]`. These hints and limits are unused on the host."""
+    for index in reversed(tokens.where(("[",))):
         if tokens.text(index + 1) == "[":
             tokens.remove(index, tokens.close(index) + 1)
-        else:
-            index += 1
 
 
 def literals(tokens: TokenList) -> None:
@@ -123,12 +121,12 @@ def _statement_start(tokens: TokenList, index: int) -> int | None:
         elif before == ")" and tokens.text(tokens.open(start - 1) - 1) == "alignas":
             start = tokens.open(start - 1) - 1
         else:
-            follows = start > 0 and tokens[start - 1].kind == "raw"  # an earlier one of these
+            follows = start > 0 and tokens[start - 1].kind == "raw"  # a rewritten variable
             return start if follows or before in (";", "{", "}", ":", "") else None
 
 
 def declarator_end(tokens: TokenList, index: int) -> int | None:
-    """The token after the first declarator of a `threadgroup` variable; None for others."""
+    """The token after the first declarator of a `threadgroup` variable; None if it is not one."""
     end = index + 1
     while tokens.text(end) not in (";", ",", "=", "{"):
         text = tokens.text(end)
@@ -185,35 +183,30 @@ def _declarator(tokens: TokenList, start: int, end: int) -> int:
 
 
 def _take_alignment(tokens: TokenList, start: int, end: int) -> str:
-    """Remove a declaration's alignas(N) or __attribute__((aligned(N))); 16 if it has none."""
+    """Remove alignas(N) or __attribute__((aligned(N))) and return N, or 16 without either."""
     align = "16"
     index = start
     while index < end:
-        text = tokens.text(index)
-        if text in ("alignas", "__attribute__"):
-            close = tokens.close(index + 1)
-            if text == "alignas":
-                inner = (index + 2, close)
-            else:
-                at = next((i for i in range(index, close) if "aligned" in tokens.text(i)), close)
-                inner = (at + 2, tokens.close(at + 1)) if at < close else (close, close)
-            if inner[0] < inner[1]:
-                align = tokens.source(*inner)
-                if tokens[inner[0]].kind == "name" and inner[1] - inner[0] == 1:
-                    align = f"alignof({align})"
-            tokens.remove(index, close + 1)
-            end -= close + 1 - index
-        else:
+        if tokens.text(index) not in ("alignas", "__attribute__"):
             index += 1
+            continue
+        close = tokens.close(index + 1)
+        names = (i for i in range(index, close) if tokens.text(i).strip("_") in ALIGNMENTS)
+        name = next(names, None)
+        inner = (name + 2, tokens.close(name + 1)) if name is not None else (close, close)
+        if inner[0] < inner[1]:
+            align = tokens.source(*inner)
+            if tokens[inner[0]].kind == "name" and inner[1] - inner[0] == 1:
+                align = f"alignof({align})"
+        tokens.remove(index, close + 1)
+        end -= close + 1 - index
     return align
 
 
 def array_parameters(tokens: TokenList) -> None:
-    """`threadgroup T x[N]` as a function's parameter becomes a pointer, which it is."""
-    index = 0
-    while (index := tokens.next(index, ADDRESS_SPACES)) < len(tokens):
+    """`threadgroup T x[N]` as a function's parameter becomes a pointer, as in C++."""
+    for index in tokens.find(*ADDRESS_SPACES):
         _array_parameter(tokens, index)
-        index += 1
 
 
 def _array_parameter(tokens: TokenList, index: int) -> None:
@@ -237,7 +230,7 @@ def _array_parameter(tokens: TokenList, index: int) -> None:
 
 
 def drop_qualified_methods(tokens: TokenList) -> None:
-    """Drop members that are for objects in another address space; C++ cannot tell them apart."""
+    """Remove methods for objects in another address space, as C++ cannot tell them apart."""
     index = 0
     while (index := tokens.next(index, ADDRESS_SPACES)) < len(tokens):
         index = _drop_method(tokens, index) + 1
@@ -264,7 +257,7 @@ def _drop_method(tokens: TokenList, index: int) -> int:
 
 
 def _is_sole_method(tokens: TokenList, start: int, opening: int) -> bool:
-    """True if the member is the only one of its name; a call of it has its own message."""
+    """True if no other member has this name. Then a call of it gets a message of its own."""
     name = tokens.text(opening - 1)
     before = tokens.text(opening - 2)
     if tokens[opening - 1].kind != "name" or before in ("operator", "::", "~", "{", ";", "}", ":"):
@@ -276,7 +269,7 @@ def _is_sole_method(tokens: TokenList, start: int, opening: int) -> bool:
 
 
 def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, end: int) -> None:
-    """Refuse a conversion that differs from the one for thread memory, which is used instead."""
+    """Refuse a conversion that differs from the one for thread memory, which replaces it."""
     if "operator" not in (tokens.text(opening - 2), tokens.text(opening - 3)):
         return
     head = tokens.source(opening - 2, opening)
@@ -289,6 +282,3 @@ def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, en
             if tokens.source(other, tokens.close(other) + 1) != tokens.source(body, end + 1):
                 message = f"conversions `{head}` differ by address space: the simulator has one"
                 raise tokens.error(opening, message)
-
-
-__all__ = ["Kernel", "MetalSourceError", "Rewritten", "rewrite"]

@@ -1,25 +1,25 @@
 """Shifts in checked builds become operators of the shim, which check the amounts of vectors.
 
 `a << b` becomes `a << ::metal::__checked << b`, which keeps precedence and order (`__msl_shift.h`).
-Shifts of scalars pass through unchanged; clang's sanitizer checks them.
+The operators do not check shifts of scalars, because clang's sanitizer does.
 """
 
 import re
 
 from .lexer import CLOSERS, OPENERS, TokenList
 
-# `>>` is two tokens, because it also closes template arguments.
+# The lexer makes two tokens of `>>`, because it also closes template arguments.
 FIRST = frozenset({"<<", "<<=", ">"})
 TIGHTER = frozenset("+ - * / %".split())  # operators that bind tighter than a shift
 STATEMENTS = frozenset({"else", "do", "return"})
 LINKS = frozenset({".", "->", "::"})
 ENDS = frozenset({";", "}", *OPENERS})
 NUMBER = re.compile(r"(0[xX][0-9a-fA-F]+|[0-9]+)[uUlL]*")
-ALWAYS_VALID = re.compile(r"[0-7][uUlL]*")  # no element has fewer than 8 bits
+ALWAYS_VALID = re.compile(r"[0-7][uUlL]*")  # every element has at least 8 bits
 
 
 def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
-    """(first, last token) of each operator to check, unless the text declares such operators."""
+    """(first, last token) of each operator to check. Empty if the text declares such operators."""
     result: list[tuple[int, int]] = []
     for index in tokens.where(FIRST):
         last = index
@@ -65,23 +65,23 @@ def _closes_arguments(tokens: TokenList, index: int) -> bool:
     return not lists
 
 
-def _is_number(tokens: TokenList, last: int, spelled: re.Pattern[str]) -> bool:
-    """True if the amount after an operator is a number alone, spelled like this."""
-    if not spelled.fullmatch(tokens.text(last + 1)):
+def _is_number(tokens: TokenList, last: int, pattern: re.Pattern[str]) -> bool:
+    """True if the whole amount after an operator is one number that matches `pattern`."""
+    if not pattern.fullmatch(tokens.text(last + 1)):
         return False
     after = tokens.text(last + 2)
     return after in (";", ",", ")") if tokens.text(last).endswith("=") else after not in TIGHTER
 
 
 def _shifts_number(tokens: TokenList, first: int) -> bool:
-    """True if a number alone is shifted: a scalar. After `)` it may be cast to a vector."""
+    """True if one number is shifted, which is a scalar. After `)` it may be cast to a vector."""
     if tokens[first - 1].kind != "number":
         return False
     return tokens.text(first - 2) not in TIGHTER | FIRST | {")"}
 
 
 def _bit_fields(tokens: TokenList) -> set[str]:
-    """The names of bit-fields: passed by value they would lose their promotion to int."""
+    """The names of bit-fields. Passed by value, they would not be promoted to int."""
     return {
         tokens.text(index - 1)
         for index in tokens.where((":",))
@@ -92,14 +92,14 @@ def _bit_fields(tokens: TokenList) -> set[str]:
 
 
 def object_start(tokens: TokenList, end: int) -> int:
-    """The first token of the object whose expression ends before `end`, as `p[i].v` does."""
+    """The first token of the expression of an object, such as `p[i].v`, that ends before `end`."""
     at = end - 1
     while True:
         text = tokens.text(at)
         if text in CLOSERS:
             at = tokens.open(at)
             before = tokens[at - 1]
-            if before.text == ">":  # of a function's template arguments
+            if before.text == ">":  # a function's template arguments
                 at = tokens.open_angle(at - 1) - 1
             elif before.kind == "name" and before.text not in STATEMENTS:
                 at -= 1

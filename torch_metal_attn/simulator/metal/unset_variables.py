@@ -1,10 +1,12 @@
-"""Private variables that are declared without a value: `float x;` is followed by a call that marks
-it so, for checked builds (`::metal::__unset`)."""
+"""Private variables without an initial value: a call of `::metal::__unset` follows `float x;`.
+
+Checked builds thereby find reads of unwritten variables.
+"""
 
 from .lexer import TokenList
 
 ENDS = frozenset({";", "{", "}"})
-# The first words of statements that declare no private variable, or one with a value.
+# The first words of statements that declare no private variable without a value.
 OTHERS = frozenset(
     """return goto break continue typedef using typename struct class union enum static constexpr
     extern const volatile else case default delete new throw template public private protected
@@ -15,22 +17,21 @@ SEVERAL = frozenset("unsigned signed long short int char".split())
 
 
 def unset_variables(tokens: TokenList) -> None:
-    kinds: list[bool] = []  # of the open braces: is it in a function?
+    kinds: list[bool] = []  # for each open brace, whether it is in a function
     marks: list[tuple[int, str]] = []
     closes_type = False
-    begins = False  # a raw token is a whole statement, of a threadgroup variable
+    begins = False  # whether a statement begins at the token
     for index, token in enumerate(tokens.tokens):
         if begins and kinds and kinds[-1] and token.kind == "name":
             if names := _names(tokens, index) if closes_type else _declared(tokens, index):
                 calls = "".join(f' ::metal::__unset({name}, "{name}");' for name in names)
                 marks.append((tokens.next(index, (";",)), calls))
-        begins = token.text in ENDS
-        if not begins:
-            begins = token.kind == "raw"
-        elif token.text == "{":
+        # A raw token is a whole statement, of a threadgroup variable.
+        begins = token.text in ENDS or token.kind == "raw"
+        if token.text == "{":
             kinds.append(_in_function(tokens, index, kinds))
         elif token.text == "}" and kinds:
-            if not kinds.pop():  # of `union { ... } x;` perhaps, and not of a typedef
+            if not kinds.pop():  # may end `union { ... } x;`
                 start = tokens.seek_back(tokens.open(index) - 1, ENDS) + 1
                 closes_type = tokens.text(start) in ("struct", "union")
                 continue
@@ -78,11 +79,10 @@ def _names(tokens: TokenList, at: int) -> list[str]:
         at += 1
         while tokens.text(at) == "[":
             at = tokens.close(at) + 1
-        has_value = tokens.text(at) == "="
-        if not has_value:
-            names.append(name)
-        if has_value:
+        if tokens.text(at) == "=":
             at = tokens.seek(at, (",", ";"))
+        else:
+            names.append(name)
         if tokens.text(at) == ";":
             return names
         if tokens.text(at) != ",":

@@ -21,7 +21,7 @@ WORDS = {
     "asynchronous copies": "simdgroup_event",
 }
 SUBJECTS = {word: subject for subject, words in WORDS.items() for word in words.split()}
-# Qualifiers of functions that are no kernels, which may stand in brackets too.
+# Qualifiers of functions other than kernels. They may also be attributes in brackets.
 STAGES = ("vertex", "fragment", "object", "mesh", "intersection")
 
 METHOD = (
@@ -31,7 +31,7 @@ METHOD = (
 
 
 def reason(word: str) -> str | None:
-    """Why a text that uses the word does not compile; None for a word that is none of these."""
+    """The reason why a text with the word does not compile; None if the word is supported."""
     if subject := SUBJECTS.get(word):
         return f"{subject} are not supported by the simulator".replace("ing are", "ing is")
     if version := versions.DECLARED.get(word):
@@ -40,7 +40,7 @@ def reason(word: str) -> str | None:
 
 
 def refuse_stages(tokens: TokenList) -> None:
-    """Raise MetalSourceError for `[[vertex]]` and the like, which would be taken for no kernels."""
+    """Raise MetalSourceError for attributes such as `[[vertex]]`, which later passes remove."""
     for index in tokens.find(*STAGES):
         if tokens.text(index - 2) == "[" == tokens.text(index - 1):
             raise tokens.error(index, str(reason(tokens.text(index))))

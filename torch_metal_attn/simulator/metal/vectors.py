@@ -1,4 +1,4 @@
-"""Vector construction and conversion, which C++ spells differently or not at all."""
+"""Vector construction and conversion, which C++ has in another syntax or not at all."""
 
 from collections.abc import Collection
 
@@ -6,10 +6,10 @@ from .lexer import TokenList
 
 ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float bool".split()
 VECTORS = frozenset(f"{element}{count}" for element in ELEMENTS for count in (2, 3, 4))
-# Those that clang has as vectors; packed vectors of three are structs.
+# Packed vectors that are vectors in clang. Packed vectors of three are structs.
 PACKED = frozenset(f"packed_{element}{count}" for element in ELEMENTS[:-1] for count in (2, 4))
 
-# Tokens that may precede an expression, so that `T(x)` after them is no declaration.
+# Tokens that may precede an expression. `T(x)` after one of them is not a declaration.
 BEFORE_EXPRESSION = frozenset(
     "= ( , return + - * / % < > ? : && || ! ~ [ & | ^ << == != <= >= += -= *= /= { case".split()
 )
@@ -17,12 +17,11 @@ STATEMENT_ENDS = (";", "{", "}")
 
 
 def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
-    """`T(...)` becomes `::metal::__mk<T>(...)`, for vector types and for names that may be one."""
+    """`T(...)` becomes `::metal::__mk<T>(...)`, for vector types and names that may be one."""
     _braced_arguments(tokens)
-    words = {token.text for token in tokens.tokens}
-    # Clang converts neither of these to the other. Text that has one of them needs no help.
     constructed = VECTORS | PACKED
-    if {"half", "bfloat"} <= words:
+    # clang does not convert between half and bfloat.
+    if {"half", "bfloat"} <= {token.text for token in tokens.tokens}:
         constructed |= {"half", "bfloat"}
     for index in reversed(tokens.where({*constructed, *aliases, "vec", "static_cast"})):
         token = tokens[index]
@@ -33,7 +32,7 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
         elif token.text == "vec" and tokens.text(index + 1) == "<":
             _construct(tokens, index, tokens.close_angle(index + 1), aliases)
         elif token.text in aliases and tokens.text(index + 1) == ")":
-            _cast(tokens, index, index, "__cast", aliases)
+            _cast(tokens, index, index, aliases)
         elif token.text in aliases and tokens.text(index + 1) in ("(", "<"):
             end = tokens.close_angle(index + 1) if tokens.text(index + 1) == "<" else index
             if tokens.text(end + 1) == "(" and _is_expression(tokens, index, end):
@@ -44,7 +43,7 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
 
 
 def name_bool_vectors(tokens: TokenList) -> None:
-    """`vec<bool, N>` becomes `boolN`, a byte an element: clang's own vector of bool is of bits."""
+    """`vec<bool, N>` becomes `boolN`, with a byte per element. Clang's own is packed into bits."""
     for index in reversed(tokens.where(("vec",))):
         if [tokens.text(index + i) for i in (1, 2, 3)] != ["<", "bool", ","]:
             continue
@@ -61,7 +60,7 @@ def _braced_arguments(tokens: TokenList) -> None:
     """`f({a, b, c})` becomes `f(::metal::__braces(a, b, c))`."""
     for index in tokens.where(("{",)):
         token = tokens[index]
-        if token.text != "{" or tokens.text(index - 1) not in ("(", ","):
+        if tokens.text(index - 1) not in ("(", ","):
             continue
         end = tokens.close(index)
         if tokens.text(end + 1) not in (",", ")") or not _is_argument(tokens, index):
@@ -79,7 +78,7 @@ def _is_argument(tokens: TokenList, index: int) -> bool:
 
 
 def type_names(tokens: TokenList) -> set[str]:
-    """Template parameters and aliases of the text, which may stand for any type."""
+    """Template parameters and aliases of the text, which may be any type."""
     result: set[str] = set()
     for index in tokens.where(("typename", "class", "using", "typedef")):
         text = tokens.text(index)
@@ -95,31 +94,25 @@ def type_names(tokens: TokenList) -> set[str]:
     return result - VECTORS - {"vec"}
 
 
-def _qualified_start(tokens: TokenList, index: int) -> int:
-    while tokens.text(index - 1) == "::":
-        index -= 2 if tokens[index - 2].kind == "name" else 1
-    return index
-
-
 def _construct(tokens: TokenList, index: int, end: int, aliases: Collection[str]) -> None:
-    """At a vector type [index, end]: rewrite the construction or the cast that it belongs to."""
-    start = _qualified_start(tokens, index)
+    """Rewrite the construction or cast of a vector type [index, end]."""
+    start = tokens.qualified_start(index)
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if after == "(" and before != "operator":
         if tokens.text(end + 2) in ("*", "&") and tokens.text(end + 4) in (")", "["):
-            return  # a declarator: T (*x) or T (&x)
+            return  # a declarator, T (*x) or T (&x)
         tokens[start].text = "::metal::__mk<" + tokens[start].text
         tokens[end].text += ">"
     elif after == ")":
-        _cast(tokens, start, end, "__vector_cast", aliases)
+        _cast(tokens, start, end, aliases)
     elif tokens[end + 1].kind == "name" and after != "operator":
         spelled = "".join(token.text for token in tokens.tokens[start : end + 1])
         for name in _directly_initialised(tokens, start, end):
             tokens[name].text += f" = ::metal::__mk<{spelled}>"
 
 
-def _cast(tokens: TokenList, start: int, end: int, call: str, aliases: Collection[str]) -> None:
-    """`(T)x`, where [start, end] is T, becomes a call and an operator that binds as tightly."""
+def _cast(tokens: TokenList, start: int, end: int, aliases: Collection[str]) -> None:
+    """`(T)x`, where [start, end] is T, becomes a call and the operator `->*`."""
     before, last = tokens[start - 2], tokens.text(start - 2)
     if tokens.text(start - 1) != "(" or not _is_operand(tokens, end + 2):
         return
@@ -129,7 +122,7 @@ def _cast(tokens: TokenList, start: int, end: int, call: str, aliases: Collectio
         return
     if tokens.text(end + 2) == "-" and _is_variable(tokens, start):
         return
-    tokens[start - 1].text = f"::metal::{call}<"
+    tokens[start - 1].text = "::metal::__cast<"
     tokens[end + 1].text = ">() ->*"
 
 
@@ -143,7 +136,7 @@ def _is_cast(tokens: TokenList, close: int, aliases: Collection[str]) -> bool:
 
 
 def _is_variable(tokens: TokenList, index: int) -> bool:
-    """True if the name at `index` is that of a variable there: then `(T)-x` is no cast."""
+    """True if the name at `index` is a variable in this scope. Then `(T)-x` is not a cast."""
     return any(
         at < index <= tokens.scope_end(at)
         for at in tokens.where((tokens.text(index),))
@@ -172,7 +165,7 @@ def _in_function(tokens: TokenList, start: int) -> bool:
     before = start - 2 if tokens.text(start - 1) in ("const", "thread") else start - 1
     if tokens.text(before) not in (*STATEMENT_ENDS, "("):
         return False
-    # In a class or a namespace it is a function, and its braces follow no parenthesis.
+    # In a class or a namespace it declares a function. No parenthesis precedes their braces.
     at = tokens.seek_back(before, ("{",))
     body = tokens.text(at - 1)
     return at > 0 and (body in (")", "const", "thread", "else", "do") or body in STATEMENT_ENDS)
@@ -186,7 +179,7 @@ def _is_operand(tokens: TokenList, index: int) -> bool:
 
 
 def _is_expression(tokens: TokenList, index: int, end: int) -> bool:
-    start = _qualified_start(tokens, index)
+    start = tokens.qualified_start(index)
     if start != index or tokens.text(start - 1) not in BEFORE_EXPRESSION:
         return False
     close = tokens.close(end + 1)
@@ -203,7 +196,7 @@ def _is_expression(tokens: TokenList, index: int, end: int) -> bool:
 
 
 def in_conditional(tokens: TokenList, colon: int) -> bool:
-    """True if the `:` belongs to `?:` and does not begin a constructor's initialisers."""
+    """True if the `:` belongs to `?:` and not to a constructor's initialisers."""
     at = tokens.seek_back(colon - 1, ("?", "(", "[", *STATEMENT_ENDS))
     return tokens.text(at) == "?"
 
@@ -217,6 +210,6 @@ def _static_cast(
         return
     if words[0] in ("metal", "::") or "const" in words:
         words = [word for word in words if word not in ("metal", "::", "const")]
-    vector = words[0] in constructed or "vec" in words
-    if vector or (len(words) == 1 and words[0] in aliases):
-        tokens[index].text = "::metal::__mk" if vector else "::metal::__construct"
+    is_alias = len(words) == 1 and words[0] in aliases
+    if is_alias or words[0] in constructed or "vec" in words:
+        tokens[index].text = "::metal::__construct"

@@ -1,4 +1,4 @@
-"""Versions of the Metal language, and what each introduced."""
+"""Versions of the Metal language, and the constructs that each introduced."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ DEFAULT = "3.1"
 LATEST = "4.0"
 METAL_4 = Path(__file__).parents[1] / "shim" / "metal4"  # headers that earlier versions do not have
 
-# Names that headers declare for later versions only, and such headers without `metal_`.
+# Names that headers declare for later versions only, and the names of such headers.
 DECLARED = {
     **dict.fromkeys("os_log atomic_thread_fence".split(), "3.2"),
     **dict.fromkeys(
@@ -20,14 +20,14 @@ DECLARED = {
         "4.0",
     ),
 }
-# Words that only one construct has, with the version that introduced it.
+# Words of constructs, with the version that introduced them.
 WORDS = {"coherent": "3.2", "tensor_handle": "4.0", "cooperative_tensor": "4.0"}
 # Tokens that may precede the brackets of a lambda, but never a subscript or an attribute.
 BEFORE_LAMBDA = frozenset("( , = return { ; } ? : && || !".split())
 
 
 def checked(language: object) -> str:
-    """The language version; raises TypeError or ValueError if there is none of this name."""
+    """The language version. Raises TypeError or ValueError if there is no such version."""
     if not isinstance(language, str):
         raise TypeError(f'language is {type_text(language)}; it must be a str such as "{DEFAULT}"')
     if language not in NUMBERS:
@@ -37,7 +37,7 @@ def checked(language: object) -> str:
 
 
 def flags(language: str) -> list[str]:
-    """The preprocessor's arguments for a version, which tell the text of it."""
+    """The preprocessor's arguments for a version."""
     result = [f"-D__METAL_VERSION__={NUMBERS[language]}"]
     if NUMBERS[language] >= NUMBERS["4.0"]:
         result += ["-D__HAVE_TENSOR__=1", "-isystem", str(METAL_4)]
@@ -45,7 +45,7 @@ def flags(language: str) -> list[str]:
 
 
 def refuse_newer(tokens: TokenList, language: str) -> None:
-    """Raises MetalSourceError for syntax that `language` does not have."""
+    """Raise MetalSourceError for syntax that `language` does not have."""
     number = NUMBERS[language]
     for index in tokens.where({"[", *WORDS}):
         text = tokens.text(index)
@@ -65,4 +65,4 @@ def refuse_newer(tokens: TokenList, language: str) -> None:
 
 
 def advice(version: str) -> str:
-    return f'give compile_shader language="{version}"'
+    return f'pass language="{version}" to compile_shader'

@@ -1,4 +1,4 @@
-// Everything a compute shader can use, whichever metal_ header it asks for.
+// All headers for compute shaders. Every metal_ header includes them.
 #pragma once
 #include <__msl_apple.h>
 #include <__msl_atomic.h>

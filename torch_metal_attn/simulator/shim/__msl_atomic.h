@@ -1,10 +1,10 @@
-// metal_atomic. Threadgroups run on several host threads, so these are the host's own atomics.
+// metal_atomic. Threadgroups run on several host threads, so these are the host's atomics.
 #pragma once
 #include <__msl_simd.h>
 
 extern "C" {
 #ifdef MSL_CHECKED
-// Tells the checks; what the operation itself does is not instrumented.
+// Reports the access to the checks, because the operation itself is not instrumented.
 MSL_ENTRY void __msl_atomic_access(const volatile void* address, uint bytes, uint flags) {
   __msl_table->access((const void*)address, bytes, flags | MSL_ATOMIC, ~0u);
 }
@@ -20,7 +20,7 @@ MSL_LOOKUP void __msl_atomic_access(const volatile void*, uint, uint) {}
 MSL_LOOKUP void __msl_atomic_observe(const volatile void*) {}
 static inline void __msl_fence(uint, uint) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
-// Lets others run while a thread waits for one of them.
+// Lets other threads run while this one waits for one of them.
 MSL_ENTRY void __msl_spin() { __msl_table->spin(); }
 }
 
@@ -38,34 +38,19 @@ typedef _atomic<bool> atomic_bool;
 typedef _atomic<float> atomic_float;
 typedef _atomic<ulong> atomic_ulong;
 
-template <class T>
-struct __atomic_bits {
-  typedef T type;
-};
-template <>
-struct __atomic_bits<float> {
-  typedef uint type;
-};
-template <>
-struct __atomic_bits<bool> {
-  typedef uchar type;
-};
-
-// Each on the bits of the value, as Metal compares them.
+// These work on the bits of a value, as Metal compares bits.
 template <class T>
 MSL_INTERNAL T __atomic_read(ulong address) {
-  typedef typename __atomic_bits<T>::type Bits;
-  return __builtin_bit_cast(T, __atomic_load_n((Bits*)address, __ATOMIC_SEQ_CST));
+  return __builtin_bit_cast(T, __atomic_load_n((__bits<T>*)address, __ATOMIC_SEQ_CST));
 }
 template <class T>
 MSL_INTERNAL void __atomic_write(ulong address, T value) {
-  typedef typename __atomic_bits<T>::type Bits;
   __msl_progress();
-  __atomic_store_n((Bits*)address, __builtin_bit_cast(Bits, value), __ATOMIC_SEQ_CST);
+  __atomic_store_n((__bits<T>*)address, __builtin_bit_cast(__bits<T>, value), __ATOMIC_SEQ_CST);
 }
 template <class T>
 MSL_INTERNAL bool __atomic_swap_if(ulong address, T* expected, T desired) {
-  typedef typename __atomic_bits<T>::type Bits;
+  typedef __bits<T> Bits;
   Bits old = __builtin_bit_cast(Bits, *expected);
 #ifdef MSL_CHECKED
   if (__msl_table->weak_fails()) {
@@ -89,7 +74,7 @@ struct __subtract {
 };
 template <class T, template <class> class Op>
 MSL_INTERNAL T __atomic_update(ulong address, T operand) {
-  typedef typename __atomic_bits<T>::type Bits;
+  typedef __bits<T> Bits;
   Bits old = __atomic_load_n((Bits*)address, __ATOMIC_SEQ_CST), fresh;
   __msl_progress();
   do {
@@ -100,75 +85,69 @@ MSL_INTERNAL T __atomic_update(ulong address, T operand) {
 }
 
 template <class T>
-struct __value_type {
-  typedef T type;
-};
-template <class T>
-using __value = typename __value_type<T>::type;
-
-template <class T>
 constexpr void __check_atomic_width() {
   static_assert(sizeof(T) <= 4,
                 "64-bit atomics have atomic_min_explicit and atomic_max_explicit only, on device "
                 "memory");
 }
 
-#define __MSL_UPDATE(space, name, Op)                                                      \
-  template <class T>                                                                       \
-  METAL_FUNC T name(volatile space _atomic<T>* object, __value<T> operand, memory_order) { \
-    __check_atomic_width<T>();                                                             \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);       \
-    T old = __atomic_update<T, Op>((ulong)object, operand);                                \
-    __msl_atomic_observe((const volatile void*)(ulong)object);                             \
-    return old;                                                                            \
+#define __MSL_UPDATE(space, name, Op)                                                              \
+  template <class T>                                                                               \
+  METAL_FUNC T name(volatile space _atomic<T>* object, type_identity_t<T> operand, memory_order) { \
+    __check_atomic_width<T>();                                                                     \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);               \
+    T old = __atomic_update<T, Op>((ulong)object, operand);                                        \
+    __msl_atomic_observe((const volatile void*)(ulong)object);                                     \
+    return old;                                                                                    \
   }
-#define __MSL_ATOMICS(space)                                                                 \
-  template <class T>                                                                         \
-  METAL_FUNC T atomic_load_explicit(const volatile space _atomic<T>* object, memory_order) { \
-    __check_atomic_width<T>();                                                               \
-    __msl_spin();                                                                            \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_READ);           \
-    T value = __atomic_read<T>((ulong)object);                                               \
-    __msl_atomic_observe((const volatile void*)(ulong)object);                               \
-    return value;                                                                            \
-  }                                                                                          \
-  template <class T>                                                                         \
-  METAL_FUNC void atomic_store_explicit(volatile space _atomic<T>* object, __value<T> value, \
-                                        memory_order) {                                      \
-    __check_atomic_width<T>();                                                               \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);          \
-    __atomic_write<T>((ulong)object, value);                                                 \
-  }                                                                                          \
-  template <class T>                                                                         \
-  METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile space _atomic<T>* object,   \
-                                                        T* expected, __value<T> desired,     \
-                                                        memory_order, memory_order) {        \
-    __check_atomic_width<T>();                                                               \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);         \
-    bool done = __atomic_swap_if<T>((ulong)object, expected, desired);                       \
-    __msl_atomic_observe((const volatile void*)(ulong)object);                               \
-    if (!done) __msl_spin();                                                                 \
-    return done;                                                                             \
-  }                                                                                          \
-  __MSL_UPDATE(space, atomic_exchange_explicit, __replace)                                   \
-  __MSL_UPDATE(space, atomic_fetch_add_explicit, __add)                                      \
-  __MSL_UPDATE(space, atomic_fetch_sub_explicit, __subtract)                                 \
-  __MSL_UPDATE(space, atomic_fetch_and_explicit, __and)                                      \
-  __MSL_UPDATE(space, atomic_fetch_or_explicit, __or)                                        \
-  __MSL_UPDATE(space, atomic_fetch_xor_explicit, __xor)                                      \
-  __MSL_UPDATE(space, atomic_fetch_min_explicit, __smallest)                                 \
+#define __MSL_ATOMICS(space)                                                                     \
+  template <class T>                                                                             \
+  METAL_FUNC T atomic_load_explicit(const volatile space _atomic<T>* object, memory_order) {     \
+    __check_atomic_width<T>();                                                                   \
+    __msl_spin();                                                                                \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_READ);               \
+    T value = __atomic_read<T>((ulong)object);                                                   \
+    __msl_atomic_observe((const volatile void*)(ulong)object);                                   \
+    return value;                                                                                \
+  }                                                                                              \
+  template <class T>                                                                             \
+  METAL_FUNC void atomic_store_explicit(volatile space _atomic<T>* object,                       \
+                                        type_identity_t<T> value, memory_order) {                \
+    __check_atomic_width<T>();                                                                   \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_WRITE);              \
+    __atomic_write<T>((ulong)object, value);                                                     \
+  }                                                                                              \
+  template <class T>                                                                             \
+  METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile space _atomic<T>* object,       \
+                                                        T* expected, type_identity_t<T> desired, \
+                                                        memory_order, memory_order) {            \
+    __check_atomic_width<T>();                                                                   \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);             \
+    bool done = __atomic_swap_if<T>((ulong)object, expected, desired);                           \
+    __msl_atomic_observe((const volatile void*)(ulong)object);                                   \
+    if (!done) __msl_spin();                                                                     \
+    return done;                                                                                 \
+  }                                                                                              \
+  __MSL_UPDATE(space, atomic_exchange_explicit, __replace)                                       \
+  __MSL_UPDATE(space, atomic_fetch_add_explicit, __add)                                          \
+  __MSL_UPDATE(space, atomic_fetch_sub_explicit, __subtract)                                     \
+  __MSL_UPDATE(space, atomic_fetch_and_explicit, __and)                                          \
+  __MSL_UPDATE(space, atomic_fetch_or_explicit, __or)                                            \
+  __MSL_UPDATE(space, atomic_fetch_xor_explicit, __xor)                                          \
+  __MSL_UPDATE(space, atomic_fetch_min_explicit, __smallest)                                     \
   __MSL_UPDATE(space, atomic_fetch_max_explicit, __largest)
 __MSL_EACH_WRITABLE(__MSL_ATOMICS)
 #undef __MSL_ATOMICS
 #undef __MSL_UPDATE
 
-// For 64 bits too.
-#define __MSL_EXTREME(name, Op)                                                                \
-  template <class T>                                                                           \
-  METAL_FUNC void name(volatile device _atomic<T>* object, __value<T> operand, memory_order) { \
-    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);           \
-    __atomic_update<T, Op>((ulong)object, operand);                                            \
-    __msl_atomic_observe((const volatile void*)(ulong)object);                                 \
+// These also take 64 bits.
+#define __MSL_EXTREME(name, Op)                                                        \
+  template <class T>                                                                   \
+  METAL_FUNC void name(volatile device _atomic<T>* object, type_identity_t<T> operand, \
+                       memory_order) {                                                 \
+    __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);   \
+    __atomic_update<T, Op>((ulong)object, operand);                                    \
+    __msl_atomic_observe((const volatile void*)(ulong)object);                         \
   }
 __MSL_EXTREME(atomic_min_explicit, __smallest)
 __MSL_EXTREME(atomic_max_explicit, __largest)

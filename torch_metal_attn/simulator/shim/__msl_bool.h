@@ -1,4 +1,4 @@
-// Vectors of bool: a byte an element, as in Metal; the compiler's own pack them to bits.
+// Vectors of bool with one byte for each element, as in Metal. Those of clang pack them into bits.
 #pragma once
 
 namespace metal {
@@ -20,8 +20,8 @@ struct alignas(4) __bool_fields<4> {
   bool x, y, z, w;
 };
 
-// A comparison of vectors gives integers here, all bits set for true, so that any vector of the
-// same length converts. Whole stores to device and threadgroup memory go through `__target`.
+// In clang, a comparison of vectors gives integers, with all bits set for true. So any vector of
+// the same length converts. Whole stores to device and threadgroup memory go through `__target`.
 template <int N>
 struct __bools : __bool_fields<N> {
   typedef __bool_fields<N> Fields;
@@ -29,20 +29,18 @@ struct __bools : __bool_fields<N> {
   explicit __bools(bool b) : Fields{} {
     for (int i = 0; i < N; ++i) (*this)[i] = b;
   }
-  template <class... B, bool all_given = sizeof...(B) == N,
-            class = typename __if<all_given, int>::type>
+  template <class... B, class = enable_if_t<sizeof...(B) == N>>
   __bools(B... b) : Fields{(bool)b...} {}
-  template <class V, bool alike = __is_vector<V> && __length<V> == N,
-            class = typename __if<alike, int>::type>
+  template <class V, class = enable_if_t<__is_vector<V> && __length<V> == N>>
   __bools(V v) : Fields{} {
     for (int i = 0; i < N; ++i) (*this)[i] = v[i] != 0;
   }
   __bools(const __bools&) = default;
-  // Templates, because a copy constructor would keep it out of unions.
-#define __MSL_COPY(space)                                                   \
-  template <class V, class = typename __if<__is_same(V, __bools), V>::type> \
-  __bools(const space V& o) : Fields{} {                                    \
-    read(&o.x);                                                             \
+  // These are templates, because a copy constructor would make the type invalid in unions.
+#define __MSL_COPY(space)                                        \
+  template <class V, class = enable_if_t<__is_same(V, __bools)>> \
+  __bools(const space V& o) : Fields{} {                         \
+    read(&o.x);                                                  \
   }
   __MSL_EACH_SPACE(__MSL_COPY)
 #undef __MSL_COPY
@@ -51,18 +49,15 @@ struct __bools : __bool_fields<N> {
   METAL_FUNC bool& operator[](int i) { return (&this->x)[i]; }
   METAL_FUNC bool operator[](int i) const { return (&this->x)[i]; }
   __bools operator!() const { return *this ^ __bools(true); }
-  friend __bools operator&(__bools a, __bools b) {
-    for (int i = 0; i < N; ++i) a[i] = a[i] && b[i];
-    return a;
+#define __MSL_LOGIC(op, scalar_op)                          \
+  friend __bools operator op(__bools a, __bools b) {        \
+    for (int i = 0; i < N; ++i) a[i] = a[i] scalar_op b[i]; \
+    return a;                                               \
   }
-  friend __bools operator|(__bools a, __bools b) {
-    for (int i = 0; i < N; ++i) a[i] = a[i] || b[i];
-    return a;
-  }
-  friend __bools operator^(__bools a, __bools b) {
-    for (int i = 0; i < N; ++i) a[i] = a[i] != b[i];
-    return a;
-  }
+  __MSL_LOGIC(&, &&)
+  __MSL_LOGIC(|, ||)
+  __MSL_LOGIC(^, !=)
+#undef __MSL_LOGIC
   friend __bools operator&&(__bools a, __bools b) { return a & b; }
   friend __bools operator||(__bools a, __bools b) { return a | b; }
   friend __bools operator!=(__bools a, __bools b) { return a ^ b; }

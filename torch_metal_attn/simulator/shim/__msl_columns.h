@@ -20,22 +20,22 @@ struct matrix {
     for (int i = 0; i < Columns && i < Rows; ++i) columns[i][i] = value;
   }
   template <class... V, bool fits = sizeof...(V) == Columns && (__is_same(V, column) && ...),
-            class = typename __if<fits, int>::type>
+            class = enable_if_t<fits>>
   constexpr matrix(V... v) : columns{v...} {}
-  template <class... S, class = typename __if<sizeof...(S) == Columns * Rows, int>::type,
-            class = typename __if<(!__is_vector<S> && ...), int>::type>
+  template <class... S, class = enable_if_t<sizeof...(S) == Columns * Rows>,
+            class = enable_if_t<(!__is_vector<S> && ...)>>
   constexpr matrix(S... s) : columns() {
     const T all[] = {(T)s...};
     for (int i = 0; i < Columns; ++i)
       for (int j = 0; j < Rows; ++j) columns[i][j] = all[i * Rows + j];
   }
-  template <class U, class = typename __if<!__is_same(U, T), int>::type>
+  template <class U, class = enable_if_t<!__is_same(U, T)>>
   explicit constexpr matrix(const matrix<U, Columns, Rows>& other) : columns() {
     for (int i = 0; i < Columns; ++i) columns[i] = __mk<column>(other.columns[i]);
   }
-#define __MSL_COPY(space)                                                \
-  matrix(const space matrix& other) : matrix(__copied(&other)) {}        \
-  template <class U, class = typename __if<!__is_same(U, T), int>::type> \
+#define __MSL_COPY(space)                                         \
+  matrix(const space matrix& other) : matrix(__copied(&other)) {} \
+  template <class U, class = enable_if_t<!__is_same(U, T)>>       \
   explicit matrix(const space matrix<U, Columns, Rows>& other) : matrix(__copied(&other)) {}
   __MSL_EACH_SPACE(__MSL_COPY)
 #undef __MSL_COPY
@@ -126,17 +126,10 @@ METAL_FUNC constexpr T determinant(matrix<T, 4, 4> a) {
   namespace metal {                          \
   using ::T##C##x##R;                        \
   }
-#define __MSL_SHAPES(T) \
-  __MSL_SHAPE(T, 2, 2)  \
-  __MSL_SHAPE(T, 2, 3)  \
-  __MSL_SHAPE(T, 2, 4)  \
-  __MSL_SHAPE(T, 3, 2)  \
-  __MSL_SHAPE(T, 3, 3)  \
-  __MSL_SHAPE(T, 3, 4)  \
-  __MSL_SHAPE(T, 4, 2)  \
-  __MSL_SHAPE(T, 4, 3)  \
-  __MSL_SHAPE(T, 4, 4)
-__MSL_SHAPES(half)
-__MSL_SHAPES(float)
-#undef __MSL_SHAPES
+__MSL_EACH_LENGTH(__MSL_SHAPE, half, 2)
+__MSL_EACH_LENGTH(__MSL_SHAPE, half, 3)
+__MSL_EACH_LENGTH(__MSL_SHAPE, half, 4)
+__MSL_EACH_LENGTH(__MSL_SHAPE, float, 2)
+__MSL_EACH_LENGTH(__MSL_SHAPE, float, 3)
+__MSL_EACH_LENGTH(__MSL_SHAPE, float, 4)
 #undef __MSL_SHAPE

@@ -1,5 +1,5 @@
-// The doors between a kernel and the engine. Each is a real call, never inlined, copied or merged,
-// so that its return address tells one operation of the source from another.
+// The functions by which a kernel calls the engine. Each is a real call that is never inlined,
+// copied or merged. So its return address identifies one operation of the source.
 #pragma once
 #include <__msl_types.h>
 
@@ -37,7 +37,7 @@ __msl_bind(const void* engine) {
 #define MSL_LOOKUP static inline __attribute__((always_inline, const, unused))
 #endif
 
-// Found from the stack that the thread runs on (abi.h).
+// The worker is at the start of the region that holds the thread's stack (abi.h).
 static inline __attribute__((always_inline, const, unused)) __msl_worker* __msl_this_worker() {
   ulong stack;
 #if defined(__x86_64__)
@@ -48,7 +48,7 @@ static inline __attribute__((always_inline, const, unused)) __msl_worker* __msl_
   return (__msl_worker*)(stack & ~(MSL_REGION_BYTES - 1));
 }
 
-// The threadgroup does more than poll memory.
+// Notes that the threadgroup does more than poll memory.
 MSL_INTERNAL void __msl_progress() { __msl_this_worker()->polls = 0; }
 
 MSL_LOOKUP const __msl_thread* __msl_this_thread() { return __msl_this_worker()->running; }
@@ -61,18 +61,18 @@ MSL_ENTRY __msl_pair __msl_matrix(__msl_combine combine, __msl_pair a, __msl_pai
 }
 
 #ifndef MSL_CHECKED
-// Calls to these are put in by the plain build's pass over the compiled code.
+// The plain build's pass over the compiled code inserts calls to these (llvm/batches.py).
 MSL_ENTRY __attribute__((used)) void* __msl_operands() { return __msl_table->operands(); }
 MSL_ENTRY __attribute__((used)) void __msl_products(const __msl_product* products, uint count) {
   __msl_table->products(products, count, __builtin_return_address(0));
 }
 #endif
-// A lane that must be one of `lanes`.
+// Checks that a lane is one of `lanes`.
 MSL_ENTRY void __msl_check_lane(uint lane, uint lanes) {
   if (lane >= lanes) __msl_table->undefined(MSL_LANE, nullptr, lane, lanes, ~0u);
 }
 
-// A lane whose value is read must take part.
+// Checks that a lane whose value is read is active.
 MSL_INTERNAL inline void __msl_check_active(const __msl_exchange* box, uint lane) {
 #ifdef MSL_CHECKED
   if (!(box->mask >> lane & 1))
@@ -80,7 +80,6 @@ MSL_INTERNAL inline void __msl_check_active(const __msl_exchange* box, uint lane
 #endif
 }
 
-// Another lane's value.
 MSL_ENTRY __msl_words __msl_shuffle(ulong low, ulong high, uint direction, uint argument) {
   uint lane = __msl_lane();
 #ifdef MSL_CHECKED
@@ -114,7 +113,7 @@ MSL_ENTRY __msl_words __msl_shuffle(ulong low, ulong high, uint direction, uint 
 }
 
 #ifdef MSL_CHECKED
-// The value of the same lane for all of each run of `width` lanes, counted from the run's first.
+// Broadcasts the value of lane `lane` of each run of `width` lanes within the run.
 MSL_ENTRY __msl_words __msl_broadcast(ulong low, ulong high, uint lane, uint width) {
   __msl_check_lane(lane, width);
   const __msl_exchange* box =
@@ -157,7 +156,7 @@ MSL_ENTRY void* __msl_threadgroup_memory(const char* name, ulong bytes, ulong al
   return __msl_table->threadgroup_memory(name, bytes, alignment);
 }
 
-// Calls to these are put in by llvm/rounds.py.
+// llvm/rounds.py inserts calls to these.
 #define MSL_CALLBACK \
   __attribute__((noinline, used, visibility("hidden"), disable_sanitizer_instrumentation))
 MSL_CALLBACK void __msl_place(uint place, uint depth) {
@@ -171,15 +170,12 @@ MSL_CALLBACK void __msl_round(uint level, uint loop, uint again) {
 }
 
 #ifdef MSL_UNDEFINED
-// Like the sanitizer's handlers it does not return. If it did, the compiler would read memory again
-// after each check.
+// Like the sanitizer's handlers, these do not return. Otherwise the compiler would read memory
+// again after each check.
 MSL_ENTRY __attribute__((noreturn)) void __msl_vector_shift(ulong width, ulong amount) {
   __msl_table->undefined(MSL_VECTOR_SHIFT, nullptr, width, amount, ~0u);
   __builtin_trap();
 }
-#endif
-
-#ifdef MSL_UNDEFINED
 MSL_ENTRY __attribute__((noreturn)) void __msl_refuse_clamp() {
   __msl_table->undefined(MSL_CLAMP, nullptr, 0, 0, ~0u);
   __builtin_trap();
@@ -187,7 +183,7 @@ MSL_ENTRY __attribute__((noreturn)) void __msl_refuse_clamp() {
 #endif
 
 #ifndef MSL_CHECKED
-// In place of the sanitizer's own; traps are those of private memory.
+// Replaces the sanitizer's handler. So every trap is an access to private memory.
 MSL_ENTRY __attribute__((noreturn, used)) void __ubsan_handle_missing_return(const void*) {
   __msl_table->undefined(MSL_RETURN, nullptr, 0, 0, ~0u);
   __builtin_trap();
@@ -195,7 +191,7 @@ MSL_ENTRY __attribute__((noreturn, used)) void __ubsan_handle_missing_return(con
 #endif
 
 #ifdef MSL_CHECKED
-// Calls to these are put in by the checked build's pass over the compiled code.
+// The checked build's pass over the compiled code inserts calls to these (llvm/instrument.py).
 MSL_CALLBACK void __msl_access(const void* address, uint bytes, uint flags, uint site) {
   __msl_table->access(address, bytes, flags, site);
 }
@@ -225,7 +221,7 @@ MSL_CALLBACK uint __msl_private(const char* address, uint bytes, uint lanes, con
   return __msl_table->private_access(address, bytes, lanes, base, size, marks, flags, stored, site);
 }
 #else
-// The compiler puts a call to it into each function that is not inlined.
+// clang inserts a call to this into each function that is not inlined.
 inline __attribute__((noinline, used, no_instrument_function, visibility("hidden"))) void
 __cyg_profile_func_enter_bare() {
   __msl_table->enter(~0u);
@@ -242,7 +238,7 @@ constexpr ulong __width = 8 * sizeof(__element<T>);
 template <class T, class Amount>
 METAL_FUNC constexpr void __check_amount(Amount by) {
   if (__builtin_is_constant_evaluated()) return;
-  ulong most;  // a negative amount is a large one
+  ulong most;  // a negative amount becomes a large one
   if constexpr (__is_vector<Amount>)
     most = __builtin_reduce_max(__builtin_convertvector(by, vec<ulong, __length<Amount>>));
   else

@@ -5,7 +5,7 @@
 
 namespace metal {
 
-// A function of the bits of each element, widened without sign.
+// A function of the bits of each element, which are zero-extended.
 #define __MSL_BITS(name, ...)                     \
   template <class T>                              \
   METAL_FUNC __integer<T> name(T x) {             \
@@ -77,7 +77,7 @@ template <class T>
 METAL_FUNC __integer<T> mad24(T a, T b, T c) {
   return a * b + c;
 }
-// Unsigned, as MSL has it.
+// The result is unsigned, as in the Metal specification.
 template <class T>
 METAL_FUNC auto absdiff(T x, T y) {
   typedef make_unsigned_t<__element<T>> U;

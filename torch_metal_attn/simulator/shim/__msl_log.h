@@ -1,10 +1,10 @@
-// metal_logging, of Metal 3.2, and metal_assert. What a kernel logs goes nowhere, and a condition
-// is evaluated but not asserted.
+// metal_logging, of Metal 3.2, and metal_assert. Logs are dropped. A condition is evaluated but not
+// asserted.
 #pragma once
 #include <__msl_types.h>
 
 METAL_FUNC void assert(bool) {}
-#define assert(condition) assert(condition)  // a macro, as texts may ask
+#define assert(condition) assert(condition)  // for texts that test `#ifdef assert`
 
 #if __METAL_VERSION__ >= 320
 namespace metal {
@@ -15,10 +15,7 @@ struct os_log {
   template <class... A> \
   METAL_FUNC void name(__text, A...) const {}
   __MSL_LOG(log)
-  __MSL_LOG(log_debug)
-  __MSL_LOG(log_info)
-  __MSL_LOG(log_error)
-  __MSL_LOG(log_fault)
+  __MSL_EACH_OF_4(__MSL_LOG, log_debug, log_info, log_error, log_fault)
 #undef __MSL_LOG
 };
 constexpr os_log os_log_default("", "");

@@ -1,9 +1,9 @@
-// metal_math, metal_common, metal_geometric and metal_relational. 16-bit floats are computed in
-// float32 and rounded.
+// metal_math, metal_common, metal_geometric and metal_relational. Functions of 16-bit floats are
+// computed in float32 and rounded.
 #pragma once
 #include <__msl_engine.h>
 
-// No declarator, so that `float INFINITY` is an error.
+// The sign makes these no declarators, so `float INFINITY` is an error.
 #define INFINITY (+__builtin_inff())
 #define NAN (+__builtin_nanf(""))
 #define HUGE_VALF INFINITY
@@ -53,7 +53,7 @@
 #define __METAL_MAYBE_FAST_MATH__ 0
 #define __METAL_PRECISE_MATH__ 1
 
-// build.py defines those of half and bfloat from these.
+// build.py defines the constants of half and bfloat by these.
 #define M_E_F 2.71828182845904523536f
 #define M_LOG2E_F 1.44269504088896340736f
 #define M_LOG10E_F 0.43429448190325182765f
@@ -78,14 +78,14 @@ template <class T>
 constexpr bool __is_integer_element = !__is_float_element<T> && __is_integral(__element<T>);
 
 template <class T>
-using __floating = typename __if<__is_float_element<T>, T>::type;
+using __floating = enable_if_t<__is_float_element<T>, T>;
 template <class T>
-using __integer = typename __if<__is_integer_element<T>, T>::type;
+using __integer = enable_if_t<__is_integer_element<T>, T>;
 template <class T>
-using __number = typename __if<__is_float_element<T> || __is_integer_element<T>, T>::type;
+using __number = enable_if_t<__is_float_element<T> || __is_integer_element<T>, T>;
 
-// The type of an operation on A and B: one type, or a vector and a scalar that is spread over it. A
-// floating-point function takes integers as well, as its own type.
+// The type of an operation on A and B, which are one type, or a vector and a scalar that is
+// broadcast to it. A floating-point function also converts integers to its type.
 template <class A, class B, bool integers_convert>
 constexpr int __choose =
     __is_same(A, B)                                                                    ? 1
@@ -109,7 +109,7 @@ using __common = typename __pick<A, B, __choose<A, B, false>>::type;
 template <class A, class B>
 using __floating_common = __floating<typename __pick<A, B, __choose<A, B, true>>::type>;
 
-// In float32 for the 16-bit types, which lack functions of their own.
+// Computes 16-bit types in float32.
 template <class T, class F, class... More>
 METAL_FUNC T __in_float(F f, T x, More... more) {
   if constexpr (__is_same(__element<T>, float))
@@ -117,7 +117,7 @@ METAL_FUNC T __in_float(F f, T x, More... more) {
   else
     return __mk<T>(f(__mk<__like<float, T>>(x), __mk<__like<float, T>>(more)...));
 }
-// Element by element, to a type of the same length.
+// Applies `f` to each element. R has the length of T.
 template <class R, class T, class F, class... More>
 METAL_FUNC R __each(F f, T x, More... more) {
   if constexpr (__is_vector<T>) {
@@ -129,29 +129,20 @@ METAL_FUNC R __each(F f, T x, More... more) {
     return (R)f(x, more...);
   }
 }
-// The same in float32.
+// Applies `f` to each element in float32.
 template <class T, class F, class... More>
 METAL_FUNC T __map(F f, T x, More... more) {
   return __each<T, T>([f](auto... v) { return f((float)v...); }, x, more...);
 }
 
-#define __MSL_UNARY(name, builtin)                           \
-  template <class T>                                         \
-  METAL_FUNC __floating<T> name(T x) {                       \
-    return __in_float([](auto v) { return builtin(v); }, x); \
+#define __MSL_UNARY(name)                                                         \
+  template <class T>                                                              \
+  METAL_FUNC __floating<T> name(T x) {                                            \
+    return __in_float([](auto v) { return __builtin_elementwise_##name(v); }, x); \
   }
-__MSL_UNARY(exp, __builtin_elementwise_exp)
-__MSL_UNARY(exp2, __builtin_elementwise_exp2)
-__MSL_UNARY(log, __builtin_elementwise_log)
-__MSL_UNARY(log2, __builtin_elementwise_log2)
-__MSL_UNARY(log10, __builtin_elementwise_log10)
-__MSL_UNARY(sin, __builtin_elementwise_sin)
-__MSL_UNARY(cos, __builtin_elementwise_cos)
-__MSL_UNARY(floor, __builtin_elementwise_floor)
-__MSL_UNARY(ceil, __builtin_elementwise_ceil)
-__MSL_UNARY(trunc, __builtin_elementwise_trunc)
-__MSL_UNARY(rint, __builtin_elementwise_rint)
-__MSL_UNARY(round, __builtin_elementwise_round)
+__MSL_EACH_OF_4(__MSL_UNARY, exp, exp2, log, log2)
+__MSL_EACH_OF_4(__MSL_UNARY, log10, sin, cos, floor)
+__MSL_EACH_OF_4(__MSL_UNARY, ceil, trunc, rint, round)
 #undef __MSL_UNARY
 
 #define __MSL_LIBM(name, ...)                                      \
@@ -159,22 +150,18 @@ __MSL_UNARY(round, __builtin_elementwise_round)
   METAL_FUNC __floating<T> name(T x) {                             \
     return __map([](float v) -> float { return __VA_ARGS__; }, x); \
   }
-__MSL_LIBM(sqrt, __builtin_sqrtf(v))
+#define __MSL_BUILT_IN(name) __MSL_LIBM(name, __builtin_##name##f(v))
+__MSL_EACH_OF_4(__MSL_BUILT_IN, asin, acos, atan, tan)
+__MSL_EACH_OF_4(__MSL_BUILT_IN, sinh, cosh, tanh, asinh)
+__MSL_BUILT_IN(acosh)
+__MSL_BUILT_IN(atanh)
+__MSL_BUILT_IN(sqrt)
+#undef __MSL_BUILT_IN
 #if __has_builtin(__builtin_exp10f)
 __MSL_LIBM(exp10, __builtin_exp10f(v))
 #else  // clang 17
 __MSL_LIBM(exp10, __builtin_powf(10.0f, v))
 #endif
-__MSL_LIBM(tan, __builtin_tanf(v))
-__MSL_LIBM(asin, __builtin_asinf(v))
-__MSL_LIBM(acos, __builtin_acosf(v))
-__MSL_LIBM(atan, __builtin_atanf(v))
-__MSL_LIBM(sinh, __builtin_sinhf(v))
-__MSL_LIBM(cosh, __builtin_coshf(v))
-__MSL_LIBM(tanh, __builtin_tanhf(v))
-__MSL_LIBM(asinh, __builtin_asinhf(v))
-__MSL_LIBM(acosh, __builtin_acoshf(v))
-__MSL_LIBM(atanh, __builtin_atanhf(v))
 __MSL_LIBM(sinpi, __builtin_sinf(M_PI_F*(v - 2.0f * __builtin_rintf(0.5f * v))))
 __MSL_LIBM(cospi, __builtin_cosf(M_PI_F*(v - 2.0f * __builtin_rintf(0.5f * v))))
 __MSL_LIBM(tanpi, __builtin_tanf(M_PI_F*(v - __builtin_rintf(v))))
@@ -196,7 +183,7 @@ METAL_FUNC __floating<T> fabs(T x) {
   return __builtin_elementwise_abs(x);
 }
 
-// The number where one of the two is NaN. Clang 19 and older mean this by max and min.
+// If one operand is NaN, the result is the other. In clang 19 and older, max and min do this.
 #if __has_builtin(__builtin_elementwise_maxnum)
 #define __MSL_MAXNUM __builtin_elementwise_maxnum
 #define __MSL_MINNUM __builtin_elementwise_minnum
@@ -204,7 +191,7 @@ METAL_FUNC __floating<T> fabs(T x) {
 #define __MSL_MAXNUM __builtin_elementwise_max
 #define __MSL_MINNUM __builtin_elementwise_min
 #endif
-// For two bools, which are promoted to ints.
+// Bools are promoted to ints.
 template <class T>
 using __promoted = typename __pick<T, int, __is_same(T, bool) ? 2 : 1>::type;
 #define __MSL_EXTREME(name, common, for_float, for_integer)       \
@@ -319,20 +306,12 @@ template <class T>
 METAL_FUNC __like<int, __floating<T>> ilogb(T x) {
   return __each<__like<int, T>>([](float v) { return __builtin_ilogbf(v); }, x);
 }
-template <unsigned long bytes>
-struct __bits_of {
-  typedef short type;
-};
-template <>
-struct __bits_of<4> {
-  typedef int type;
-};
-// In steps of T's own bits.
+// Steps in T's precision.
 template <class T>
 METAL_FUNC T __next(T x, T y) {
   if (x != x || y != y) return x + y;
   if (x == y) return y;
-  typedef typename __bits_of<sizeof(T)>::type Bits;
+  typedef __bits<T> Bits;
   Bits bits = __builtin_bit_cast(Bits, x);
   if ((float)x == 0.0f)
     return __builtin_bit_cast(T, (Bits)((float)y < 0.0f ? (Bits)1 << (sizeof(T) * 8 - 1) | 1 : 1));
@@ -390,27 +369,21 @@ template <class T>
 METAL_FUNC bool isordered(T a, T b) {
   return a == a && b == b;
 }
-// A mask is a vector of bool, or what comparing two vectors gives: all bits set for true.
-template <class M>
-METAL_FUNC bool any(M mask) {
-  if constexpr (__is_vector<M>) {
-    bool r = false;
-    for (int i = 0; i < __length<M>; ++i) r |= mask[i] != 0;
-    return r;
-  } else {
-    return mask;
+// A mask is a vector of bool, or the result of comparing two vectors, with all bits set for true.
+#define __MSL_OF_MASK(name, start, op)                             \
+  template <class M>                                               \
+  METAL_FUNC bool name(M mask) {                                   \
+    if constexpr (__is_vector<M>) {                                \
+      bool r = start;                                              \
+      for (int i = 0; i < __length<M>; ++i) r op## = mask[i] != 0; \
+      return r;                                                    \
+    } else {                                                       \
+      return mask;                                                 \
+    }                                                              \
   }
-}
-template <class M>
-METAL_FUNC bool all(M mask) {
-  if constexpr (__is_vector<M>) {
-    bool r = true;
-    for (int i = 0; i < __length<M>; ++i) r &= mask[i] != 0;
-    return r;
-  } else {
-    return mask;
-  }
-}
+__MSL_OF_MASK(any, false, |)
+__MSL_OF_MASK(all, true, &)
+#undef __MSL_OF_MASK
 template <class A, class B, class M, class T = __common<A, B>>
 METAL_FUNC T select(A a, B b, M mask) {
   T x = (T)a, y = (T)b;
@@ -434,8 +407,8 @@ METAL_FUNC __element<__floating<T>> dot(T a, T b) {
   static_assert(__is_vector<T>, "dot takes vectors");
   return __dot(a, b);
 }
-// Metal's functions are no templates, so they come before a text's own template of the same name.
-// MLX brings those for bfloat.
+// Metal's functions are not templates. So they are preferred over a template of the same name in a
+// text. MLX defines such functions for bfloat itself.
 #define __MSL_FIRST(T)                                               \
   METAL_FUNC T pow(T x, T y) { return metal::pow<T, T>(x, y); }      \
   METAL_FUNC T dot(vec<T, 2> a, vec<T, 2> b) { return __dot(a, b); } \

@@ -1,4 +1,4 @@
-// metal_simdgroup_matrix: 8x8 matrices spread over a SIMD group. Lane l holds two neighbouring
+// metal_simdgroup_matrix: 8x8 matrices distributed over a SIMD group. Lane l holds two neighbouring
 // columns of one row:
 //   q = l / 4, row = (q & 4) + l / 2 % 4, column = (q & 2) * 2 + l % 2 * 2
 // `__msl_pair_index()` is row * 4 + column / 2.
@@ -71,7 +71,7 @@ METAL_FUNC simdgroup_matrix<T, 8, 8> operator*(const simdgroup_matrix<T, 8, 8>& 
   return d;
 }
 
-// A lane reads its two neighbouring elements as one, which need no more alignment than an element.
+// A lane reads its two neighbouring elements at once, with the alignment of one element.
 template <class T>
 struct __neighbours {
   typedef T type __attribute__((ext_vector_type(2), aligned(alignof(T))));

@@ -1,5 +1,5 @@
-// The operations of reductions, the flags of barriers and the type of votes: the part of
-// metal_simdgroup that does not depend on the engine.
+// The part of metal_simdgroup that does not depend on the engine: the operations of reductions, the
+// flags of barriers and the type of votes.
 #pragma once
 #include <__msl_math.h>
 #include <__msl_traits.h>
@@ -45,13 +45,7 @@ struct __multiply {
   METAL_FUNC static T apply(T a, T b) { return a * b; }
   METAL_FUNC static T identity() { return (T)1; }
 };
-// Bitwise operations work on the bits of any type: MLX declares them for bfloat as well.
-template <class T>
-using __bits = conditional_t<
-    sizeof(T) == 1, uchar,
-    conditional_t<sizeof(T) == 2, ushort,
-                  conditional_t<sizeof(T) == 4, uint,
-                                conditional_t<sizeof(T) == 8, ulong, unsigned __int128>>>>;
+// Bitwise operations work on any type, as MLX declares them for bfloat as well.
 #define __MSL_BITWISE(name, operation)                                                      \
   template <class T>                                                                        \
   struct name {                                                                             \

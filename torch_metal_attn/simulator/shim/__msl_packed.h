@@ -4,8 +4,8 @@
 
 namespace metal {
 
-// Twelve bytes for three floats, so it cannot be a compiler vector, whose size is a power of two.
-// Whole stores to device and threadgroup memory go through `__target`.
+// Three floats take twelve bytes. So this cannot be a vector of clang's, whose size is a power of
+// two. Whole stores to device and threadgroup memory go through `__target`.
 template <class T>
 struct __packed3 {
   T x, y, z;
@@ -19,7 +19,7 @@ struct __packed3 {
   constexpr __packed3(constant __packed3& o) : x(o.x), y(o.y), z(o.z) {}
   __packed3& operator=(const __packed3&) = default;
   constexpr operator vec<T, 3>() const { return vec<T, 3>{x, y, z}; }
-  // As an array, whose index is checked.
+  // The index of an array is checked.
   T& operator[](int i) { return reinterpret_cast<T(&)[3]>(x)[i]; }
   constexpr T operator[](int i) const { return vec<T, 3>{x, y, z}[i]; }
 };
@@ -32,11 +32,11 @@ METAL_FUNC constexpr V __mk(__packed3<T> a) {
   return __mk<V>(__unpack(a));
 }
 
-// Operands become vectors first. They are passed by value, so that they may be in any memory.
+// Operands are converted to vectors first. They are passed by value, so they may be in any memory.
 template <class A>
-using __operand = typename __if<__is_vector<A> || __is_arithmetic(A) ||
-                                    __are_16_bit_floats<A, half> || __are_16_bit_floats<A, bfloat>,
-                                A>::type;
+using __operand = enable_if_t<__is_vector<A> || __is_arithmetic(A) ||
+                                  __are_16_bit_floats<A, half> || __are_16_bit_floats<A, bfloat>,
+                              A>;
 #define __MSL_PACKED_BINARY(op)                                           \
   template <class T>                                                      \
   METAL_FUNC constexpr auto operator op(__packed3<T> a, __packed3<T> b) { \
@@ -67,22 +67,13 @@ using __operand = typename __if<__is_vector<A> || __is_arithmetic(A) ||
   __MSL_PACKED_ASSIGN(op, )         \
   __MSL_PACKED_ASSIGN(op, device)   \
   __MSL_PACKED_ASSIGN(op, threadgroup)
-__MSL_PACKED_ARITHMETIC(+)
-__MSL_PACKED_ARITHMETIC(-)
-__MSL_PACKED_ARITHMETIC(*)
-__MSL_PACKED_ARITHMETIC(/)
-__MSL_PACKED_ARITHMETIC(%)
-__MSL_PACKED_ARITHMETIC(&)
-__MSL_PACKED_ARITHMETIC(|)
-__MSL_PACKED_ARITHMETIC(^)
+__MSL_EACH_OF_4(__MSL_PACKED_ARITHMETIC, +, -, *, /)
+__MSL_EACH_OF_4(__MSL_PACKED_ARITHMETIC, %, &, |, ^)
 __MSL_PACKED_ARITHMETIC(<<)
 __MSL_PACKED_ARITHMETIC(>>)
 __MSL_PACKED_BINARY(==)
 __MSL_PACKED_BINARY(!=)
-__MSL_PACKED_BINARY(<)
-__MSL_PACKED_BINARY(<=)
-__MSL_PACKED_BINARY(>)
-__MSL_PACKED_BINARY(>=)
+__MSL_EACH_OF_4(__MSL_PACKED_BINARY, <, <=, >, >=)
 __MSL_PACKED_UNARY(-)
 __MSL_PACKED_UNARY(~)
 #undef __MSL_PACKED_ARITHMETIC
@@ -90,8 +81,8 @@ __MSL_PACKED_UNARY(~)
 #undef __MSL_PACKED_UNARY
 #undef __MSL_PACKED_BINARY
 
-// The rewriter's form of the left side of `p[i] = v`. An object in device or threadgroup memory can
-// have no assignment operator, so it is stored field by field.
+// The rewriter's form of the left side of `p[i] = v`. An object in device or threadgroup memory
+// cannot have an assignment operator, so it is stored field by field.
 template <class Pointer, class S, int N>
 struct __stored {
   Pointer at;
@@ -115,7 +106,7 @@ METAL_FUNC T& __target(T& object) {
 __MSL_EACH_WRITABLE(__MSL_TARGET)
 #undef __MSL_TARGET
 
-// The rewriter's form of the object in `p[i][j]`, which can have no subscript operator there.
+// The rewriter's form of the object in `p[i][j]`, which cannot have a subscript operator there.
 template <class T>
 METAL_FUNC constexpr T&& __elements(T&& object) {
   return static_cast<T&&>(object);
@@ -134,32 +125,24 @@ __MSL_EACH_CONST_SPACE(__MSL_ELEMENTS)
 #undef __MSL_ELEMENTS
 
 template <class T, int N>
-struct __packed_vector;
-template <class T>
-struct __packed_vector<T, 2> {
-  typedef T type __attribute__((ext_vector_type(2), aligned(alignof(T))));
+struct __packed_vector {
+  typedef T type __attribute__((ext_vector_type(N), aligned(alignof(T))));
 };
 template <class T>
 struct __packed_vector<T, 3> {
   typedef __packed3<T> type;
-};
-template <class T>
-struct __packed_vector<T, 4> {
-  typedef T type __attribute__((ext_vector_type(4), aligned(alignof(T))));
 };
 template <class T, int N>
 using packed_vec = typename __packed_vector<T, N>::type;
 
 }  // namespace metal
 
-#define __MSL_PACKED(T)                          \
-  typedef metal::packed_vec<T, 2> packed_##T##2; \
-  typedef metal::packed_vec<T, 3> packed_##T##3; \
-  typedef metal::packed_vec<T, 4> packed_##T##4; \
+#define __MSL_PACKED(T, N)                       \
+  typedef metal::packed_vec<T, N> packed_##T##N; \
   namespace metal {                              \
-  using ::packed_##T##2;                         \
-  using ::packed_##T##3;                         \
-  using ::packed_##T##4;                         \
+  using ::packed_##T##N;                         \
   }
-__MSL_EACH_ELEMENT(__MSL_PACKED)
+#define __MSL_PACKED_VECTORS(T) __MSL_EACH_LENGTH(__MSL_PACKED, T)
+__MSL_EACH_ELEMENT(__MSL_PACKED_VECTORS)
+#undef __MSL_PACKED_VECTORS
 #undef __MSL_PACKED

@@ -1,4 +1,4 @@
-// The types that kernel parameters point to, for the host's check of its arguments.
+// The types that kernel parameters point to. The host checks its arguments against them.
 #pragma once
 #include <__msl_atomic.h>
 #include <__msl_packed.h>
@@ -6,7 +6,7 @@
 
 namespace metal {
 
-// A scalar's number: its place in SCALARS of parameter_types.py, and 0 for every other type.
+// A scalar's index in SCALARS of parameter_types.py, and 0 for every other type.
 template <class T>
 constexpr uchar __scalar_number = 0;
 #define __MSL_NUMBER(T, number) \
@@ -27,7 +27,7 @@ __MSL_NUMBER(bfloat, 11)
 __MSL_NUMBER(float, 12)
 #undef __MSL_NUMBER
 
-// The scalar that a type consists of: of a vector its element, of an atomic its value.
+// The scalar that a type consists of: a vector's element, an atomic's value.
 template <class T>
 struct __scalar_of {
   typedef __element<T> type;
@@ -45,18 +45,18 @@ struct __scalar_of<_atomic<T>> {
   typedef T type;
 };
 
-// 0 for what has no size.
+// 0 for a type without a size.
 template <class T, class = void>
 constexpr uint __bytes_of = 0;
 template <class T>
 constexpr uint __bytes_of<T, decltype((void)sizeof(T))> = sizeof(T);
 
 struct __parameter_type {
-  uint bytes;           // of what it points to
-  uint unpadded_bytes;  // the same without the padding of a vector of three
+  uint bytes;           // of the type that it points to
+  uint unpadded_bytes;  // without the padding of a vector of three
   uchar scalar;
   bool is_reference;
-  bool exists;  // given the function constants
+  bool exists;  // with these function constants
 };
 template <class P>
 constexpr __parameter_type __parameter_type_of(bool exists) {

@@ -1,4 +1,4 @@
-// A product of 8x8 matrices: what the engine does with the elements that lanes hold of them.
+// A product of 8x8 matrices, which the engine computes from the elements that lanes hold.
 #pragma once
 #include <__msl_simd.h>
 
@@ -21,8 +21,8 @@ METAL_FUNC __msl_row __matrix_row(const __msl_pair* pairs, int i) {
     return __builtin_convertvector(row, __msl_row);
   }
 }
-// D = A B + C in float32, k ascending, each step one fused multiply-add, rounded to D's type at the
-// end.
+// D = A B + C in float32 with k ascending. Each step is one fused multiply-add. The result is
+// rounded to D's type at the end.
 template <class D, class A, class B, class C>
 MSL_INTERNAL void __combine_matrix(void* deposits, unsigned) {
   __msl_matrices& m = *(__msl_matrices*)deposits;
@@ -31,7 +31,7 @@ MSL_INTERNAL void __combine_matrix(void* deposits, unsigned) {
   for (int i = 0; i < 8; ++i) {
     __msl_row a = __matrix_row<A>(m.a, i);
     __msl_row d = __matrix_row<C>(m.c, i);
-    // Without a loop, which a checked build would keep.
+    // A checked build would not unroll a loop.
     d = __builtin_elementwise_fma((__msl_row)a[0], b[0], d);
     d = __builtin_elementwise_fma((__msl_row)a[1], b[1], d);
     d = __builtin_elementwise_fma((__msl_row)a[2], b[2], d);

@@ -8,23 +8,17 @@ namespace metal {
 METAL_FUNC void threadgroup_barrier(mem_flags flags) { __msl_threadgroup_barrier((uint)flags); }
 METAL_FUNC void simdgroup_barrier(mem_flags flags) { __msl_simdgroup_barrier((uint)flags); }
 
-// A value of up to 16 bytes as two words, and back.
+// A value of up to 16 bytes as two words or in a slot, and back.
 template <class T>
 METAL_FUNC __msl_words __to_words(T x) {
   __msl_words words = {0, 0};
   __builtin_memcpy(&words, &x, sizeof(T));
   return words;
 }
-template <class T>
-METAL_FUNC T __from_words(__msl_words words) {
+template <class T, class Stored>
+METAL_FUNC T __from(const Stored& stored) {
   T x;
-  __builtin_memcpy(&x, &words, sizeof(T));
-  return x;
-}
-template <class T>
-METAL_FUNC T __slot_value(const __msl_slot& slot) {
-  T x;
-  __builtin_memcpy(&x, &slot, sizeof(T));
+  __builtin_memcpy(&x, &stored, sizeof(T));
   return x;
 }
 template <class T>
@@ -32,14 +26,15 @@ METAL_FUNC void __set_slot(__msl_slot& slot, T x) {
   __builtin_memcpy(&slot, &x, sizeof(T));
 }
 
-// `exchange(value, words)` of a scalar or a short vector, and of each element of a longer one.
+// Calls `exchange(value, words)` for a scalar or a short vector, or for each element of a longer
+// vector.
 template <class T, class F>
 METAL_FUNC T __in_words(T x, F exchange) {
   if constexpr (sizeof(T) > 16) {
     for (int i = 0; i < __length<T>; ++i) x[i] = __in_words((__element<T>)x[i], exchange);
     return x;
   } else {
-    return __from_words<T>(exchange(x, __to_words(x)));
+    return __from<T>(exchange(x, __to_words(x)));
   }
 }
 
@@ -53,7 +48,7 @@ METAL_FUNC T __shuffle(T x, uint direction, uint argument) {
   });
 }
 
-// The value of one lane for all of each run of `width` lanes.
+// Broadcasts one lane's value within each run of `width` lanes.
 template <class T>
 METAL_FUNC T __broadcast(T x, uint lane, uint width) {
 #ifdef MSL_CHECKED
@@ -77,8 +72,8 @@ __MSL_SHUFFLE(simd_shuffle_up, __shuffle(x, MSL_UP, which))
 __MSL_SHUFFLE(simd_shuffle_down, __shuffle(x, MSL_DOWN, which))
 __MSL_SHUFFLE(simd_shuffle_rotate_up, __shuffle(x, MSL_ROTATE_UP, which))
 __MSL_SHUFFLE(simd_shuffle_rotate_down, __shuffle(x, MSL_ROTATE_DOWN, which))
-// Lanes that would read past an end of their run of `modulo` lanes read `fill` instead, from its
-// other end.
+// Lanes that would read past an end of their run of `modulo` lanes read `fill` from the run's other
+// end instead.
 template <class T>
 METAL_FUNC T simd_shuffle_and_fill_up(T x, T fill, ushort delta, ushort modulo = 32) {
   uint lane = __msl_lane(), at = lane % modulo, base = lane - at;
@@ -94,13 +89,13 @@ METAL_FUNC T simd_shuffle_and_fill_down(T x, T fill, ushort delta, ushort modulo
   return at + delta < modulo ? moved : filled;
 }
 
-// A tree over the lanes that take part, in lane order: lane i with lane i + 16, then + 8, ... + 1.
+// A tree over the active lanes, in lane order: lane i with lane i + 16, then + 8, ... + 1.
 template <class T, template <class> class Op>
 MSL_INTERNAL void __combine_reduction(void* deposits, unsigned mask) {
   __msl_exchange& box = *(__msl_exchange*)deposits;
   T values[32];
   uint present = mask;
-  for (int i = 0; i < 32; ++i) values[i] = __slot_value<T>(box.lanes[i]);
+  for (int i = 0; i < 32; ++i) values[i] = __from<T>(box.lanes[i]);
   for (int step = 16; step; step >>= 1) {
     uint merged = 0;
     for (int i = 0; i < step; ++i) {
@@ -129,7 +124,7 @@ MSL_INTERNAL void __combine_scan(void* deposits, unsigned mask) {
   for (int i = 0; i < 32; ++i) {
     if (!(mask >> i & 1)) continue;
     T before = total;
-    total = Op<T>::apply(total, __slot_value<T>(box.lanes[i]));
+    total = Op<T>::apply(total, __from<T>(box.lanes[i]));
     __set_slot(box.lanes[i], inclusive ? total : before);
   }
 }
@@ -140,12 +135,11 @@ METAL_FUNC T __scan(T x) {
   });
 }
 
-// Leaves the ballot in the low word and the lanes that take part in the high one.
+// The low word of the result is the ballot, and the high word is the mask of active lanes.
 MSL_INTERNAL inline void __combine_vote(void* deposits, unsigned mask) {
   __msl_exchange& box = *(__msl_exchange*)deposits;
   ulong ballot = 0;
-  for (int i = 0; i < 32; ++i)
-    ballot |= (ulong)(mask >> i & 1 && __slot_value<ulong>(box.lanes[i])) << i;
+  for (int i = 0; i < 32; ++i) ballot |= (ulong)(mask >> i & 1 && __from<ulong>(box.lanes[i])) << i;
   __msl_words words = {ballot, mask};
   __builtin_memcpy(&box.result, &words, sizeof(words));
 }
@@ -172,10 +166,10 @@ MSL_INTERNAL inline void __combine_first(void* deposits, unsigned mask) {
 template <class T>
 METAL_FUNC T simd_broadcast_first(T x) {
   __msl_words words = __to_words(x);
-  return __from_words<T>(__msl_reduce(&__combine_first, words.low, words.high, MSL_ACTIVE));
+  return __from<T>(__msl_reduce(&__combine_first, words.low, words.high, MSL_ACTIVE));
 }
 
-// A quad is four neighbouring lanes; its functions meet with the whole SIMD group.
+// A quad is four neighbouring lanes. Its functions synchronise the whole SIMD group.
 METAL_FUNC void __check_quad_lane(uint lane) {
 #ifdef MSL_CHECKED
   __msl_check_lane(lane, 4);
@@ -210,11 +204,11 @@ template <class T, template <class> class Op>
 MSL_INTERNAL void __combine_quads(void* deposits, unsigned mask) {
   __msl_exchange& box = *(__msl_exchange*)deposits;
   for (int quad = 0; quad < 32; quad += 4) {
-    T total = __slot_value<T>(box.lanes[quad]);
+    T total = __from<T>(box.lanes[quad]);
     bool any = mask >> quad & 1;
     for (int i = quad + 1; i < quad + 4; ++i) {
       if (!(mask >> i & 1)) continue;
-      T value = __slot_value<T>(box.lanes[i]);
+      T value = __from<T>(box.lanes[i]);
       total = any ? Op<T>::apply(total, value) : value;
       any = true;
     }

@@ -35,8 +35,8 @@ struct remove_addrspace<constant T> {
 template <class T>
 using remove_addrspace_t = typename remove_addrspace<T>::type;
 
-// A trait and its alias. By way of the struct: clang 19 and older crash on some of these in a
-// generic lambda.
+// A trait and its alias, which is defined by the trait: clang 19 and older crash on some of these
+// in a generic lambda.
 #define __MSL_TYPE(name, ...) \
   template <class T>          \
   struct name {               \
@@ -44,29 +44,17 @@ using remove_addrspace_t = typename remove_addrspace<T>::type;
   };                          \
   template <class T>          \
   using name##_t = typename name<T>::type;
-__MSL_TYPE(remove_const, __remove_const(T))
-__MSL_TYPE(remove_volatile, __remove_volatile(T))
-// Address spaces are qualifiers, so they go as well.
+#define __MSL_BUILT_IN(name) __MSL_TYPE(name, __##name(T))
+__MSL_EACH_OF_4(__MSL_BUILT_IN, remove_const, remove_volatile, remove_pointer, remove_extent)
+__MSL_EACH_OF_4(__MSL_BUILT_IN, decay, make_unsigned, make_signed, underlying_type)
+// Address spaces are qualifiers, so they are removed as well.
 __MSL_TYPE(remove_cv, __remove_cv(remove_addrspace_t<T>))
 __MSL_TYPE(remove_reference, __remove_reference_t(T))
-__MSL_TYPE(remove_pointer, __remove_pointer(T))
-__MSL_TYPE(remove_extent, __remove_extent(T))
-__MSL_TYPE(decay, __decay(T))
 __MSL_TYPE(add_const, const T)
-__MSL_TYPE(make_unsigned, __make_unsigned(T))
-__MSL_TYPE(make_signed, __make_signed(T))
-__MSL_TYPE(underlying_type, __underlying_type(T))
 __MSL_TYPE(type_identity, T)
+#undef __MSL_BUILT_IN
 #undef __MSL_TYPE
 
-template <bool b, class T = void>
-struct enable_if {};
-template <class T>
-struct enable_if<true, T> {
-  typedef T type;
-};
-template <bool b, class T = void>
-using enable_if_t = typename enable_if<b, T>::type;
 template <bool b, class T, class F>
 struct conditional {
   typedef T type;
@@ -90,36 +78,26 @@ struct _negation : bool_constant<!B::value> {};
   constexpr constant bool name##_v = __VA_ARGS__; \
   template <class T>                              \
   struct name : bool_constant<name##_v<T>> {};
-__MSL_IS(is_integral, __is_integral(T))
+#define __MSL_BUILT_IN(name) __MSL_IS(name, __##name(T))
+__MSL_EACH_OF_4(__MSL_BUILT_IN, is_integral, is_unsigned, is_signed, is_const)
+__MSL_EACH_OF_4(__MSL_BUILT_IN, is_pointer, is_reference, is_array, is_enum)
+__MSL_EACH_OF_4(__MSL_BUILT_IN, is_class, is_union, is_void, is_trivially_copyable)
 __MSL_IS(is_floating_point, __is_same(__remove_cv(T), float) || __is_same(__remove_cv(T), half) ||
                                 __is_same(__remove_cv(T), bfloat))
 __MSL_IS(is_arithmetic,
          __is_arithmetic(T) || __is_same(__remove_cv(T), half) || __is_same(__remove_cv(T), bfloat))
 __MSL_IS(is_scalar, is_arithmetic_v<T> || __is_enum(T) || __is_pointer(T))
-__MSL_IS(is_unsigned, __is_unsigned(T))
-__MSL_IS(is_signed, __is_signed(T))
-__MSL_IS(is_pointer, __is_pointer(T))
-__MSL_IS(is_reference, __is_reference(T))
-__MSL_IS(is_array, __is_array(T))
-__MSL_IS(is_enum, __is_enum(T))
-__MSL_IS(is_class, __is_class(T))
-__MSL_IS(is_union, __is_union(T))
-__MSL_IS(is_void, __is_void(T))
-__MSL_IS(is_const, __is_const(T))
-__MSL_IS(is_trivially_copyable, __is_trivially_copyable(T))
 __MSL_IS(is_vector, __is_vector<__remove_cv(T)>)
+#undef __MSL_BUILT_IN
 #undef __MSL_IS
 
-#define __MSL_IS(name, ...)                       \
-  template <class A, class B>                     \
-  constexpr constant bool name##_v = __VA_ARGS__; \
-  template <class A, class B>                     \
+#define __MSL_OF_TWO(name)                           \
+  template <class A, class B>                        \
+  constexpr constant bool name##_v = __##name(A, B); \
+  template <class A, class B>                        \
   struct name : bool_constant<name##_v<A, B>> {};
-__MSL_IS(is_same, __is_same(A, B))
-__MSL_IS(is_convertible, __is_convertible(A, B))
-__MSL_IS(is_base_of, __is_base_of(A, B))
-__MSL_IS(is_assignable, __is_assignable(A, B))
-#undef __MSL_IS
+__MSL_EACH_OF_4(__MSL_OF_TWO, is_same, is_convertible, is_base_of, is_assignable)
+#undef __MSL_OF_TWO
 
 template <class T, class... A>
 constexpr constant bool is_constructible_v = __is_constructible(T, A...);
@@ -162,7 +140,7 @@ struct array {
   }
 };
 
-// Apple's header has the limits in a struct of this name, which texts specialise for their types.
+// Apple's header keeps the limits in a struct of this name, which texts specialise for their types.
 template <class T>
 struct _numeric_limits_impl {
   static constexpr constant bool is_specialized = false;

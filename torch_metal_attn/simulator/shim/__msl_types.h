@@ -22,13 +22,12 @@ typedef long intptr_t;
 
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_CONST __attribute__((const))
-// Code of the shim that the checked build must neither instrument nor count.
+// Code of the shim that a checked build must neither instrument nor count.
 #define MSL_INTERNAL                                                                  \
   __attribute__((noinline, disable_sanitizer_instrumentation, no_instrument_function, \
                  visibility("hidden")))
 
-// The compiler's own conversion of float to bfloat16 is a call into its run-time library, which is
-// not linked.
+// clang converts float to bfloat16 by a call into its run-time library, which is not linked.
 extern "C" __attribute__((used, weak, visibility("hidden"), no_instrument_function,
                           disable_sanitizer_instrumentation)) inline bfloat
 __truncsfbf2(float x) {
@@ -37,7 +36,7 @@ __truncsfbf2(float x) {
   return __builtin_bit_cast(bfloat, (ushort)rounded);
 }
 
-// Nor is its conversion of double. Metal has no double, but the compiler may fold constants in it.
+// The same for double. Metal has no double, but clang may fold constants in it.
 extern "C" __attribute__((used, weak, visibility("hidden"), no_instrument_function,
                           disable_sanitizer_instrumentation)) inline half
 __truncdfhf2(double x) {
@@ -52,17 +51,44 @@ using vec = T __attribute__((ext_vector_type(N)));
 template <int N>
 struct __bools;
 
+template <bool b, class T = void>
+struct enable_if {};
+template <class T>
+struct enable_if<true, T> {
+  typedef T type;
+};
+template <bool b, class T = void>
+using enable_if_t = typename enable_if<b, T>::type;
+
+// The unsigned integer with as many bytes as T.
+template <int bytes>
+struct __word {
+  typedef unsigned __int128 type;
+};
+template <class T>
+using __bits = typename __word<sizeof(T)>::type;
+#define __MSL_WORD(T)        \
+  template <>                \
+  struct __word<sizeof(T)> { \
+    typedef T type;          \
+  };
+__MSL_WORD(uchar)
+__MSL_WORD(ushort)
+__MSL_WORD(uint)
+__MSL_WORD(ulong)
+#undef __MSL_WORD
+
 }  // namespace metal
 
 typedef metal::__bools<2> bool2;
 typedef metal::__bools<3> bool3;
 typedef metal::__bools<4> bool4;
 
-// DO(space) for each memory that threads share: the writable ones, all, and all with const.
+// DO(space) for each address space that threads share: the writable ones, all, and all with const.
 #define __MSL_EACH_WRITABLE(DO) DO(device) DO(threadgroup)
 #define __MSL_EACH_SPACE(DO) __MSL_EACH_WRITABLE(DO) DO(constant)
 #define __MSL_EACH_CONST_SPACE(DO) __MSL_EACH_SPACE(DO) DO(const device) DO(const threadgroup)
-// Every element type of vectors but bool.
+// Each element type of a vector except bool.
 #define __MSL_EACH_ELEMENT(DO) \
   DO(char)                     \
   DO(uchar)                    \
@@ -75,18 +101,18 @@ typedef metal::__bools<4> bool4;
   DO(half)                     \
   DO(bfloat)                   \
   DO(float)
+#define __MSL_EACH_LENGTH(DO, ...) DO(__VA_ARGS__, 2) DO(__VA_ARGS__, 3) DO(__VA_ARGS__, 4)
+#define __MSL_EACH_OF_4(DO, a, b, c, d) DO(a) DO(b) DO(c) DO(d)
 
-#define __MSL_VECTORS(T)         \
-  typedef metal::vec<T, 2> T##2; \
-  typedef metal::vec<T, 3> T##3; \
-  typedef metal::vec<T, 4> T##4; \
+#define __MSL_VECTOR(T, N)       \
+  typedef metal::vec<T, N> T##N; \
   namespace metal {              \
-  using ::T##2;                  \
-  using ::T##3;                  \
-  using ::T##4;                  \
+  using ::T##N;                  \
   }
+#define __MSL_VECTORS(T) __MSL_EACH_LENGTH(__MSL_VECTOR, T)
 __MSL_EACH_ELEMENT(__MSL_VECTORS)
 #undef __MSL_VECTORS
+#undef __MSL_VECTOR
 
 namespace metal {
 using ::bfloat, ::bool2, ::bool3, ::bool4, ::int16_t, ::int32_t, ::int64_t, ::int8_t, ::ptrdiff_t,
@@ -106,10 +132,7 @@ struct __vector_of {
     enum : int { length = N };        \
     enum : bool { is_vector = true }; \
   };
-#define __MSL_TRAITS(T) \
-  __MSL_TRAIT(T, 2)     \
-  __MSL_TRAIT(T, 3)     \
-  __MSL_TRAIT(T, 4)
+#define __MSL_TRAITS(T) __MSL_EACH_LENGTH(__MSL_TRAIT, T)
 __MSL_EACH_ELEMENT(__MSL_TRAITS)
 __MSL_TRAITS(bool)
 #undef __MSL_TRAITS
@@ -132,19 +155,12 @@ struct __with_length<T, Like, false> {
 };
 template <class T, class Like>
 using __like = typename __with_length<T, Like>::type;
-
-template <bool b, class T>
-struct __if {};
-template <class T>
-struct __if<true, T> {
-  typedef T type;
-};
 }  // namespace metal
 
 #include <__msl_bool.h>
 
 #ifdef MSL_UNDEFINED
-// Bits that nothing has written; `llvm/uninitialised.py` finds what becomes of them.
+// Unwritten bits, whose uses `llvm/uninitialised.py` finds.
 extern "C" {
 __attribute__((const)) uchar __msl_unset_8(const char* variable);
 __attribute__((const)) ushort __msl_unset_16(const char* variable);
@@ -158,19 +174,7 @@ __attribute__((const)) float __msl_unset_float(const char* variable);
 
 namespace metal {
 #ifdef MSL_UNDEFINED
-template <int bytes>
-struct __word {
-  typedef uint type;
-};
-template <>
-struct __word<2> {
-  typedef ushort type;
-};
-template <>
-struct __word<1> {
-  typedef uchar type;
-};
-// True if a byte belongs to a field: a constant has no value in its padding.
+// True if byte i belongs to a field. The padding of a constant has no value, so the cast fails.
 template <class T>
 struct __bytes {
   uchar values[sizeof(T)];
@@ -178,8 +182,8 @@ struct __bytes {
 template <class T, int i, class = void>
 constexpr bool __in_field = false;
 template <class T, int i>
-constexpr bool __in_field<
-    T, i, typename __if<(__builtin_bit_cast(__bytes<T>, T{}).values[i] >= 0), void>::type> = true;
+constexpr bool __in_field<T, i, enable_if_t<(__builtin_bit_cast(__bytes<T>, T{}).values[i] >= 0)>> =
+    true;
 template <class T>
 METAL_FUNC T __unset_value(const char* variable) {
   if constexpr (__is_same(T, float))
@@ -199,11 +203,11 @@ METAL_FUNC T __unset_value(const char* variable) {
 }
 template <class T, T... i>
 struct __sequence {};
-// The fields of a struct lose their values, and its padding does not: nothing would write it. In
-// words as long as all of them are in fields or in padding.
+// Marks the fields of a struct as unwritten, and not its padding, which nothing would write. It
+// uses the longest words of which each is either all field or all padding.
 template <class T, int... i>
 METAL_FUNC void __unset_fields(T& x, const char* variable, __sequence<int, i...>) {
-  // The first byte is always in a field; of a union, nothing is known.
+  // The first byte is always in a field. For a union, the compiler cannot tell.
   constexpr bool known = __in_field<T, 0>, in_field[] = {!known || __in_field<T, i>...};
   constexpr auto word_bytes = [&] {
     int bytes = alignof(T) < 4 ? alignof(T) : 4;
@@ -223,8 +227,8 @@ METAL_FUNC void __unset_each(T& x, const char* variable, __sequence<int, i...>) 
   (__unset(x[i], variable), ...);
 }
 #endif
-// The rewriter's note that a variable was declared without a value. Stores to each part of a longer
-// one would take long to compile.
+// The rewriter calls this for a variable that is declared without a value. A long variable is
+// filled by memset, because stores to each part would take long to compile.
 template <class T>
 METAL_FUNC constexpr void __unset(T& x, const char* variable) {
 #ifdef MSL_UNDEFINED
@@ -243,7 +247,7 @@ METAL_FUNC constexpr void __unset(T& x, const char* variable) {
   } else if constexpr (__is_class(T) && __is_trivially_constructible(T) && alignof(T) > 1) {
     __unset_fields(x, variable, __make_integer_seq<__sequence, int, sizeof(T)>());
   } else if constexpr ((__is_class(T) || __is_union(T)) && __is_trivially_constructible(T)) {
-    // It may be written in parts and read whole, so it stays in memory, with a mark for each byte.
+    // It may be written in parts and read whole. So it stays in memory, with a mark for each byte.
     for (ulong i = 0; i < sizeof(T); ++i) ((volatile uchar*)&x)[i] = __msl_unset_8(variable);
   }
 #else
@@ -252,7 +256,7 @@ METAL_FUNC constexpr void __unset(T& x, const char* variable) {
 #endif
 }
 
-// Packed vectors of three are structs (__msl_packed.h), which become vectors first.
+// Packed vectors of three are structs (__msl_packed.h), which are converted to vectors first.
 template <class T>
 struct __packed3;
 template <class T>
@@ -264,8 +268,8 @@ METAL_FUNC constexpr A __unpack(A a) {
   return a;
 }
 
-// The rewriter's form of `float4(a, b.xyz)`: any mix of scalars and vectors, each converted to the
-// element type.
+// The rewriter's form of `float4(a, b.xyz)`. The arguments are scalars and vectors in any mix, each
+// converted to the element type.
 template <class V>
 METAL_FUNC constexpr V __mk() {
   return V{};
@@ -292,7 +296,7 @@ constexpr bool __are_16_bit_floats =
 template <class V, class A>
 METAL_FUNC constexpr V __mk(A a) {
   if constexpr (__are_16_bit_floats<__element<V>, __element<A>>) {
-    // The compiler converts neither to the other.
+    // clang converts neither type to the other.
     return __mk<V>(__mk<__like<float, A>>(a));
   } else if constexpr (!__is_vector<V>) {
     return (V)a;
@@ -301,7 +305,7 @@ METAL_FUNC constexpr V __mk(A a) {
   } else if constexpr (__is_vector<A>) {
     static_assert(__length<A> == __length<V>, "a vector converts only to one of its own length");
 #ifdef MSL_UNDEFINED
-    constexpr bool checked = __is_integral(__element<V>);  // one by one: floats may not fit
+    constexpr bool checked = __is_integral(__element<V>);  // one by one, as floats may not fit
 #else
     constexpr bool checked = false;
 #endif
@@ -341,7 +345,7 @@ METAL_FUNC constexpr V __mk(A a, B b, Rest... rest) {
   }
 }
 
-// The rewriter's form of `T(...)` where T may be a vector type or any other.
+// The rewriter's form of `T(...)`, where T may be any type.
 template <class T, class... A>
 METAL_FUNC constexpr T __construct(A... a) {
   if constexpr (__is_vector<__remove_cv(T)>) {
@@ -355,17 +359,10 @@ METAL_FUNC constexpr T __construct(A... a) {
     return value;
   }
 }
-// The rewriter's form of `(float4)x` is `__vector_cast<float4>() ->* x`, and that of `(T)x`, where
-// T may be any type, has `__cast`. The operator groups from the left, casts do from the right.
-template <class V>
-struct __cast_to {
-  template <class A>
-  METAL_FUNC static constexpr V of(A a) {
-    return __mk<V>(a);
-  }
-};
+// The rewriter's form of `(T)x` is `__cast<T>() ->* x`. The operator groups from the left, but
+// casts group from the right.
 template <class T>
-struct __cast_to_any {
+struct __cast_to {
   template <class A>
   METAL_FUNC static constexpr T of(A a) {
     return __construct<T>(a);
@@ -382,19 +379,13 @@ template <class T>
 constexpr bool __is_cast = false;
 template <class T>
 constexpr bool __is_cast<__cast_to<T>> = true;
-template <class T>
-constexpr bool __is_cast<__cast_to_any<T>> = true;
 template <class A, class B>
 constexpr bool __is_cast<__casts<A, B>> = true;
-template <class V>
-METAL_FUNC constexpr __cast_to<V> __vector_cast() {
-  return {};
-}
 template <class T>
-METAL_FUNC constexpr __cast_to_any<T> __cast() {
+METAL_FUNC constexpr __cast_to<T> __cast() {
   return {};
 }
-template <class C, class A, class = typename __if<__is_cast<C>, C>::type>
+template <class C, class A, class = enable_if_t<__is_cast<C>>>
 METAL_FUNC constexpr auto operator->*(C, A a) {
   if constexpr (__is_cast<A>)
     return __casts<C, A>();
@@ -402,7 +393,7 @@ METAL_FUNC constexpr auto operator->*(C, A a) {
     return C::of(a);
 }
 
-// The rewriter's form of an argument `{a, b}`, which the compiler passes as a struct but not as a
+// The rewriter's form of an argument `{a, b}`. clang passes such a list as a struct, but not as a
 // vector.
 template <int count, class A, class B, class C, class D>
 struct __list {
@@ -410,7 +401,7 @@ struct __list {
   B b;
   C c;
   D d;
-  template <class T, class = typename __if<!__is_scalar(T), T>::type>
+  template <class T, class = enable_if_t<!__is_scalar(T)>>
   constexpr operator T() const {
     static_assert(!__is_vector<T> || __length<T> == count, "wrong number of components");
     if constexpr (__is_vector<T> && count == 2)

@@ -1,4 +1,4 @@
-// metal_uniform: values that all threads share. Here they are what they hold.
+// metal_uniform: values that all threads share. Here a uniform only wraps its value.
 #pragma once
 #include <__msl_types.h>
 
@@ -8,10 +8,6 @@ template <class T>
 struct uniform;
 template <class T>
 constexpr uniform<T> make_uniform(T value);
-template <class T>
-struct __make_uniform {
-  static constexpr uniform<T> make(T value) { return uniform<T>(value); }
-};
 
 template <class T>
 struct uniform {
@@ -23,25 +19,19 @@ struct uniform {
   friend constexpr auto operator op(uniform a, uniform b) {    \
     return make_uniform((__remove_cv(T))(a.value op b.value)); \
   }
-  __MSL_OPERATOR(+)
-  __MSL_OPERATOR(-)
-  __MSL_OPERATOR(*)
-  __MSL_OPERATOR(/)
-  __MSL_OPERATOR(%)
-  __MSL_OPERATOR(&)
-  __MSL_OPERATOR(|)
-  __MSL_OPERATOR(^)
+  __MSL_EACH_OF_4(__MSL_OPERATOR, +, -, *, /)
+  __MSL_EACH_OF_4(__MSL_OPERATOR, %, &, |, ^)
 #undef __MSL_OPERATOR
 
  private:
   template <class U>
-  friend struct __make_uniform;
+  friend constexpr uniform<U> make_uniform(U);
   explicit constexpr uniform(T v) : value(v) {}
   T value;
 };
 template <class T>
 constexpr uniform<T> make_uniform(T value) {
-  return __make_uniform<T>::make(value);
+  return uniform<T>(value);
 }
 
 }  // namespace metal

@@ -1,11 +1,11 @@
-// metal_cooperative_tensor: a matrix whose elements are spread over the threads of an operation.
+// metal_cooperative_tensor: a matrix that is distributed over the threads of an operation.
 #pragma once
 #include <__msl_tensor.h>
 #include <__msl_tensor_engine.h>
 
 namespace metal {
 
-// The places of a cooperative tensor's elements. `Operation`: the operation it belongs to.
+// The distribution of a cooperative tensor's elements. It belongs to an `Operation`.
 template <class Operation, uint Operand, bool IsTransposed, int Rows, int Columns, int SimdGroups>
 struct __spread {
   typedef Operation operation;
@@ -15,14 +15,14 @@ struct __spread {
   static constexpr int simdgroups = SimdGroups;
   static constexpr bool reduces = Operand == MSL_ROWS || Operand == MSL_COLUMNS;
   static constexpr int threads = 32 * SimdGroups;
-  // For a reduction, the most that any lane map needs.
+  // A reduction gets the most slots that any lane map needs.
   static constexpr int slots = reduces ? Rows * Columns : (Rows * Columns + threads - 1) / threads;
   static constexpr __tensor_part part = {true, Operand, IsTransposed, Rows, Columns, SimdGroups};
 
   METAL_FUNC static const __msl_lane_map* map() { return __msl_map(&part); }
   METAL_FUNC static uint element(uint slot) { return __msl_element(map(), SimdGroups, slot); }
-  // True if a slot below `slots` has an element: all threads together may have more slots than the
-  // tensor has elements.
+  // True if a slot has an element. All threads together may have more slots than there are
+  // elements.
   METAL_FUNC static bool has_element(uint slot) {
     return Rows * Columns == slots * threads || element(slot) != MSL_NO_ELEMENT;
   }
@@ -70,7 +70,7 @@ class cooperative_tensor {
   METAL_FUNC bool is_valid_element(uint slot) const {
     return Layout::element(slot) != MSL_NO_ELEMENT;
   }
-  // Unlike [] these are checked: where the thread has no element, get is 0 and set does nothing.
+  // Unlike [], these are checked. If the slot has no element, get returns 0 and set does nothing.
   METAL_FUNC Element get(uint slot) const {
     return is_valid_element(slot) ? __elements[slot] : (Element)0;
   }
@@ -106,8 +106,8 @@ class cooperative_tensor {
     return {this, slot_of(other)};
   }
 
-  // Both take the matrix as it is stored, and convert nothing. An element that the extents do not
-  // have is not stored; what load makes of it is not known.
+  // Both use the matrix as stored and convert nothing. An element outside of the extents is not
+  // stored, and load leaves it unwritten.
   template <class Memory, class Sizes>
   METAL_FUNC void load(const tensor<Memory, Sizes, tensor_inline>& from) {
     static_assert(__is_same(remove_cv_t<Memory>, Element), "load does not convert elements");
@@ -136,7 +136,7 @@ class cooperative_tensor {
   METAL_FUNC static bool is_in(const tensor<Memory, Sizes, tensor_inline>& memory, uint slot,
                                int& column, int& row) {
     uint at = Layout::element(slot);
-    // A reduction's elements are a row.
+    // The elements of a reduction form a row.
     column = Layout::operand == MSL_ROWS ? at >> 16 : at & 0xFFFF;
     row = Layout::reduces ? 0 : at >> 16;
     return at != MSL_NO_ELEMENT && memory.__has(column, row);
@@ -154,7 +154,7 @@ class cooperative_tensor {
   }
 };
 
-// True if `destination.map_iterator` has an element for each of `source`: always, here.
+// True if `destination.map_iterator` has an element for each element of `source`.
 template <class Source, class Destination>
 METAL_FUNC bool is_iterator_compatible(const Source&, const Destination&) {
   return __is_same(typename Source::layout::operation, typename Destination::layout::operation);

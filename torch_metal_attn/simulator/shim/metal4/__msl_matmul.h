@@ -5,7 +5,7 @@
 
 namespace metal {
 
-// The threads that do a tensor operation together.
+// The scopes of a tensor operation: the threads that compute it together.
 struct execution_thread {};
 struct execution_simdgroup {};
 template <int Count>
@@ -18,7 +18,7 @@ struct execution_simdgroups {
 namespace mpp {
 namespace tensor_ops {
 
-// A descriptor as a template's argument: C++17 has none of a class.
+// A descriptor as a template argument. C++17 has no template arguments of a class type.
 enum __descriptor_code : ulong {};
 
 struct matmul2d_descriptor {
@@ -61,7 +61,7 @@ constexpr matmul2d_descriptor __decoded(__descriptor_code code) {
 template <class Element>
 constexpr Element dynamic_length_v = (Element)metal::dynamic_extent;
 
-// 0 for a thread alone, -1 for what is no scope.
+// 0 for a single thread, -1 for a type that is not a scope.
 template <class Scope>
 constexpr int __simdgroups = -1;
 template <>
@@ -71,7 +71,7 @@ constexpr int __simdgroups<metal::execution_simdgroup> = 1;
 template <int Count>
 constexpr int __simdgroups<metal::execution_simdgroups<Count>> = Count;
 
-// Cooperative tensors belong to a product by all of its descriptor but the mode.
+// Identifies the product of a cooperative tensor. The descriptor's mode is left out.
 template <ulong Descriptor, class Scope, class LeftElement, class RightElement>
 struct __matmul {};
 
@@ -86,7 +86,7 @@ constexpr bool __is_view<metal::tensor<Element, Extents, metal::tensor_inline>> 
 template <class Tensor>
 constexpr bool __is_operand = __is_cooperative<Tensor> || __is_view<Tensor>;
 
-// Their element's type, without an address space.
+// The element type of an operand, without an address space.
 template <class Tensor, bool = __is_operand<Tensor>>
 struct __element_of {
   typedef void type;
@@ -125,18 +125,17 @@ class matmul2d {
   template <class LeftElement, class RightElement>
   using Matmul = __matmul<(Code & ~8ul), Scope, LeftElement, RightElement>;
   template <class Operation, class Element, uint Operand, bool IsTransposed, int Rows, int Columns>
-  using Spread = metal::cooperative_tensor<
+  using AsStored = metal::cooperative_tensor<
       Element, metal::extents<int, Columns, Rows>,
       metal::__spread<Operation, Operand, IsTransposed, Rows, Columns, simdgroups>>;
-  // The operands' tensors, as stored.
+  // The tensor of a logical matrix.
+  template <class Operation, class Element, uint Operand, bool IsTransposed, int Rows, int Columns>
+  using Spread = AsStored<Operation, Element, Operand, IsTransposed, IsTransposed ? Columns : Rows,
+                          IsTransposed ? Rows : Columns>;
   template <class Operation, class Element, int Inner>
-  using LeftOf =
-      Spread<Operation, Element, MSL_LEFT, about.transpose_left,
-             about.transpose_left ? Inner : about.m, about.transpose_left ? about.m : Inner>;
+  using LeftOf = Spread<Operation, Element, MSL_LEFT, about.transpose_left, about.m, Inner>;
   template <class Operation, class Element, int Inner>
-  using RightOf =
-      Spread<Operation, Element, MSL_RIGHT, about.transpose_right,
-             about.transpose_right ? about.n : Inner, about.transpose_right ? Inner : about.n>;
+  using RightOf = Spread<Operation, Element, MSL_RIGHT, about.transpose_right, Inner, about.n>;
   template <class Left, class Right>
   using MatmulOf = Matmul<typename __element_of<Left>::type, typename __element_of<Right>::type>;
 
@@ -172,8 +171,8 @@ class matmul2d {
   __MSL_DESTINATION(column_reduction_destination)
 #undef __MSL_DESTINATION
 
-  // An input, whether a destination of another product can be it as it is, slot by slot, and the
-  // input made of one.
+  // Functions that make an input, ask whether another product's destination can be copied to it
+  // slot by slot, and make an input from such a destination.
 #define __MSL_INPUT(side, OwnElement)                                                              \
   template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int>    \
   METAL_FUNC auto get_##side##_input_cooperative_tensor() const {                                  \
@@ -236,7 +235,7 @@ class matmul2d {
   }
 
  private:
-  // K of a run whose operands are tensors: a multiple of this, with zeros at its end.
+  // If the operands are tensors in memory, K is padded with zeros to a multiple of this.
   template <class Left, class Right>
   static constexpr int step = __is_cooperative<Left> || __is_cooperative<Right> ? about.k
                               : is_dynamic || about.k % 32 == 0                 ? 32
@@ -310,7 +309,7 @@ class matmul2d {
     }
   }
 
-  // The elements of a tensor are spread anyhow: the engine's own way, for what is in memory.
+  // The element of a tensor in memory that this thread handles in a slot.
   METAL_FUNC static int piece_index(uint slot) {
     return slot * threads + __msl_thread_in_scope(simdgroups);
   }
@@ -320,18 +319,18 @@ class matmul2d {
     part.is_cooperative = __is_cooperative<Tensor>;
     return part;
   }
-  // The part of a tensor that an operand is: from (x, y) on, and 0 past (columns, rows).
+  // An operand's part of a tensor. It begins at (x, y), and elements past (columns, rows) are 0.
   struct Window {
     int columns, rows, x, y;
   };
-  // True if the operand's element `at` is in the tensor and its window; also gives its place.
+  // True if the operand's element `at` is in the tensor and its window. Also sets its position.
   template <class Stored, class Tensor>
   METAL_FUNC static bool is_in(const Tensor& tensor, Window window, int at, int& column, int& row) {
     column = window.x + at % Stored::layout::columns, row = window.y + at / Stored::layout::columns;
     return at < Stored::layout::rows * Stored::layout::columns && column < window.columns &&
            row < window.rows && tensor.__has(column, row);
   }
-  // This thread's elements of an operand.
+  // Passes this thread's elements of an operand to the engine.
   template <class Stored, class Tensor>
   METAL_FUNC static void leave(float* to, Tensor& tensor, Window window) {
     for (uint i = 0; i < Stored::layout::slots; ++i) {
@@ -344,8 +343,8 @@ class matmul2d {
       }
     }
   }
-  // It is unknown which thread of a GPU reads an element. Here two do, of two SIMD groups if there
-  // are, so that one of them is not the thread that wrote it.
+  // It is unknown which thread of a GPU reads an element. So two threads read it, of two SIMD
+  // groups if possible. One of them is not the thread that wrote it.
   template <class Stored, class Tensor>
   METAL_FUNC static void look(const Tensor& tensor, Window window) {
 #ifdef MSL_UNDEFINED

@@ -7,24 +7,24 @@ namespace metal {
 
 constexpr constant size_t dynamic_extent = (size_t)-1;
 
-// The sizes of a tensor, the innermost first.
+// The sizes of a tensor, innermost first.
 template <class Index, size_t... Sizes>
 struct extents {
   typedef Index index_type;
   static constexpr size_t __rank = sizeof...(Sizes);
   static constexpr size_t __dynamic = ((Sizes == dynamic_extent) + ... + 0);
 
-  // The sizes that are dynamic, or all.
-  template <class... Given>
-  constexpr extents(Given... given) : __sizes{} {
-    constexpr size_t count = sizeof...(Given);
+  // Takes the dynamic sizes, or all sizes.
+  template <class... Values>
+  constexpr extents(Values... sizes) : __sizes{} {
+    constexpr size_t count = sizeof...(Values);
     static_assert(count == __dynamic || count == __rank,
                   "extents take a size for each dynamic extent");
     const Index all[__rank] = {(Index)Sizes...};
-    const Index values[count + 1] = {(Index)given...};
+    const Index values[count + 1] = {(Index)sizes...};
     for (size_t i = 0, next = 0; i < __rank; ++i) {
-      bool is_given = count == __rank || all[i] == (Index)dynamic_extent;
-      __sizes[i] = is_given ? values[next++] : all[i];
+      bool is_value = count == __rank || all[i] == (Index)dynamic_extent;
+      __sizes[i] = is_value ? values[next++] : all[i];
     }
   }
   static constexpr size_t rank() { return __rank; }
@@ -44,8 +44,8 @@ struct __all_dynamic<Index, Rank, __dimensions<size_t, Dimensions...>> {
 template <class Index, size_t Rank>
 using dextents = typename __all_dynamic<Index, Rank>::type;
 
-struct tensor_handle {};  // what a kernel's argument is: the simulator has none
-struct tensor_inline {};  // made of a pointer
+struct tensor_handle {};  // a kernel's argument, which the simulator does not support
+struct tensor_inline {};  // made from a pointer
 
 template <class Element, class Extents, class Descriptor = tensor_handle, class... Planes>
 class tensor {
@@ -77,7 +77,7 @@ class tensor<Element, Extents, tensor_inline> {
   METAL_FUNC index_type get_extent(size_t dimension) const { return __sizes.extent(dimension); }
   METAL_FUNC index_type get_stride(size_t dimension) const { return __strides[dimension]; }
 
-  // From an element on: what is left of each extent, or less if sizes are given.
+  // The view from an element on. Each extent is the rest of the tensor's, or at most `Most`.
   template <size_t... Most, class... Offsets>
   METAL_FUNC auto slice(Offsets... offsets) const {
     constexpr size_t rank = Extents::__rank;
@@ -97,7 +97,7 @@ class tensor<Element, Extents, tensor_inline> {
     return tensor<Element, dextents<index_type, rank>, tensor_inline>(data, sizes, __strides);
   }
 
-  // True if the extents have an element; also gives its place.
+  // True if the extents contain an element.
   METAL_FUNC bool __has(int column, int row) const {
     static_assert(Extents::__rank <= 2, "tensor operations take tensors of rank 1 and 2");
     if (column < 0 || column >= __sizes.extent(0)) return false;

@@ -1,16 +1,16 @@
-// A tensor operation itself, done by the last of its threads with the elements of all.
+// The computation of a tensor operation. The last of its threads does it with the elements of all.
 #pragma once
 #include <__msl_product.h>
 #include <__msl_tensor_engine.h>
 
 namespace metal {
 
-// The same for all threads. Each thread leaves its slots of the three, one after the other.
+// The same for all threads. Each thread leaves its slots of the three operands, concatenated.
 struct __tensor_product : __msl_tensor_operation {
   uint m, n, k;
   __tensor_part left, right, destination;
   bool accumulates;
-  bool cuts_left, cuts_right;  // relaxed precision, and float operands
+  bool cuts_left, cuts_right;  // float operands in relaxed precision
 
   // The same product, added to the destination.
   constexpr __tensor_product added() const {
@@ -24,16 +24,16 @@ MSL_INTERNAL inline uint __slots(const __tensor_part& part) {
   uint threads = 32 * part.simdgroups;
   return (part.rows * part.columns + threads - 1) / threads;
 }
-// Calls what(element of the logical matrix, the thread's copy of it) for each that threads have
-// left. begin: the part's first slot in what a thread leaves.
-template <class What>
+// Calls visit(index in the logical matrix, the thread's copy) for each element that threads left.
+// begin: the part's first slot among the slots that a thread leaves.
+template <class Visit>
 METAL_FUNC void __for_each(const __tensor_part& part, uint begin, const __msl_slot* threads,
-                           unsigned mask, What what) {
+                           unsigned mask, Visit visit) {
   const __msl_lane_map* map = part.is_cooperative ? __msl_map(&part) : nullptr;
   uint count = 32 * part.simdgroups, capacity = map ? map->capacity : __slots(part);
   for (uint thread_ = 0; thread_ < count; ++thread_) {
     if (count == 32 && !(mask >> thread_ & 1)) continue;
-    float* own = *(float* const*)&threads[thread_] + begin;
+    float* slots = *(float* const*)&threads[thread_] + begin;
     for (uint slot = 0; slot < capacity; ++slot) {
       uint row, column;
       if (map) {
@@ -46,7 +46,8 @@ METAL_FUNC void __for_each(const __tensor_part& part, uint begin, const __msl_sl
         column = (slot * count + thread_) % part.columns;
         if (row >= part.rows) continue;
       }
-      what(part.is_transposed ? column * part.rows + row : row * part.columns + column, own[slot]);
+      visit(part.is_transposed ? column * part.rows + row : row * part.columns + column,
+            slots[slot]);
     }
   }
 }
@@ -54,16 +55,16 @@ METAL_FUNC void __for_each(const __tensor_part& part, uint begin, const __msl_sl
 MSL_INTERNAL inline void __gather(float* to, const __tensor_part& part, uint begin,
                                   const __msl_slot* threads, unsigned mask) {
   for (uint i = 0; i < part.rows * part.columns; ++i) to[i] = __builtin_nanf("");
-  __for_each(part, begin, threads, mask, [to](uint at, float& own) { to[at] = own; });
+  __for_each(part, begin, threads, mask, [to](uint at, float& element) { to[at] = element; });
 }
-// A float32 of 11 significant bits: the 13 bits that go are rounded, to even, or dropped.
+// Reduces a float32 to 11 significant bits. The other 13 bits are rounded to even or truncated.
 MSL_INTERNAL inline float __cut(float x) {
   uint bits = __builtin_bit_cast(uint, x);
   if ((bits & 0x7F800000u) == 0x7F800000u) return x;  // infinities and NaN
   if (__msl_this_worker()->rounds) bits += 0xFFFu + (bits >> 13 & 1);
   return __builtin_bit_cast(float, bits & ~0x1FFFu);
 }
-// A B, or A B + C, in float32: k ascending, each step one fused multiply-add.
+// A B or A B + C in float32 with k ascending. Each step is one fused multiply-add.
 MSL_INTERNAL inline void __combine_product(void* deposits, unsigned mask) {
   const __msl_slot* threads = (const __msl_slot*)deposits;
   const void* about = ((const void* const*)&threads[__builtin_ctz(mask)])[1];
@@ -93,20 +94,20 @@ MSL_INTERNAL inline void __combine_product(void* deposits, unsigned mask) {
   }
   const float* result = c;
   __for_each(p.destination, begin_destination, threads, mask,
-             [result](uint at, float& own) { own = result[at]; });
+             [result](uint at, float& element) { element = result[at]; });
 }
 
-// Each thread leaves the operation, the identity, its slots of the source and of the destination.
+// Each thread leaves the operation, the identity, and its slots of the source and the destination.
 struct __tensor_reduction : __msl_tensor_operation {
   __tensor_part source, destination;
 };
 enum __reduction : uint { MSL_SUM, MSL_MAX, MSL_MIN };
 
-// Each row or column from its first element on, and the identity before it.
+// Reduces each row or column in order, beginning with the identity.
 MSL_INTERNAL inline void __combine_tensor_reduction(void* deposits, unsigned mask) {
   const __msl_slot* threads = (const __msl_slot*)deposits;
   uint first = __builtin_ctz(mask);
-  const float* own = *(const float* const*)&threads[first];
+  const float* left = *(const float* const*)&threads[first];
   const __tensor_reduction& p = *((const __tensor_reduction* const*)&threads[first])[1];
   float* elements = __msl_this_worker()->scratch;
   float* results = elements + MSL_MOST_DESTINATION;
@@ -114,12 +115,12 @@ MSL_INTERNAL inline void __combine_tensor_reduction(void* deposits, unsigned mas
   bool of_rows = p.destination.operand == MSL_ROWS;
   uint rows = p.source.rows, columns = p.source.columns;
   for (uint i = 0; i < (of_rows ? rows : columns); ++i) {
-    float total = own[1];
+    float total = left[1];
     for (uint j = 0; j < (of_rows ? columns : rows); ++j) {
       float x = of_rows ? elements[i * columns + j] : elements[j * columns + i];
-      total = own[0] == MSL_SUM   ? total + x
-              : own[0] == MSL_MAX ? __builtin_fmaxf(total, x)
-                                  : __builtin_fminf(total, x);
+      total = left[0] == MSL_SUM   ? total + x
+              : left[0] == MSL_MAX ? __builtin_fmaxf(total, x)
+                                   : __builtin_fminf(total, x);
     }
     results[i] = total;
   }

@@ -1,12 +1,12 @@
-// Tensor operations' doors to the engine, beside those of __msl_engine.h.
+// The functions by which tensor operations call the engine, in addition to those of __msl_engine.h.
 #pragma once
 #include <__msl_engine.h>
 
 namespace metal {
 
-// A matrix of a tensor operation, and how the threads keep it.
+// A matrix of a tensor operation, and how its elements are distributed over the threads.
 struct __tensor_part {
-  bool is_cooperative;  // by a lane map; else element i is the thread's of i modulo their number
+  bool is_cooperative;  // by a lane map; otherwise thread i % threads holds element i
   uint operand;         // an __msl_operand
   uint is_transposed;
   uint rows, columns;  // as stored
@@ -21,7 +21,7 @@ MSL_ENTRY METAL_CONST const __msl_lane_map* __msl_map(const metal::__tensor_part
   return __msl_table->lane_map(part->operand, part->is_transposed, part->rows, part->columns,
                                part->simdgroups);
 }
-// This thread's number among those that do an operation together.
+// This thread's number in the scope of an operation.
 MSL_ENTRY METAL_CONST uint __msl_thread_in_scope(uint simdgroups) {
   const __msl_thread* thread_ = __msl_this_thread();
   return simdgroups == 1 ? thread_->lane : thread_->index;
@@ -29,11 +29,11 @@ MSL_ENTRY METAL_CONST uint __msl_thread_in_scope(uint simdgroups) {
 MSL_INTERNAL inline const uint* __msl_elements(const __msl_lane_map* map, uint simdgroups) {
   return map->elements + __msl_thread_in_scope(simdgroups) * map->capacity;
 }
-// The element that this thread keeps in a slot.
+// The element in a slot of this thread.
 MSL_ENTRY METAL_CONST uint __msl_element(const __msl_lane_map* map, uint simdgroups, uint slot) {
   return slot < map->capacity ? __msl_elements(map, simdgroups)[slot] : MSL_NO_ELEMENT;
 }
-// The slot where this thread keeps an element; the first one past the last if it has none.
+// The slot in which this thread holds an element, or the capacity if it does not hold it.
 MSL_ENTRY METAL_CONST uint __msl_slot_of(const __msl_lane_map* map, uint simdgroups, uint element) {
   const uint* elements = __msl_elements(map, simdgroups);
   uint slot = 0;
@@ -50,11 +50,11 @@ MSL_ENTRY void __msl_refuse_tensor(const char* reason) {
   __msl_table->undefined(MSL_TENSOR_USE, reason, 0, 0, ~0u);
 }
 
-// A thread's elements go to where the others find them, and come back. That is no access of the
-// kernel's, but the value must have been written.
+// A thread passes its elements to the engine and takes results back. These are not accesses of the
+// kernel, but the value must have been written.
 MSL_ENTRY void __msl_leave(float* to, float value) { *to = value; }
 MSL_ENTRY float __msl_take(const float* from) { return *from; }
-// An access that a GPU's thread may make, and that is no further one.
+// An access that a thread of a GPU may make. It is checked but not counted.
 MSL_ENTRY void __msl_look(const void* address, uint bytes) {
   __msl_table->access(address, bytes, MSL_READ | MSL_UNCOUNTED, ~0u);
 }
@@ -71,7 +71,7 @@ namespace metal {
 template <class Element>
 METAL_FUNC void __forget(Element& element) {
 #ifdef MSL_UNDEFINED
-  element = __unset_value<Element>("an element that load() has not found");
+  element = __unset_value<Element>("an element outside of the extents of load()");
 #else
   (void)element;
 #endif

@@ -40,21 +40,18 @@ METAL_FUNC void __reduce_tensor(Source& source, Destination& destination, reduct
   }
 }
 
-// The identity of a maximum is 0 too, unless it is given: Apple's default.
-template <class Element, class FromExtents, class ToExtents, class From, class To>
-METAL_FUNC void reduce_rows(metal::cooperative_tensor<Element, FromExtents, From>& source,
-                            metal::cooperative_tensor<Element, ToExtents, To>& destination,
-                            reduction_operation op = reduction_operation::sum,
-                            Element identity = (Element)0) {
-  __reduce_tensor<MSL_ROWS>(source, destination, op, identity);
-}
-template <class Element, class FromExtents, class ToExtents, class From, class To>
-METAL_FUNC void reduce_columns(metal::cooperative_tensor<Element, FromExtents, From>& source,
-                               metal::cooperative_tensor<Element, ToExtents, To>& destination,
-                               reduction_operation op = reduction_operation::sum,
-                               Element identity = (Element)0) {
-  __reduce_tensor<MSL_COLUMNS>(source, destination, op, identity);
-}
+// The default identity of a maximum is also 0, as in Apple's headers.
+#define __MSL_REDUCE(name, operand)                                                    \
+  template <class Element, class FromExtents, class ToExtents, class From, class To>   \
+  METAL_FUNC void name(metal::cooperative_tensor<Element, FromExtents, From>& source,  \
+                       metal::cooperative_tensor<Element, ToExtents, To>& destination, \
+                       reduction_operation op = reduction_operation::sum,              \
+                       Element identity = (Element)0) {                                \
+    __reduce_tensor<operand>(source, destination, op, identity);                       \
+  }
+__MSL_REDUCE(reduce_rows, MSL_ROWS)
+__MSL_REDUCE(reduce_columns, MSL_COLUMNS)
+#undef __MSL_REDUCE
 
 }  // namespace tensor_ops
 }  // namespace mpp

@@ -27,7 +27,7 @@ def small(kind="forward", **options):
 
 
 class TestTiming:
-    def test_each_call_has_its_own_time_or_its_error(self):
+    def test_each_call_has_times_or_an_error(self):
         clock = FakeClock()
 
         def full():
@@ -52,7 +52,7 @@ class TestTiming:
         assert clock.waits == 2 * (1 + len(doubled) + 1)  # before and after a sample, not within
         assert result["short"].median * 128 == pytest.approx(0.0128 + 0.001)
 
-    def test_turns_change(self):
+    def test_the_order_of_calls_alternates(self):
         clock, calls = FakeClock(), []
 
         def called(name):
@@ -87,7 +87,7 @@ class TestVersus:
         assert (compared.ratio, compared.agree) == (None, True)
         assert "torch: no memory" in str(compared)
 
-    def test_what_cannot_be_allocated(self):
+    def test_inputs_that_are_too_large_to_allocate(self):
         shape = Shape(batch=2**20, heads=2**10, kv_heads=2**10, length=2**20)
         result = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
         assert "the inputs cannot be made" in result.times["metal_attn"].error
@@ -174,7 +174,7 @@ def test_the_chip_of_a_mac(monkeypatch):
 
 
 class TestMemory:
-    def test_the_picture_in_the_docs_is_what_the_command_draws(self, tmp_path, capsys):
+    def test_the_command_draws_the_picture_of_the_docs(self, tmp_path, capsys):
         assert main(["bench", "--memory", "--out", str(tmp_path)]) == 0
         (drawn,) = tmp_path.iterdir()
         kept = ROOT / "docs" / "images" / drawn.name

@@ -51,7 +51,7 @@ runpy.run_module("torch_metal_attn", run_name="__main__", alter_sys=True)
 """
 
 
-def test_info_without_a_terminal_and_of_a_user_without_a_home():
+def test_info_without_a_terminal_or_a_home():
     done = run_alone(INFO_WITHOUT_A_HOME, "XDG_CACHE_HOME", cache.OVERRIDE)
     for name in ("torch_metal_attn", "torch", "system", "backend", "compiler", "cache"):
         assert any(line.startswith(f"{name} ") for line in done.splitlines())
@@ -209,7 +209,7 @@ def test_explain(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_explain_shows_what_tensors_of_the_shape_run(kind):
+def test_explain_of_a_shape_matches_real_tensors(kind):
     """Not what q, k and v in one piece of memory would run, such as MLA's kernel."""
     shape = Shape(kind, heads=8, kv_heads=2, length=2, kv_length=300, head_dim=64)
     cpu = torch.device("cpu")

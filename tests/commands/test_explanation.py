@@ -81,14 +81,14 @@ CALLS = {
 }
 
 
-def test_every_op_that_explains_itself_is_here():
+def test_every_explained_op_has_a_call():
     library = torch._C._dispatch_get_all_op_names()
     explained = [name for name in library if name.startswith("metal_attn_explain::")]
     assert set(explained) == {f"metal_attn_explain::{name}" for name in CALLS}
 
 
 @each_case("name", CALLS)
-def test_of_each_op(name):
+def test_each_op(name):
     arguments, options = CALLS[name][0]()
     explanation = explain(getattr(ops, name), *arguments, **options)
     assert explanation.refusal is None
@@ -104,7 +104,7 @@ def test_of_each_op(name):
 
 
 @each_case("name", [name for name in CALLS if "bwd" not in name])
-def test_those_kernels_run(name):
+def test_the_explained_kernels_run(name):
     arguments, options = CALLS[name][0]()
     with simulate(record=True) as run:
         explanation = explain(getattr(ops, name), *arguments, **options)
@@ -144,7 +144,7 @@ def test_numbers_that_are_tensors():
     assert explanation == explain(*attention(), window_size_left=3, q_offset=2)
 
 
-def test_nothing_to_do_is_no_kernel():
+def test_an_empty_call_has_no_kernel():
     q, k, v = make_qkv(q_length=0)
     explanation = explain(ops.flash_decode, q, k, v)
     assert explanation.refusal is None
@@ -153,7 +153,7 @@ def test_nothing_to_do_is_no_kernel():
 
 
 @pytest.mark.parametrize("wrong", [3, torch.add, torch.nn.Linear, "flash_fwd"])
-def test_what_cannot_be_explained(wrong):
+def test_objects_that_cannot_be_explained(wrong):
     with pytest.raises(TypeError, match="it must be the tensor q, an op of"):
         explain(wrong, 1)
 
@@ -194,7 +194,7 @@ X = torch.randn(1, 7, 16)
 
 
 class TestModel:
-    def test_alike_layers_are_one_line(self):
+    def test_identical_layers_share_a_line(self):
         explanation = explain(stack(32), X)
         assert [row.layer for row in explanation.rows] == [str(n) for n in range(32)]
         lines = [line for line in str(explanation).splitlines() if line.startswith("{0-31}")]
@@ -204,7 +204,7 @@ class TestModel:
             *(str(explanation.rows[0].explanation.threadgroup_bytes), "57.3", "k", "59.1", "k"),
         ]
 
-    def test_no_kernel_runs_and_the_rest_does(self):
+    def test_no_kernel_runs_but_other_modules_do(self):
         model = stack(2)
         seen = []
         model[1].project.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
@@ -272,7 +272,7 @@ class TestModel:
         router = module(lambda x: x.softmax(-1).topk(2).values @ torch.ones(2, 3))
         assert explain(router, X).rows == ()
 
-    def test_a_refusal_does_not_hide_the_layers_behind_it(self):
+    def test_layers_after_a_refused_one_are_shown(self):
         refused = module(
             lambda x: flash_attn_func(x[:, :, None], x[:, :, None, :3], x[:, :, None])[:, :, 0]
         )
@@ -303,7 +303,7 @@ class TestModel:
         assert [row.op for row in explanation.rows] == ["append_kv", "flash_decode", "softmax_"]
         assert (cache == 0).all()
 
-    def test_what_is_compiled_runs_uncompiled(self):
+    def test_compiled_models_run_uncompiled(self):
         """`explain` runs the model uncompiled, to name its layers; compiled code has no names."""
         counter = torch._dynamo.testing.CompileCounter()
         model = torch.compile(stack(2), backend=counter)

@@ -73,7 +73,7 @@ RIGHT_OF_KERNELS = [
 
 
 class TestDrawing:
-    def test_a_case_is_its_seed_and_index(self):
+    def test_seed_and_index_determine_a_case(self):
         assert [draw(SEED, 40 * i) for i in (999, 0, 77)] == [drawn()[i] for i in (999, 0, 77)]
         assert draw(1, 0) != drawn()[0]
 
@@ -93,7 +93,7 @@ class TestDrawing:
         }
         assert any(0 in pair for case in legal for pair in case.sequences)
 
-    def test_one_in_ten_is_wrong(self):
+    def test_one_case_in_ten_is_illegal(self):
         wrong = [case for case in drawn() if case.refused()]
         assert 0.05 < len(wrong) / len(drawn()) < 0.15
         assert len({case.refused() for case in wrong}) > 20
@@ -104,20 +104,20 @@ class TestDrawing:
         kinds = {(type(case), case.call, case.fields().get("dtype")) for case in cases}
         assert len(kinds) < len(cases) / 15
 
-    def test_all_have_a_meaning(self):
+    def test_every_drawn_case_is_valid(self):
         assert not [case for case in drawn() if case.invalid_reason()]
 
     @each_case("case", RIGHT)
-    def test_what_is_right_is_not_reported(self, case):
+    def test_correct_results_are_not_reported(self, case):
         outcome = running.run(case, CPU)
         assert outcome.ok, outcome
 
     @pytest.mark.parametrize("case", RIGHT_OF_KERNELS, ids=lambda case: case.call)
-    def test_what_kernels_do_right_is_not_reported(self, case, device):
+    def test_correct_results_of_kernels_are_not_reported(self, case, device):
         outcome = running.run(case, device)
         assert outcome.ok, outcome
 
-    def test_what_has_no_meaning(self):
+    def test_invalid_cases_have_a_reason(self):
         packed = {"call": "flash_attn_varlen_func", "packed": ((1, 1),)}
         groups = {"call": "flash_decode", "format": "q2_g64", "v_format": "q2_g64"}
         for fields, reason in (
@@ -141,7 +141,7 @@ class TestDrawing:
             assert bool(case.invalid_reason()) == is_empty
 
     @pytest.mark.parametrize("illegal", testing.Attention().wrong(), ids=str)
-    def test_what_is_illegal_is_refused(self, illegal, device):
+    def test_illegal_options_are_refused(self, illegal, device):
         cases = [testing.Attention(call=call, **{"kv_length": 8, **illegal}) for call in CALLS]
         case = next(case for case in cases if not case.invalid_reason() and case.refused())
         outcome = running.run(case, device)
@@ -167,7 +167,7 @@ class TestJson:
             ({"family": "Attention", "call": "flash_fwd", "num_splits": 2}, "has no num_splits"),
         ],
     )
-    def test_what_is_no_case(self, data, words):
+    def test_json_of_unknown_cases(self, data, words):
         with pytest.raises(ValueError, match=words):
             storage.from_json(data)
 
@@ -177,7 +177,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.bool, torch.float8_e4m3fn])
-    def test_numbers_stay_what_they_are(self, layout, dtype):
+    def test_layouts_keep_values(self, layout, dtype):
         x = torch.randn(3, 2, 5, 4).to(dtype)
         if "repeated 0" in layout:
             x = x[:1].expand(3, -1, -1, -1)
@@ -200,7 +200,7 @@ class TestMemory:
         assert memory.undisturbed(("x",)).error > 0
 
 
-def test_a_gradient_that_gets_lost_is_found(monkeypatch):
+def test_a_lost_gradient_is_noticed(monkeypatch):
     """In a call that has none, and whose result does not say so."""
     monkeypatch.setattr(differentiation, "without_gradient", lambda message, tensors, run: run())
     drawn_alike = (c for c in drawn() if c.call == "flash_decode" and c.backward)

@@ -37,7 +37,7 @@ class TestShrinking:
         batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40, seqused_k=(38, 5), seed=5
     )
 
-    def test_of_a_planted_fault(self, monkeypatch, tmp_path, capsys):
+    def test_planted_fault(self, monkeypatch, tmp_path, capsys):
         plant(monkeypatch, "flash_fwd", *SCALE)
         with simulate(check=True):
             ran = workers.run_and_shrink(3, self.CASE, CPU)
@@ -56,14 +56,14 @@ class TestShrinking:
         assert "1 of 1 fail" in out
         assert f"Outcome(status='FAILED', what='{outcome.what}'" in out
 
-    def test_keeps_the_way_in_which_it_fails(self):
+    def test_the_failing_result_stays_the_same(self):
         def run(case):
             return Outcome(running.FAILED, "out" if case.heads > 1 else "softmax_lse")
 
         simple, _ = shrinking.shrink(self.CASE, run(self.CASE), run)
         assert simple.fields() == {"call": "flash_fwd", "heads": 2}
 
-    def test_of_every_family(self):
+    def test_every_family(self):
         def run(case):
             assert not case.invalid_reason()
             return Outcome(running.FAILED, "out")
@@ -162,7 +162,7 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
     assert "print(testing.check(testing.Deadly(call='dies')))" in capsys.readouterr().out
 
 
-def test_a_pause_of_the_watcher_is_no_hang(monkeypatch):
+def test_a_paused_watcher_reports_no_hang(monkeypatch):
     now = iter([5.0, 5.5, 900.0, 900.25])
     monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: next(now)))
     clock = workers._Clock()
@@ -195,14 +195,14 @@ class TestCommand:
     SOUND = Ran(0, testing.Copy(), Outcome(running.PASSED))
     BAD = Ran(1, testing.Softmax(seed=3), Outcome(running.FAILED, "weights", "text"))
 
-    def test_all_is_well(self, fuzzing, capsys):
+    def test_a_run_without_failures(self, fuzzing, capsys):
         code, data = fuzzing([self.SOUND, None])
         assert code == 0
         assert (data["seed"], data["cases"], data["failures"]) == (5, 1, [])
         assert data["cases_by_call"] == {"Copy copy_pages": 1}
         assert "1 case ran" in capsys.readouterr().out
 
-    def test_nothing_that_ran_is_no_success(self, fuzzing, tmp_path, capsys):
+    def test_a_run_without_cases_fails(self, fuzzing, tmp_path, capsys):
         path = str(tmp_path / "report.json")
         assert fuzzing([None])[0] == 2
         assert "no case ran, so nothing was tested" in capsys.readouterr().err
@@ -235,7 +235,7 @@ class TestCommand:
         assert out.count("testing.Softmax(call='softmax')") == 1
         assert "case 9: as case 1\n" in out
 
-    def test_an_interrupt_keeps_what_was_found(self, fuzzing, capsys):
+    def test_an_interrupt_keeps_the_failures(self, fuzzing, capsys):
         code, data = fuzzing([self.SOUND, self.BAD, KeyboardInterrupt(), self.BAD])
         assert code == 130
         assert len(data["failures"]) == 1
@@ -249,7 +249,7 @@ class TestCommand:
         ],
         ids=len,
     )
-    def test_what_is_no_report(self, text, tmp_path, capsys):
+    def test_damaged_reports(self, text, tmp_path, capsys):
         path = tmp_path / "x.json"
         path.write_text(text)
         assert main(["fuzz", "--replay", str(path)]) == 2
@@ -286,6 +286,6 @@ class TestCommand:
         ("Quantised", {"call": "q8"}, "call is 'q8'; it must be one of q8_0, q4_0"),
     ],
 )
-def test_fields_that_make_no_case(family, fields, message):
+def test_invalid_fields(family, fields, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         testing.check(getattr(testing, family)(**fields))

@@ -69,7 +69,7 @@ WRONG = {
 
 
 @each_case("words, said", WRONG.items())
-def test_what_is_wrong_is_said_in_one_line(words, said, command, folder):
+def test_errors_take_one_line(words, said, command, folder):
     (folder / "binary.metal").write_bytes(b"\xff\x00")
     status, out, err = command(*words.split())
     assert (status, out) == (2, "")
@@ -120,7 +120,7 @@ def test_check_lists_the_kernels(command):
     assert missing in command(*words)[1]
 
 
-def test_check_reports_what_apple_refuses(command, folder):
+def test_check_reports_lint_and_limits(command, folder):
     (folder / "faulty.metal").write_text(
         '#include "faulty.h"\n'
         "kernel void k(device float* x) {\n"

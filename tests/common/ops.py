@@ -255,9 +255,7 @@ EXAMPLES = {
     ),
     "append_kv": Example("append_kv", _append(lengths=(0, 0)), _CACHES),
     "append_kv rotated": Example(
-        "append_kv",
-        _append(lengths=(3, 4), rotary_columns=64, leftpad_k=(1, 2)),
-        (*_CACHES, "q"),
+        "append_kv", _append(lengths=(3, 4), rotary_columns=64, leftpad_k=(1, 2)), (*_CACHES, "q")
     ),
     "append_kv in pages": Example(
         "append_kv",

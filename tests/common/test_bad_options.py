@@ -228,7 +228,7 @@ def test_refused_while_it_is_compiled(make, changes, message):
 
 
 @pytest.mark.parametrize("make", [dense, packed])
-def test_sizes_that_are_symbols_are_checked_when_it_runs(make):
+def test_symbolic_sizes_are_checked_at_run_time(make):
     tensors = make()
 
     @torch.compile(backend="eager", dynamic=True)

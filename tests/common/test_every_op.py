@@ -276,7 +276,7 @@ def test_a_leaf_is_not_written(example, backend):
 
 
 @examples(in_place)
-def test_what_backward_saved_is_not_written_silently(example, where):
+def test_writing_a_saved_tensor_raises(example, where):
     for name in set(example.written) & set(floats(example)):
         arguments = on(where, example.make())
         weight = torch.ones_like(arguments[name], requires_grad=True)
@@ -287,7 +287,7 @@ def test_what_backward_saved_is_not_written_silently(example, where):
 
 
 @examples()
-def test_what_has_no_gradient(example):
+def test_arguments_without_a_gradient(example):
     """An error names the argument; at the call, or in place in the backward of what was written."""
     if example.written and not set(example.written) & set(floats(example)):
         return  # bytes have no backward

@@ -66,7 +66,7 @@ def used(monkeypatch):
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", CALLS)
-def test_where_nothing_is_differentiated(name, mode, used):
+def test_fast_path_without_gradients(name, mode, used):
     with mode():
         out = CALLS[name](Q)
     assert used == ([] if (name, mode) == ("flash_fwd", torch.inference_mode) else [name])
@@ -88,7 +88,7 @@ def test_where_nothing_is_differentiated(name, mode, used):
     ids=["requires grad", "autocast", "dispatch mode", "function mode", "forward mode"],
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_where_it_is_or_where_somebody_watches(name, context, used):
+def test_no_fast_path_with_gradients_or_modes(name, context, used):
     q = Q.bfloat16().requires_grad_(context is contextlib.nullcontext)
     with context() as entered:
         out = CALLS[name](q)
@@ -101,7 +101,7 @@ def test_where_it_is_or_where_somebody_watches(name, context, used):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_traced_keeps_its_derivative(name, used):
+def test_traced_graphs_keep_the_differentiable_op(name, used):
     """A graph has the op that has one, whoever makes it."""
     graphs = [
         make_fx(CALLS[name])(Q).code,
@@ -117,7 +117,7 @@ def test_what_is_traced_keeps_its_derivative(name, used):
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_autograd_knows_of_new_keys(mode, used):
+def test_appended_keys_change_the_version(mode, used):
     """As of any write in place, and inference tensors have no versions."""
     caches = [torch.zeros(1, 8, 2, 16) for _ in range(2)]
     versions = [cache._version for cache in caches]
@@ -141,7 +141,7 @@ def test_autograd_knows_of_new_keys(mode, used):
         (metal_attn.flash_attn_with_kvcache, (Q, Q, Q[:, :2]), "v_cache has a length of 2"),
     ],
 )
-def test_what_a_plain_op_refuses_is_refused_in_the_functions_words(
+def test_refusals_use_names_of_the_public_function(
     function, tensors, message, used
 ):
     with pytest.raises(ValueError, match=message):

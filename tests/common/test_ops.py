@@ -55,14 +55,14 @@ def test_marked_words_are_replaced(message, expected, kind):
     assert str(KV_NAMES.error(error)) == expected.replace("k_cache", "kv[0]")
 
 
-def test_what_is_not_the_last_refusal_stays():
+def test_other_errors_keep_their_text():
     unmarked("`k` is wrong")
     assert str(NAMES.error(ValueError("k is something else"))) == "k is something else"
     other = RuntimeError("k is wrong")
     assert NAMES.error(other) is other
 
 
-def test_checks_in_cpp_mark_what_they_say():
+def test_errors_of_cpp_checks_are_renamed():
     q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 9, 16)
     for arguments, message in (
         ((q, k, k), "q has 2 heads and k_cache 3; k_cache's must divide q's"),

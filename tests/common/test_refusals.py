@@ -40,7 +40,7 @@ def test_ops_and_functions(mode, backend):
     assert torch_metal_attn.explain(Q, K, K).refusal == MESSAGE
 
 
-def test_a_function_tells_what_an_op_below_python_raises(monkeypatch):
+def test_functions_convert_errors_of_cpp_ops(monkeypatch):
     """As on mps, where no kernel of the op is Python."""
 
     def op(*arguments, **options):
@@ -57,7 +57,7 @@ def test_a_function_tells_what_an_op_below_python_raises(monkeypatch):
         torch_metal_attn.flash_attn_with_kvcache(q, q, q)
 
 
-def test_python_kernels_tell(monkeypatch):
+def test_python_kernels_convert_errors(monkeypatch):
     """A kernel below which an op raises as with torch 2.15."""
     monkeypatch.setattr(refusals, "_torch_hides_value_errors", lambda: True)
     library = torch.library.Library("refusals_test", "DEF")

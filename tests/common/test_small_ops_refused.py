@@ -155,7 +155,7 @@ REFUSED = {
         (
             {"k": zeros(2, 1, 9, 20).expand(2, 2147482624, 9, 20)},
             "q and k have 2147482628 heads together; it must be at most 2147482624",
-        ),
+        )
     ],
     "rope_tables": [
         (
@@ -178,10 +178,10 @@ REFUSED = {
                 for state in "ab"
             },
             "out_a has shape .* in which more than 2147482624 rows lie",
-        ),
+        )
     ],
     "merge_state_ masked": [
-        ({"mask": torch.ones(2, 3).bool()}, r"mask has shape \(2, 3\); it must be \(2, 5\)"),
+        ({"mask": torch.ones(2, 3).bool()}, r"mask has shape \(2, 3\); it must be \(2, 5\)")
     ],
     "merge_splits and a sink": [
         (
@@ -258,11 +258,9 @@ REFUSED = {
         ({"q_offset": 3, "causal": False}, "q_offset is 3 and causal is False"),
         ({"softmax_scale": math.inf}, "softmax_scale is inf"),
     ],
-    "flash_decode": [
-        ({"max_seqlen_q": 3}, "max_seqlen_q is 3 and cu_seqlens_q is not given"),
-    ],
+    "flash_decode": [({"max_seqlen_q": 3}, "max_seqlen_q is 3 and cu_seqlens_q is not given")],
     "decode_step packed": [
-        ({"q": halves(10, 0, 64)}, "q has shape .*, no queries; decode_step takes packed new rows"),
+        ({"q": halves(10, 0, 64)}, "q has shape .*, no queries; decode_step takes packed new rows")
     ],
     "copy_pages": [
         ({"cache": torch.tensor(1.0)}, "cache has no dimensions"),
@@ -305,7 +303,7 @@ REFUSED_DATA = {
     "merge_state_": [({"lse_a": zeros(1, 3, 5).expand(2, 3, 5)}, rf"lse_a has{IN_MEMORY}")],
     "softmax_": [({"x": OVERLAPPING}, rf"x has{IN_MEMORY}")],
     "apply_causal_mask_": [
-        ({"scores": zeros(1, 3, 3).expand(2, 3, 3)}, rf"scores has{IN_MEMORY}.*scores\.clone"),
+        ({"scores": zeros(1, 3, 3).expand(2, 3, 3)}, rf"scores has{IN_MEMORY}.*scores\.clone")
     ],
     "append_kv": [
         ({"cache_seqlens": ints(0, 28)}, r"cache_seqlens\[1\] is 28 .* 0..32"),
@@ -336,8 +334,7 @@ REFUSED_DATA = {
 
 
 @each_case(
-    "name, changes, message",
-    [(name, *row) for name, rows in REFUSED_DATA.items() for row in rows],
+    "name, changes, message", [(name, *row) for name, rows in REFUSED_DATA.items() for row in rows]
 )
 def test_refused_data(name, changes, message):
     check(message, EXAMPLES[name], EXAMPLES[name].make() | changes, meta=False)

@@ -28,7 +28,7 @@ def problem(queries=9, keys=7, heads=2, kv_heads=2, dtype=torch.float32):
     return [torch.randn(2, length, h, 16, dtype=dtype) for length, h in shapes]
 
 
-def by_torchs_name(*tensors):
+def sdpa_of_diffusers(*tensors):
     functional = diffusers.models.attention_processor.F
     bhld = (x.transpose(1, 2) for x in tensors)
     return functional.scaled_dot_product_attention(*bhld).transpose(1, 2)
@@ -89,7 +89,7 @@ def test_strided_operands_are_copied(device, metal_attn):
     assert all(x.stride(-1) != 1 for x in strided)
     expected = dispatch_attention_fn(*tensors)
     assert torch.equal(dispatch_attention_fn(*strided), expected)
-    assert torch.equal(by_torchs_name(*strided), expected)
+    assert torch.equal(sdpa_of_diffusers(*strided), expected)
 
 
 def test_refusals(device, metal_attn):
@@ -162,7 +162,7 @@ def test_guidance_that_replaces_scores(device, metal_attn):
     query, key, value = problem(keys=9)
     with AttentionScoreSkipFunctionMode():
         assert torch.equal(dispatch_attention_fn(query, key, value), value)
-        assert torch.equal(by_torchs_name(query, key, value), value)
+        assert torch.equal(sdpa_of_diffusers(query, key, value), value)
         attend = torch.compile(dispatch_attention_fn, backend="eager", fullgraph=True)
         assert torch.equal(attend(query, key, value), value)
 
@@ -171,7 +171,7 @@ def test_compiled(device, metal_attn):
     tensors = problem()
     expected = dispatch_attention_fn(*tensors)
 
-    for call in (dispatch_attention_fn, by_torchs_name):
+    for call in (dispatch_attention_fn, sdpa_of_diffusers):
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         before = launches()
         assert torch.equal(compiled(*tensors), expected)

@@ -67,11 +67,7 @@ FAMILIES = {
     ),
     "VAE": Family(
         "AutoencoderKL",
-        {
-            "block_out_channels": (512,),
-            "norm_num_groups": 8,
-            "sample_size": 8,
-        },
+        {"block_out_channels": (512,), "norm_num_groups": 8, "sample_size": 8},
         lambda: {"sample": torch.randn(1, 3, 8, 8)},
         calls=2,
     ),

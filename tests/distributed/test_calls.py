@@ -105,13 +105,9 @@ def test_contiguous_shares_have_any_lengths():
     "lengths, bounds, message",
     [
         ([4, 2], None, "q has 4 rows on rank 0; its zigzag share of the sequence has 3"),
-        (
-            [4, 4],
-            [0, 2, 7],
-            "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens",
-        ),
+        ([4, 4], [0, 2, 7], "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens"),
     ],
 )
-def test_lengths_that_are_no_shares(lengths, bounds, message):
+def test_lengths_that_do_not_match_the_layout(lengths, bounds, message):
     with pytest.raises(ValueError, match=message):
         shares_of_all("q", lengths, "zigzag", bounds)

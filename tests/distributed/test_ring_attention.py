@@ -95,7 +95,7 @@ def test_functions_refuse_sharded_tensors(function, names, mode, alone):
                 function(*tensors)
 
 
-def test_what_else_refuses_sharded_tensors(alone):
+def test_ops_and_masks_refuse_sharded_tensors(alone):
     """Every op, masks, and tensors that are captured. sdpa_replaced() leaves them to torch."""
     mesh = init_device_mesh("cpu", (1,))
     for example in EXAMPLES.values():
@@ -156,7 +156,7 @@ def expected():
 
 
 @pytest.mark.parametrize("way", training.WAYS)
-def test_training_is_that_of_one_process(way, processes, expected):
+def test_training_matches_one_process(way, processes, expected):
     for results in processes:
         torch.testing.assert_close(results["trained"][way], expected, rtol=1e-5, atol=1e-6)
 

@@ -289,7 +289,7 @@ def test_train_gpt(capsys, tmp_path):
     torch.testing.assert_close(logits[0], torch.cat(logits[1:]))
 
 
-def count_calls(watch):
+def calls_by_target(watch):
     ours = sum(calls for call, calls in watch.seen.items() if call.goes_to == OURS)
     return ours, watch.seen.total() - ours
 
@@ -301,7 +301,7 @@ def test_train_lora(tmp_path):
         with Watch() as watch:
             options = ["--steps", "2", "--backend", backend, "--out", str(tmp_path / backend)]
             losses[backend] = train_lora.main(options)
-        assert count_calls(watch) == expected
+        assert calls_by_target(watch) == expected
     assert losses["metal_attn"] == pytest.approx(losses["native"], abs=1e-4)
     safetensors = pytest.importorskip("safetensors.torch")
     weights = safetensors.load_file(tmp_path / "metal_attn" / "pytorch_lora_weights.safetensors")
@@ -313,7 +313,7 @@ def test_image_pipeline(tmp_path):
     with Watch() as watch:
         comparison = image_pipeline.main(["--size", "16", "--out", str(tmp_path)])
     # Two steps and the decoder each way, and the step that is explained.
-    assert count_calls(watch) == (2 * 8 + 1 + 8, 2 * 8 + 1)
+    assert calls_by_target(watch) == (2 * 8 + 1 + 8, 2 * 8 + 1)
     assert comparison.difference < 1e-4
     assert comparison.calls == 8
     # 4 heads of 4 x 4 queries and keys, in float32

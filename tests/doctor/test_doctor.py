@@ -109,7 +109,7 @@ def test_a_module(doctor, tmp_path):
 
 
 @pytest.mark.parametrize("end", [SystemExit(7), OSError("its own"), KeyboardInterrupt()], ids=repr)
-def test_what_a_script_raises_passes_after_the_report(end, doctor):
+def test_errors_of_the_script_are_raised_after_the_report(end, doctor):
     ended, _, err = doctor(f"{ATTENTION}raise {end!r}")
     assert repr(ended) == repr(end)
     assert REPORTED in err
@@ -133,7 +133,7 @@ def test_a_traceback_begins_in_the_script(end, doctor, monkeypatch, capsys):
         assert line.startswith(expected)
 
 
-def test_a_reader_that_has_ended_still_gets_the_report(doctor):
+def test_the_report_after_a_closed_standard_output(doctor):
     closed = "class Closed:\n    def flush(self): raise BrokenPipeError\nimport sys\n"
     _, _, err = doctor(ATTENTION + closed + "sys.stdout = Closed()")
     assert REPORTED in err
@@ -163,7 +163,7 @@ def test_cpu_tensors_on_a_mac(available, doctor, monkeypatch):
     assert ('.to("mps")' in err) == available
 
 
-def test_an_error_of_the_report_is_not_the_scripts(doctor, monkeypatch):
+def test_an_error_in_the_report_does_not_end_the_script(doctor, monkeypatch):
     def broken(*arguments):
         raise ValueError("planted")
 

@@ -162,7 +162,7 @@ class TestOfOurs:
         x = X.to(device)
         assert only(lambda: flex_attention(x, x, x)).options == "flex_fwd"
 
-    def test_a_block_that_takes_the_call(self, device):
+    def test_sdpa_replaced(self, device):
         x = X.to(device)
 
         def call():
@@ -172,7 +172,7 @@ class TestOfOurs:
         assert only(call).goes_to == OURS
 
     @pytest.mark.filterwarnings("ignore:sdpa_replaced")
-    def test_a_block_on_the_cpu_is_what_mps_would_do(self):
+    def test_sdpa_replaced_on_the_cpu_counts_as_ours(self):
         def call():
             with sdpa_replaced():
                 return F.scaled_dot_product_attention(X, X, X)
@@ -180,7 +180,7 @@ class TestOfOurs:
         attention = only(call)
         assert (attention.goes_to, attention.why) == (OURS, "on the CPU torch ran it")
 
-    def test_a_name_that_was_taken_before_the_block(self):
+    def test_a_function_imported_before_sdpa_replaced(self):
         with Watch() as watch:
             taken = F.scaled_dot_product_attention
             with simulate(), sdpa_replaced():
@@ -202,7 +202,7 @@ class TestOfOurs:
 
 
 class TestLibraries:
-    def test_modes_see_nothing_of_it(self):
+    def test_modes_are_unaffected(self):
         ops = []
 
         class Mode(TorchDispatchMode):
@@ -220,7 +220,7 @@ class TestLibraries:
             assert (call().shape, len(ops)) == expected
         assert watch.seen.total() == 1
 
-    def test_torchscript_takes_the_functions(self):
+    def test_torchscript_compiles_the_functions(self):
         def scripted():  # anew each time: torch keeps what it has scripted
             def function(x):
                 scores = torch.softmax(x, -1) + x.softmax(-1)
@@ -230,7 +230,7 @@ class TestLibraries:
 
         watched(scripted)
 
-    def test_torch_compile_runs_nothing_else(self):
+    def test_compiled_functions_run_eagerly(self):
         def forbidden(graph, inputs):
             raise AssertionError("compiled")
 

@@ -51,7 +51,7 @@ def test_training(attention, context):
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_nanogpts_dropout():
+def test_dropout_of_nanogpt():
     model = build(lambda: Language(NanoGPT(0.3)))
     losses = []
     for _ in range(2):

@@ -44,13 +44,13 @@ def test_reshape_and_cache_flash(kv_cache_dtype, dtype):
     assert [launch.kernel for launch in run.launches] == ["append_kv"]
 
 
-def test_argument_order_is_vllms():
+def test_argument_order_matches_vllm():
     expected = ["key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype"]
     expected += ["k_scale", "v_scale"]
     assert list(inspect.signature(vllm.reshape_and_cache_flash).parameters) == expected
 
 
-def test_sglangs_tables_are_pages_of_one_row():
+def test_tables_of_sglang():
     """SGLang keeps (slots, kv_heads, head_size) and for each request the slot of each token."""
     keys, values = (normal(40, *SHAPE, seed=seed) for seed in (1, 2))
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(5))[:33].int()

@@ -17,7 +17,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize("name", metal_sources.FAMILIES)
-def test_a_kernel_of_a_family_runs_right(mlx, aten, name):
+def test_kernel_of_a_family(mlx, aten, name):
     torch.manual_seed(0)
     out, expected = metal_sources.FAMILIES[name]()
     rounding = 1e-3 if out.dtype is torch.float16 else 2e-6
@@ -25,7 +25,7 @@ def test_a_kernel_of_a_family_runs_right(mlx, aten, name):
 
 
 @pytest.mark.parametrize("name", ggml_kernels.RUNS)
-def test_a_kernel_of_ggml_runs_right(ggml, name):
+def test_kernel_of_ggml(ggml, name):
     torch.manual_seed(0)
     if name in ggml_kernels.RACES:
         with pytest.raises(SimulatorFault, match=r"^race: "):

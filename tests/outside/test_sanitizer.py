@@ -53,14 +53,14 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
     assert packed.read(tmp_path / "plain") == contents
 
 
-def test_faults_of_a_text_are_told_apart():
+def test_errors_of_shader_texts():
     with pytest.raises(ShaderCompileError, match="missing"):
         pack.compile_ptx(Source("kernel void k() { missing(); }", "k", 32))
     with pytest.raises(ValueError, match="no kernel sums; it has k"):
         pack.compile_ptx(Source("kernel void k() {}", "sums", 32))
 
 
-def test_small_problems_have_every_kernel():
+def test_small_problems_cover_every_kernel():
     """Exceptions: probes, Metal 4, and flash_bwd_captures, which adds to zeros of torch's."""
     launched = set()
     for case in problems.cases():
@@ -94,7 +94,7 @@ def test_faults_are_planted_in_every_kernel():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_random_inputs_are_made_from_a_seed(dtype):
+def test_random_inputs_are_replaced_by_seeded_noise(dtype):
     """Both machines make the same numbers. Keys that contain the values are stored once."""
     keys, few = torch.randn(20, 64).to(getattr(torch, dtype)), torch.ones(3)
     stored = pack.inputs({"k": keys, "v": keys[:, :32], "few": few})
@@ -176,7 +176,7 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
     assert len([*fake.memory.values()][-1]) == 4
 
 
-def test_the_gpus_side_needs_numpy_only():
+def test_the_modules_on_the_gpu_machine_need_only_numpy():
     for module in ("__init__", "driver", "packed", "sanitize"):
         text = (Path(sanitize.__file__).parent / f"{module}.py").read_text()
         for node in ast.walk(ast.parse(text)):

@@ -152,7 +152,7 @@ def test_extension_needs_no_python():
     assert [name for name in symbols() if re.match(r"_?Py", name)] == []
 
 
-def test_only_torchs_stable_c_functions_are_used():
+def test_only_stable_c_functions_of_torch_are_used():
     names = symbols()
     torch_names = [name for name in names if "torch" in name or "c10" in name]
     assert len(torch_names) > 20, "nm found nothing: this test cannot tell"
@@ -161,7 +161,7 @@ def test_only_torchs_stable_c_functions_are_used():
     assert [name for name in names if re.match(r"_Z.*N?K?(2at|3c10|5torch)\d", name)] == []
 
 
-def test_what_others_call_is_exported():
+def test_exported_symbols():
     exported = symbols("-gU", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     names = """allow_tf32 hold_tensor let_meta_pass make_tiles params_text refusal

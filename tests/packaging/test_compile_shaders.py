@@ -115,7 +115,7 @@ def test_newer_languages_for_the_newest_macos_that_the_sdk_knows(run, sdk, oldes
     ],
     ids=["no toolchain", "no Xcode", "no version"],
 )
-def test_torch_alone_judges_where_xcode_cannot(run, machine, reason):
+def test_torch_compiles_alone_without_xcode(run, machine, reason):
     done = run(**machine)
     assert done.status == 0
     assert len(done.torch_texts) == TEXTS
@@ -126,7 +126,7 @@ def test_torch_alone_judges_where_xcode_cannot(run, machine, reason):
     assert f"\n::warning::{alone}" in done.out
 
 
-def test_what_one_compiler_refuses_fails_and_the_rest_is_compiled_too(run):
+def test_a_refused_text_fails_and_the_others_are_compiled(run):
     def torch_takes(text):
         if "void softmax(" in text:
             raise SyntaxError("program_source:9:1: error: no such thing")

@@ -64,7 +64,7 @@ def test_loads_through_local_kernels(layout):
     assert ON_MPS or "kernels: flash_fwd" in done.stdout
 
 
-def test_a_process_has_one_version(layout):
+def test_a_process_loads_one_version(layout):
     other = "import sys, types; m = types.ModuleType('torch_metal_attn'); m.__version__ = '9'\n"
     other += "m.__file__ = '/elsewhere'; sys.modules['torch_metal_attn'] = m\n"
     done = run(layout, other + USE, "cpu")

@@ -47,7 +47,7 @@ def run(installed, tmp_path):
     return run
 
 
-def test_projects_without_kernels_pay_nothing(installed, tmp_path):
+def test_projects_without_kernels_import_no_torch(installed, tmp_path):
     (tmp_path / "test_nothing.py").write_text(
         "import sys\n"
         "def test_nothing(pytestconfig):\n"

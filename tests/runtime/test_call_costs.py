@@ -149,7 +149,7 @@ def outcome(libraries):
     )
 
 
-def test_what_a_call_costs(outcome):
+def test_tensors_and_frames_of_each_call(outcome):
     for name, modes in outcome[0].items():
         for mode, counts in modes.items():
             frameless = name.startswith("torch.ops") and mode == "inference_mode"
@@ -157,12 +157,12 @@ def test_what_a_call_costs(outcome):
             assert counts == expected, (name, mode)
 
 
-def test_what_is_timed_compiles():
+def test_the_benchmark_source_compiles():
     """bench_launch builds it, and no other test does."""
     check_quiet()
 
 
-def test_a_plain_op_launches_what_the_other_does(outcome):
+def test_the_fast_path_launches_the_same(outcome):
     actual = outcome[1]
     assert len(actual) > 50
     assert [row for row in actual if row[2:] != [True, 1, 0]] == []

@@ -136,7 +136,7 @@ def test_built_for_another_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
-def test_what_the_build_loads_needs_no_package():
+def test_modules_of_the_build_need_only_the_standard_library():
     """setup.py loads these modules by their paths before the package is built."""
     names = re.findall(r'load\("(\w+)"\)', (ROOT / "setup.py").read_text(encoding="utf-8"))
     assert set(names) == {"macos", "shaders"}

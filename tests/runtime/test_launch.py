@@ -59,7 +59,7 @@ def test_encodes_in_order_inside_one_block(fake):
         ({"params": b""}, ["start", "tensor", "dispatch"]),
     ],
 )
-def test_what_is_given_arrives(fake, settings, words):
+def test_arguments_reach_the_dispatch(fake, settings, words):
     fake.clear()
     fake.add_family("given", TEXT)
     launch(fake, family="given", **settings)
@@ -78,7 +78,7 @@ def test_what_is_given_arrives(fake, settings, words):
         ({"family": "nowhere"}, "no shader text for the family 'nowhere'"),
     ],
 )
-def test_what_is_refused(fake, settings, words):
+def test_invalid_launches_are_refused(fake, settings, words):
     fake.add_family("refused", TEXT)
     # The driver's op has no Python around it: torch 2.15 calls a ValueError a RuntimeError.
     with pytest.raises((ValueError, RuntimeError), match=words):
@@ -94,7 +94,7 @@ def test_non_ascii_text_is_refused_before_torch_sees_it(any_fake):
     assert "accent" not in any_fake.last_text()
 
 
-def test_defines_stand_in_order_between_the_headers_of_metal_and_the_text(any_fake):
+def test_defines_come_between_metals_headers_and_the_text(any_fake):
     headers, text = "#include <metal_stdlib>\n", f'#line 1 "defines"\n{TEXT}'
     any_fake.add_family("defines", headers + text)
     launch(any_fake, family="defines", defines="ELEMENT=half\nBLOCK_K=32")
@@ -161,7 +161,7 @@ def test_error_of_the_block_itself(any_fake):
         launch(any_fake, family="block_error")
 
 
-def test_threads_share_a_library_but_no_block(fake):
+def test_threads_share_a_library_but_not_a_block(fake):
     fake.add_family("threads", TEXT)
     start = threading.Barrier(8)
 
@@ -254,7 +254,7 @@ def every_feature(batch, heads, q_length, kv_length):
         (1, 2**32 - 1, 0),
     ],
 )
-def test_which_words_drop(fake, dropout_p, last_dropped, keep_scale):
+def test_dropout_thresholds(fake, dropout_p, last_dropped, keep_scale):
     fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
     q = torch.randn(1, 1, 8, 16)
     fake.ops.flash_fwd(q, q, q, dropout_p=dropout_p, rng_state=torch.tensor([5, 6]))
@@ -263,7 +263,7 @@ def test_which_words_drop(fake, dropout_p, last_dropped, keep_scale):
     assert params["keep_scale"] == pytest.approx(keep_scale)
 
 
-def test_a_slot_of_rope_without_memory_holds_another(any_fake):
+def test_empty_tensors_of_rope_bind_another_tensor(any_fake):
     any_fake.add_family("rope", "kernel void rope() {}")
     q, k, cos, sin = make_problem(heads=0)
     q_out, k_out = any_fake.ops.rope(q, k, cos, sin)
@@ -300,7 +300,7 @@ def test_flash_fwd_without_keys_reads_none(any_fake):
     [(torch.float32, 56, None, False), (torch.bfloat16, 40, 20, True)],
     ids=["plain", "every feature"],
 )
-def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offset, features):
+def test_the_launched_text_computes_attention(fake, dtype, head_dim_v, q_offset, features):
     shaders.serve(fake.library)
     q = torch.randn(2, 70, 6, 64).to(dtype).transpose(1, 2)
     k = torch.randn(2, 2, 90, 64).to(dtype)

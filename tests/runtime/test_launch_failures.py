@@ -159,7 +159,7 @@ def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(any_fake, mon
     assert BROKEN in str(raised.value)
 
 
-def test_a_torch_that_keeps_no_error_text(fakes):
+def test_torch_without_error_texts(fakes):
     """Before 2.13 the reason is on stderr, and the message says so."""
     silent = fakes["tensor"]  # the variant of the oldest torch
     silent.clear()

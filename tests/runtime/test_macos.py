@@ -85,7 +85,7 @@ FAST, TOO_OLD = "with PYTORCH_MPS_FAST_MATH Metal 3.1 ignores NaN", "compiles no
         ("2.15.0", "14.6", None, "", "3.1", TOO_OLD),
     ],
 )
-def test_what_torch_compiles(
+def test_metal_version_and_fast_math(
     torch_version, version, fast, chosen, metal, warning, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch, "__version__", torch_version)

@@ -221,12 +221,12 @@ def cases(libraries):
 
 
 @each_case("call", CASES)
-def test_an_mps_that_works_or_is_not_tried(cases, call):
+def test_mps_that_works_or_is_not_tried(cases, call):
     assert cases[call] == CASES[call]
 
 
 @each_case("call", FAILURES)
-def test_each_way_to_fail_has_its_reason(cases, call):
+def test_each_failure_has_a_reason(cases, call):
     problem, raised, again, started = cases[call]
     why, kernels = FAILURES[call]
     assert re.fullmatch(why, problem)  # in one line
@@ -237,7 +237,7 @@ def test_each_way_to_fail_has_its_reason(cases, call):
     assert "TORCH_METAL_ATTN_BACKEND=mps" in raised
 
 
-def test_the_simulator_takes_the_place_of_an_mps_that_does_not_work(cases):
+def test_the_simulator_replaces_mps_that_does_not_work(cases):
     devices, said, backend, described = cases[VIRTUAL]
     assert devices == [["cpu", True]] * 2
     (line,) = said.splitlines()  # of two calls
@@ -248,7 +248,7 @@ def test_the_simulator_takes_the_place_of_an_mps_that_does_not_work(cases):
     assert "simulator" in described
 
 
-def test_an_mps_that_works_is_the_best_device(cases):
+def test_mps_that_works_is_the_best_device(cases):
     devices, said, backend, _ = cases[BEST]
     assert devices == [["mps", False]] * 2
     assert said == ""

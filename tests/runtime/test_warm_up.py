@@ -106,7 +106,7 @@ class TestCompiling:
         assert then["choice"].startswith(f"default; refused: {tiles[0]} in threadgroups of ")
         assert tiles[1] != tiles[0]
 
-    def test_what_does_not_compile_is_told(self, fake):
+    def test_compile_errors_are_reported(self, fake):
         fake.refuse("#define HEAD_DIM_QK 208")
         calls = [meta(208), meta(216)]
         done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*arguments) for arguments in calls])
@@ -122,7 +122,7 @@ class TestRefusals:
         with pytest.raises(RuntimeError, match=r"mps is not available\. Call it on a Mac"):
             warm_up(*meta(64))
 
-    def test_what_is_no_call(self, fake):
+    def test_invalid_arguments(self, fake):
         with pytest.raises(TypeError, match="warm_up's first argument is an int; it must be"):
             warm_up(3)
         with pytest.raises(TypeError, match=r"a Linear, which has no generate\(\), and no arg"):
@@ -130,7 +130,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="softcap"):
             warm_up(*meta(64), softcap=-1.0)
 
-    def test_nothing_of_ours(self, fake):
+    def test_a_call_without_our_ops(self, fake):
         assert "nothing to compile" in str(warm_up(torch.nn.Linear(2, 2), torch.zeros(2)))
 
 
@@ -168,7 +168,7 @@ def test_a_model_of_transformers(libraries):
     assert set(ran) == set(kernels)
 
 
-def test_a_slow_compilation_is_told(any_fake, capfd):
+def test_slow_compilations_are_reported(any_fake, capfd):
     """One of more than 2 s, in five lines of a process at most."""
 
     def compiler(text):
@@ -192,7 +192,7 @@ def test_a_slow_compilation_is_told(any_fake, capfd):
     assert lines[-1].endswith("(this is said no more)")
 
 
-def test_pages_that_were_not_written_are_not_found(fake):
+def test_prefixes_of_warm_up_are_not_matched(fake):
     """Ops write nothing while they are compiled; a cache that saw the tokens must not say so."""
     cache = PagedKVCache(4, 8, 2, 8, dtype=torch.float32)
     id, rows, tokens = cache.allocate(), torch.zeros(1, 2, 8, 8), list(range(8))

@@ -66,7 +66,7 @@ def test_refused(model_type, kind, reason, advice):
 
 
 @pytest.mark.parametrize("kind", ["BloomModel", "FalconModel"])
-def test_wrong_advice_is_noticed(kind, monkeypatch):
+def test_wrong_advice_is_a_fault(kind, monkeypatch):
     """sdpa_replaced() where it does nothing, and eager attention where sdpa_replaced() helps."""
     advice = "Load it, and call it in `sdpa_replaced()`"
     monkeypatch.setattr(refusals, "_THROUGH_SDPA", refusals._NOTHING_TO_REPLACE)

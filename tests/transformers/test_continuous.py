@@ -64,7 +64,7 @@ class TestMatchesGenerate:
             assert [launch.kernel for launch in run.launches] == ["flash_fwd"] * (2 * steps)
 
     @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-    def test_requests_that_are_evicted(self, name):
+    def test_evicted_requests(self, name):
         prompts = [PROMPTS[1], PROMPTS[1][::-1], PROMPTS[0]]
         results, routes, _ = in_batches(name, prompts=prompts, new_tokens=12, blocks=5)
         assert_same(results, tiny.generate_each(tiny.build(name), prompts, new_tokens=12))
@@ -90,7 +90,7 @@ class TestContext:
         assert second.config._attn_implementation == "eager"
         assert_same(tiny.generate_each(first, PROMPTS), expected("Llama"))
 
-    def test_managers_stay_on_their_side(self):
+    def test_persistent_managers(self):
         model = tiny.build("Llama")
         sizes = {"num_blocks": 16, "page_size": 8, "max_batch_tokens": 16}
         config = transformers.ContinuousBatchingConfig(**sizes)
@@ -124,7 +124,7 @@ class TestContext:
                 pass
             assert model.config._attn_implementation == "eager"
 
-    def test_with_a_transformers_that_is_too_old(self, monkeypatch):
+    def test_an_older_transformers(self, monkeypatch):
         def update(self, key_states, value_states, layer_idx, read_index, write_index):
             """As in 5.17."""
 

@@ -79,12 +79,12 @@ REFUSED = {
 
 
 @each_case("error, message", [(error, message) for error in REFUSED for message in REFUSED[error]])
-def test_arguments_that_are_refused(error, message):
+def test_refused_arguments(error, message):
     with pytest.raises(error, match=message):
         metal_attention(**GOOD | REFUSED[error][message])
 
 
-def test_arguments_that_change_nothing():
+def test_ignored_arguments():
     ignored = {"novelty": None, "position_ids": 3, "max_new_tokens": 3, "do_sample": False}
     out, weights = metal_attention(**GOOD, sliding_window=13, **ignored)
     assert weights is None
@@ -92,7 +92,7 @@ def test_arguments_that_change_nothing():
 
 
 class TestAttentionFunction:
-    def test_no_mask_hides_nothing(self):
+    def test_without_a_mask(self):
         q, (k, v), module = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8), torch.nn.Module()
         causal = attention(q, k, v, causal=True, q_offset=0)[0].transpose(1, 2)
         full = attention(q, k, v)[0].transpose(1, 2)
@@ -216,11 +216,11 @@ class TestEnable:
         assert "Did you mean" not in str(refused.value)
 
     @pytest.mark.parametrize("name", ["metal_atn", "metal-attn", "metal_attention"])
-    def test_a_name_that_is_nearly_right(self, name):
+    def test_misspelled_names(self, name):
         with pytest.raises(ValueError, match=rf'{name}.* Did you mean "metal_attn"\?$'):
             tiny.build("Llama").set_attn_implementation(name)
 
-    def test_text_of_classes(self):
+    def test_source_of_classes(self):
         class Local:
             class Inner:
                 pass

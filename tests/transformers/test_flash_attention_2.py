@@ -49,7 +49,7 @@ def refused():
         tiny.build("Llama").set_attn_implementation(NAME)
 
 
-def test_only_where_asked_for():
+def test_only_if_requested():
     refused()
     with install_flash_attn():
         refused()

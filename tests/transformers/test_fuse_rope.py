@@ -105,8 +105,7 @@ class TestMatchesEager:
         assert compare(name, "left", model=model, fuse_rope=True)[0] <= TOLERANCE
 
     @pytest.mark.parametrize(
-        ("name", "changes"),
-        [("gpt-oss", {"layer_types": ["sliding_attention"]}), ("StableLM", {})],
+        ("name", "changes"), [("gpt-oss", {"layer_types": ["sliding_attention"]}), ("StableLM", {})]
     )
     def test_compiled(self, name, changes):
         apart = compare_compiled(name, fuse_rope=True, num_hidden_layers=1, **changes)
@@ -132,7 +131,7 @@ class TestMatchesEager:
 
 
 class TestQueriesAreNeverWrittenRotated:
-    def test_by_no_launch(self):
+    def test_launches(self):
         model = enable(tiny.build("Llama"), fuse_rope=True)
         with simulate(record=True) as run:
             tiny.answer(model, **tiny.inputs("Llama", "left"))
@@ -186,14 +185,14 @@ class TestRefusals:
             with pytest.raises(NotImplementedError, match="LlamaAttention rotates its queries"):
                 enable(tiny.build("Llama"), fuse_rope=True)
 
-    def test_a_forward_of_its_own(self):
+    def test_a_replaced_forward(self):
         model = tiny.build("Llama")
         layer = model.model.layers[1].self_attn
         layer.forward = layer.forward
         with pytest.raises(NotImplementedError, match="a LlamaAttention has a forward that is not"):
             enable(model, fuse_rope=True)
 
-    def test_tables_that_are_alike_on_one_axis_only(self, monkeypatch):
+    def test_tables_that_match_on_one_axis_only(self, monkeypatch):
         """Halves that follow different axes are alike where time, height and width are equal."""
         model = tiny.build("Qwen3-VL")
         kind = type(model.rotary_emb)
@@ -209,7 +208,7 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match="rotates its queries neither by halves nor"):
             enable(model, fuse_rope=True)
 
-    def test_queries_that_something_else_uses(self):
+    def test_other_uses_of_unrotated_queries(self):
         x, table, cat = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 2), fusion._Torch().cat
         q = Unrotated(x, table, table, False, "SomeAttention")
         for use in (
@@ -232,7 +231,7 @@ class TestRefusals:
             with pytest.raises((NotImplementedError, TypeError), match=r"LlamaAttention|Unrotated"):
                 tiny.answer(model, input_ids=tiny.tokens())
 
-    def test_heads_in_another_place(self):
+    def test_another_unsqueeze_dim(self):
         rotate_k = fusion._key_rotation("SomeAttention", Tables("halves", False))
         q, table = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 4)
         with pytest.raises(NotImplementedError, match="unsqueeze_dim=2 in SomeAttention"):
@@ -243,7 +242,7 @@ class TestModel:
     def fused(self):
         return enable(tiny.build("Llama"), fuse_rope=True)
 
-    def test_undone(self):
+    def test_enable_removes_fusion(self):
         model = self.fused()
         original = transformers.models.llama.modeling_llama.LlamaAttention
         layer = model.model.layers[0].self_attn

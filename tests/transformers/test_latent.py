@@ -55,7 +55,7 @@ def check(model, inputs, expected, tolerance=TOLERANCE, **options):
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V3.2", "GLM-MoE-DSA"])
 @pytest.mark.parametrize("paging", [None, {}, {"page_size": 5}], ids=str)
-def test_tokens_are_those_of_eager(name, paging):
+def test_tokens_match_eager(name, paging):
     side = "none" if paging is None else "left"
     model, inputs = tiny.build(name), tiny.inputs(name, side)
     expected = generated(model, inputs)
@@ -241,7 +241,7 @@ def test_fault_is_caught(method, fault, monkeypatch):
     assert difference(actual_scores, scores) > 10 * TOLERANCE
 
 
-def test_gradients_are_those_of_eager():
+def test_gradients_match_eager():
     """There are few queries, so they are absorbed."""
     inputs = {"input_ids": tiny.tokens(7), "use_cache": False}
     actual = gradients(enable(tiny.build("DeepSeek-V3"), absorb=True), inputs)
@@ -257,7 +257,7 @@ def test_explain_shows_the_bytes():
     assert "keys and values expanded to 4 heads would be 640" in text
 
 
-def test_enable_undoes_it():
+def test_enable_removes_absorption():
     model = tiny.build("DeepSeek-V3")
     kinds = [type(module) for module in model.modules()]
     enable(model, absorb=True)
@@ -269,7 +269,7 @@ def test_enable_undoes_it():
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_another_attention_is_told():
+def test_another_attention_is_refused():
     model = enable(tiny.build("DeepSeek-V3"), absorb=True)
     model.set_attn_implementation("eager")
     with pytest.raises(NotImplementedError, match="was given absorb=True, so only metal_attn"):

@@ -170,7 +170,7 @@ class TestMaskFunction:
             seen = (torch.arange(9) <= torch.arange(q.shape[2])[:, None] + offset)[None, None]
             torch.testing.assert_close(compiled(q, offset), attend(q, k, seen))
 
-    def test_dense_masks_of_models_that_sdpa_is_not_for(self, monkeypatch):
+    def test_additive_masks(self, monkeypatch):
         """They add masks to scores of their own or concatenate them, as eager's are made for."""
         monkeypatch.setattr(masks, "additive_masks", set())
         config = transformers.SplinterConfig()
@@ -195,7 +195,7 @@ class TestMaskFunction:
         assert mask.stride() == (8, 0, 8, 1), "the queries share their memory"
         assert str(band.unpack(mask)) == "causal window -5+0 padded"
 
-    def test_dense_where_it_is_no_band(self):
+    def test_masks_that_are_not_bands_are_dense(self):
         blocks = blockwise_overlay(torch.zeros(2, 16, dtype=torch.int64))
         # Their origin is not the padding.
         chunks = chunked_causal_mask_function(5, torch.tensor([0, 2]))
@@ -333,7 +333,7 @@ class TestDescriptor:
         keys = torch.arange(16)
         assert torch.equal((first <= keys) & (keys < last), band.expand(mask, 1, 16).flatten())
 
-    def test_a_layer_does_not_wait_for_the_device(self, monkeypatch):
+    def test_layers_do_not_synchronise(self, monkeypatch):
         q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
         copied, read = mask.clone(), []
         monkeypatch.setattr(attention, "_flash", lambda q, k, v, **options: q)
@@ -350,14 +350,14 @@ class TestDescriptor:
         attend(q, q, copied)
         assert read == [(2, 8)]
 
-    def test_one_wait_for_each_mask(self, monkeypatch):
+    def test_one_synchronisation_for_each_mask(self, monkeypatch):
         fetched, on_host = [], masks._on_host
         monkeypatch.setattr(masks, "_on_host", lambda *v: fetched.append(v) or on_host(*v))
         self.descriptor()
         assert len(fetched) == 1
 
     @pytest.mark.parametrize("made_for", [1, 16, 20])
-    def test_compiled_graphs_refuse_other_numbers_of_queries_too(self, made_for):
+    def test_masks_for_other_numbers_of_queries_are_refused(self, made_for):
         ends = torch.tensor([30, 32], dtype=torch.int32)
         mask = band.pack(band.Band(4, made_for, 32, window_size_right=0), 2, "cpu")
         every = band.pack(band.Band(0, made_for, 32, seqused_k=ends), 2, "cpu")
@@ -372,7 +372,7 @@ class TestDescriptor:
                     with pytest.raises(NotImplementedError, match=words):
                         function(q, k, mask)
 
-    def test_whatever_is_done_to_it_raises(self):
+    def test_changed_descriptors_raise(self):
         """A model that cuts rows out of its mask would get another answer."""
         q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
         diagonal = metal_attention_mask(2, 16, 16)
@@ -396,7 +396,7 @@ class TestDescriptor:
             with pytest.raises((NotImplementedError, ValueError), match=words):
                 attend(queries, keys, other)
 
-    def test_compiled_graph_takes_those_of_several_queries(self):
+    def test_compiled_graph_accepts_descriptors(self):
         ends = {"leftpad_k": torch.tensor([0, 3]).int(), "seqused_k": torch.tensor([30, 32]).int()}
         causal = {"q_offset": 12, "window_size_right": 0}
         limits = {
@@ -417,10 +417,7 @@ class TestDescriptor:
     "changes, message",
     [
         ({"batch_size": None}, "batch_size is None; it must be an int"),
-        (
-            {"batch_size": 3, "attention_mask": torch.ones(2, 16) > 0},
-            "2 rows; it must have bat",
-        ),
+        ({"batch_size": 3, "attention_mask": torch.ones(2, 16) > 0}, "2 rows; it must have bat"),
         ({"q_length": "a"}, "q_length is 'a'; it must be an int"),
         ({"kv_length": -1}, "kv_length is -1; it must be at least 0"),
         ({"q_offset": torch.ones(2)}, r"q_offset has shape \(2,\) and dtype torch.float32"),

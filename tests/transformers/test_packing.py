@@ -97,7 +97,7 @@ class TestDescriptor:
         call = call_for(CHUNKS, positions_of([(5, 11)]))
         assert torch.equal(metal_attention_mask(**call), sdpa_mask(**call))
 
-    def test_positions_alone_keep_no_sequences_apart(self):
+    def test_positions_without_a_packed_mask(self):
         positions = positions_of([(5, 11)])
         call = call_for(causal_mask_function, positions) | {"allow_is_causal_skip": True}
         remap = masking_utils.remap_positions_for_packed_sequence
@@ -132,7 +132,7 @@ class TestBounds:
         with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* and position_ids say that diff"):
             attend(self.mask(), **bounds(*ends))
 
-    def test_layers_after_the_first_do_not_wait(self, monkeypatch):
+    def test_only_the_first_layer_synchronises(self, monkeypatch):
         mask, ends, compared = self.mask(), bounds(0, 17, 18, 31), []
         equal = torch.equal
         monkeypatch.setattr(packing.torch, "equal", lambda *a: compared.append(a) or equal(*a))
@@ -169,7 +169,7 @@ def test_models_whose_masks_ignore_positions(name):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_bounds_beside_another_mask():
+def test_bounds_with_a_mask_of_chunks():
     """Chunks inside of sequences, which no descriptor holds: the error says what to do."""
     mask = metal_attention_mask(**call_for(CHUNKS, positions_of([(17, 1, 13)])))
     with pytest.raises(NotImplementedError, match="pass position_ids and use_cache=False"):
@@ -217,7 +217,7 @@ class TestBatchesOfTrainers:
 
     @pytest.mark.parametrize("use_cache", [False, True])
     @pytest.mark.parametrize("multiple", BATCHES)
-    def test_taken(self, multiple, use_cache, expected):
+    def test_batches_are_accepted(self, multiple, use_cache, expected):
         facts = {
             "packed_seq_lengths": torch.tensor([3, 1, 2], dtype=torch.int32),
             "num_items_in_batch": torch.tensor(3),
@@ -269,7 +269,7 @@ class TestBatchesOfTrainers:
         expected = self.answer({"input_ids": ids})
         assert torch.equal(self.answer({"input_ids": ids, "seq_idx": numbers}), expected)
 
-    def test_layers_after_the_first_do_not_wait(self):
+    def test_only_the_first_layer_synchronises(self):
         q, k, v = normal(3, 1, 2, 6, 8)
         for mode in (torch.inference_mode, nullcontext):
             with mode():
@@ -284,7 +284,7 @@ class TestBatchesOfTrainers:
         with pytest.raises(ValueError, match="different tokens begin sequences"):
             metal_attention(torch.nn.Module(), q, k, v, None, **batch)
 
-    def test_graphs_trust_bounds_alone(self, expected):
+    def test_compiled_graphs_trust_bounds(self, expected):
         model = enable(tiny.build("Llama"))
         model.compile(fullgraph=True, backend="eager")
         batch = self.batch()
@@ -301,11 +301,11 @@ class TestBatchesOfTrainers:
             ({"output_attentions": True}, "use model.*, and packed sequences as a padded batch"),
         ],
     )
-    def test_advice_is_true_of_packed_batches(self, changed, advice):
+    def test_advice_for_packed_batches(self, changed, advice):
         with pytest.raises(NotImplementedError, match=advice):
             self.answer(self.batch() | changed)
 
-    def test_every_keyword_of_transformers_is_decided(self):
+    def test_every_keyword_of_transformers_is_handled(self):
         """One that is new in transformers must be looked at."""
         q = torch.randn(1, 1, 4, 8)
         named = {*inspect.signature(metal_attention).parameters, *packing.SEQUENCES, *BOUNDS}
@@ -371,7 +371,7 @@ class TestPositionsWithCache:
         with pytest.raises(ValueError, match="fall back to 0"):
             metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=several[0])
 
-    def test_one_wait_for_all_layers(self):
+    def test_one_synchronisation_for_all_layers(self):
         """And none where there is a mask of tokens, as in `generate`."""
         model, ids = enable(tiny.build("Llama")), tiny.tokens(31, batch=1)
         assert model.config.num_hidden_layers > 1

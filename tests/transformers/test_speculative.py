@@ -46,7 +46,7 @@ def assistant(device, noise):
     [(0.0, 3), (1.0, NEW_TOKENS), (None, 8)],
     ids=["assisted", "assisted by another model", "prompt lookup"],
 )
-def test_tokens_are_those_of_greedy(noise, most_forwards, device):
+def test_tokens_match_greedy(noise, most_forwards, device):
     expected = tiny.build(NAME).generate(**prompt(), **OPTIONS)
     model, queries = counted(enable(tiny.build(NAME)).to(device))
     drafts = []

@@ -93,7 +93,7 @@ class TestAutocast:
         # Tokens may part by rounding: the first of them have seen the same.
         assert difference(ours[:, 0], exact[:, 0]) <= 2 * difference(eager[:, 0], exact[:, 0])
 
-    def test_masks_are_rounded_as_torchs(self):
+    def test_masks_are_rounded_like_torch(self):
         """The lowest float32 is -inf in bfloat16, so a row of nothing else sees no key."""
         q, k, v = torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
         mask = torch.zeros(1, 1, 5, 5)

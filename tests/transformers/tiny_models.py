@@ -15,12 +15,7 @@ import transformers
 from torch import Tensor
 
 from tests.transformers import tiny_configs, tiny_inputs
-from tests.transformers.tiny_families import (
-    FAMILIES,
-    IMAGE_TOKEN,
-    IMAGE_TOKENS,
-    PROMPT,
-)
+from tests.transformers.tiny_families import FAMILIES, IMAGE_TOKEN, IMAGE_TOKENS, PROMPT
 from tests.transformers.tiny_inputs import tokens
 
 PARAMETERS = 110e6  # the largest number that a small model may have
@@ -164,10 +159,7 @@ def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Ten
 
 
 def generate_batch(
-    model: Any,
-    prompts: list[list[int]],
-    new_tokens: int = 6,
-    blocks: int = 16,
+    model: Any, prompts: list[list[int]], new_tokens: int = 6, blocks: int = 16
 ) -> list[tuple[list[int], Tensor]]:
     """Greedy tokens of each prompt by continuous batching, and their log-probabilities."""
     config = transformers.ContinuousBatchingConfig(

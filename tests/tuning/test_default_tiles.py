@@ -55,7 +55,7 @@ def test_the_table_covers_every_problem(dtype, head_dims, options, heads):
 
 
 @each_case("q_length, options", [(70, {}), (1, {"num_splits": 1}), (3, {"num_splits": 2})])
-def test_threadgroup_memory_is_what_a_run_takes(q_length, options):
+def test_threadgroup_memory_matches_a_run(q_length, options):
     """With the padding of its arrays: each begins at a multiple of 16 bytes."""
     op = "flash_decode" if options else "flash_fwd"
     q, k, v = operands(64, lengths=(q_length, 70), heads=(4, 2))
@@ -110,7 +110,7 @@ def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, blocks):
             assert (sizes[0] % chosen["rows"], sizes[1] % block) == (0, 0)
 
 
-def test_the_table_is_what_the_generator_wrote():
+def test_the_table_is_unedited():
     text = table.TABLE.read_text()
     _, lists = text.split("default tile.\n\n")
     assert f"Their checksum: {table.checksum(lists)}\n" in text
@@ -137,7 +137,7 @@ BANDS = [
 
 
 @each_case("options, band", BANDS)
-def test_what_is_off_or_hides_nothing_is_not_compiled_in(options, band):
+def test_options_without_effect_are_not_compiled_in(options, band):
     plain, chosen = (told("flash_fwd", *operands(), **o) for o in ({}, options))
     assert chosen["defines"].get("BAND") == ("1" if band else None)
     assert band or chosen == plain

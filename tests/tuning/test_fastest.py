@@ -34,7 +34,7 @@ def attend(**options):
     return calls.replaced
 
 
-def test_what_torch_runs_faster_is_left_to_torch():
+def test_calls_that_torch_runs_faster_are_left_to_torch():
     timed(forward=0.5)
     expected = F.scaled_dot_product_attention(*qkv())
     with simulate(), warnings.catch_warnings():
@@ -103,7 +103,7 @@ def test_the_innermost_block_decides():
     assert (outer.replaced, sum(outer.left_alone.values())) == (1, 1)
 
 
-def test_without_a_table_all_run_here_and_a_warning_says_so(nothing_said):  # noqa: F811
+def test_without_a_table_a_warning_is_given(nothing_said):  # noqa: F811
     with simulate(), pytest.warns(UserWarning, match="has no times of this machine") as said:
         with sdpa_replaced(prefer="fastest") as calls:
             close(F.scaled_dot_product_attention(*qkv()), F.scaled_dot_product_attention(*qkv()))

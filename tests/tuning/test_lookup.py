@@ -77,7 +77,7 @@ class TestKeys:
         quantised = told("flash_fwd", q, data, data.clone(), k_scale=scale, v_scale=scale.clone())
         assert quantised["tuning"]["key"] == "flash_fwd float 64 64 q8_0 q<=512 k<=512"
 
-    def test_alignment_is_not_in_it(self):
+    def test_keys_ignore_alignment(self):
         """It must not change the bits of results."""
         q = torch.empty(1, 2, 100, 65, dtype=torch.float16)
         odd = told("flash_fwd", q[..., 1:], q[..., 1:], q[..., :64])
@@ -168,7 +168,7 @@ def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):
 
 
 @pytest.mark.parametrize("row", [("a b", "X"), ("a b", "X=1", "s", "t"), ("a b", "X=1", "s\n\n")])
-def test_what_is_no_row(row):
+def test_invalid_rows(row):
     with pytest.raises(ValueError, match="these are no rows"):
         tiles.make([row])
 

@@ -133,7 +133,7 @@ class TestOnAFakeClock:
         assert f"{path} is replaced: it was measured with torch 2.10" in done.err
         assert [*done.rows] == [PLAIN]
 
-    def test_an_interrupt_keeps_what_was_measured(self, fake_gpu, run):
+    def test_an_interrupt_keeps_the_measured_tiles(self, fake_gpu, run):
         launch = fake_gpu.launch
 
         def interrupted():

@@ -59,7 +59,6 @@ CORE = {
     "Phi3": _causal(
         "Phi3",
         **_GROUPED,
-        sliding_window=None,
         original_max_position_embeddings=64,
         rope_parameters=_ROPE
         | {
@@ -88,7 +87,7 @@ CORE = {
     "CLIP": _encoder("CLIP", "both"),
     "Whisper": Family(
         "WhisperForConditionalGeneration",
-        {"num_mel_bins": 8, "max_source_positions": 30, "forced_eos_token_id": None},
+        {"num_mel_bins": 8, "max_source_positions": 30},
         "audio",
     ),
     "T5": Family(

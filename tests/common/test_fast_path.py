@@ -141,9 +141,7 @@ def test_appended_keys_change_the_version(mode, used):
         (metal_attn.flash_attn_with_kvcache, (Q, Q, Q[:, :2]), "v_cache has a length of 2"),
     ],
 )
-def test_refusals_use_names_of_the_public_function(
-    function, tensors, message, used
-):
+def test_refusals_use_names_of_the_public_function(function, tensors, message, used):
     with pytest.raises(ValueError, match=message):
         function(*tensors)
     assert len(used) == 1

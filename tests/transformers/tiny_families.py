@@ -86,9 +86,7 @@ CORE = {
     "ViT": _encoder("ViT", "pixels"),
     "CLIP": _encoder("CLIP", "both"),
     "Whisper": Family(
-        "WhisperForConditionalGeneration",
-        {"num_mel_bins": 8, "max_source_positions": 30},
-        "audio",
+        "WhisperForConditionalGeneration", {"num_mel_bins": 8, "max_source_positions": 30}, "audio"
     ),
     "T5": Family(
         "T5ForConditionalGeneration", {"decoder_start_token_id": 0}, "two texts", gain=1.5

@@ -41,10 +41,9 @@ def in_batches(name, device="cpu", prompts=PROMPTS, **options):
 
 
 def queries(routes):
-    """The tokens of all calls, as the routes tell: "... q (1, heads, tokens, head dim) k ..."."""
-    return sum(
-        int(call.split(" q (")[1].split(",")[2]) * times for call, times in routes.kernel.items()
-    )
+    """The tokens of all calls, from texts such as "... q (1, heads, tokens, head dim) k ..."."""
+    tokens = {call: int(call.split(" q (")[1].split(",")[2]) for call in routes.kernel}
+    return sum(tokens[call] * times for call, times in routes.kernel.items())
 
 
 class TestMatchesGenerate:
@@ -126,7 +125,7 @@ class TestContext:
 
     def test_an_older_transformers(self, monkeypatch):
         def update(self, key_states, value_states, layer_idx, read_index, write_index):
-            """As in 5.17."""
+            """The signature in transformers 5.17."""
 
         monkeypatch.setattr(continuous.PagedAttentionCache, "update", update)
         with pytest.raises(ImportError, match=r"5\.20"), continuous_batching(tiny.build("Llama")):

@@ -29,18 +29,18 @@ from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 PADDABLE = [name for name in FAMILIES if FAMILIES[name].takes != "pixels"]
 GENERATORS = [name for name in FAMILIES if FAMILIES[name].generates]
 DECODERS = [name for name in GENERATORS if FAMILIES[name].takes == "ids"]
-# Each form of masks: Gemma 2 has Llama's too, ModernBERT has BERT's. test_fuse_rope.py has gpt-oss.
+# One family for each form of masks. test_fuse_rope.py compiles gpt-oss.
 TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 COMPILED = {"Gemma2": {}, "Gemma4": TWO_KINDS | {"num_kv_shared_layers": 0}, "ModernBERT": {}}
 
-# Packed batches that raise, and with what.
+# Families that refuse packed batches: the message.
 REFUSES_PACKED = {
     "DeepSeek-V3.2": "indices together with cu_seq_lens_q",
     "GLM-MoE-DSA": "indices together with cu_seq_lens_q",
     "Gemma4": "together with a mask",
     "Llama4": "together with a mask .causal chunk 10",
 }
-# It tells its attention nothing of bounds, whatever the implementation.
+# Its model does not pass cu_seq_lens on to attention.
 POSITIONS_ONLY = "StableLM"
 PACKED = [name for name in DECODERS if name not in {*REFUSES_PACKED, POSITIONS_ONLY}]
 
@@ -254,7 +254,7 @@ class TestPlantedFaults:
 
     @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Llama4", "gpt-oss", "Whisper"])
     def test_offset(self, name, monkeypatch):
-        """Ignored where a static cache decodes; dense masks and full windows carry none."""
+        """Ignored in decode steps with a static cache; dense masks and full windows have none."""
         self.plant(monkeypatch, change("q_offset", lambda offset: 0))
         model, inputs = tiny.build(name), tiny.inputs(name)
         options = {"cache_implementation": "static", "disable_compile": True}

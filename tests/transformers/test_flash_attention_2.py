@@ -16,7 +16,7 @@ from torch_metal_attn import install_flash_attn  # noqa: E402
 from torch_metal_attn.simulator import runs  # noqa: E402
 
 NAME = "flash_attention_2"
-# transformers has no flash-attn for these, and tells it nothing of PaliGemma's prefix.
+# transformers has no flash-attn for these, and does not pass PaliGemma's prefix on.
 WITHOUT = {"gpt-oss", "Llama4", "PaliGemma", "T5", "DeepSeek-V3.2", "GLM-MoE-DSA"}
 
 

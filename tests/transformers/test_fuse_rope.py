@@ -34,7 +34,7 @@ OTHER = "rotates its queries by .*, which is not known"
 REFUSED = {
     "BERT": NO_ROPE,
     "CLIP": NO_ROPE,
-    "DINOv3": "rotates its queries neither by halves nor by pairs",  # not those of its registers
+    "DINOv3": "rotates its queries neither by halves nor by pairs",  # skips registers
     "DeepSeek-V2": OTHER,
     "DeepSeek-V3": OTHER,
     "DeepSeek-V3.2": OTHER,
@@ -69,7 +69,7 @@ class TestMatchesEager:
 
     @pytest.mark.parametrize("name", ["Llama", "Cohere2", "StableLM"])
     def test_on_device(self, name, device):
-        """The last token sees the whole cache, the second of three not: that is another kernel."""
+        """The last token sees the whole cache, the second of three does not, so kernels differ."""
         new_tokens = 3 if name == "Llama" else 2
         options = {"cache_implementation": "static", "max_new_tokens": new_tokens}
         apart = compare_generated(name, fuse_rope=True, device=device, **options)
@@ -138,7 +138,7 @@ class TestQueriesAreNeverWrittenRotated:
         assert [launch.kernel for launch in run.recorded] == ["rope", "flash_fwd"] * 2
         for launch in run.recorded:
             if launch.kernel == "rope":
-                # Whole threadgroups of the 2 KV heads of two sequences; q has 4 heads.
+                # Whole threadgroups for the 2 KV heads of two sequences. q has 4 heads.
                 length, heads = launch.grid[1:]
                 assert length == tiny.PROMPT
                 assert 2 * 2 <= heads < 2 * 4
@@ -193,7 +193,7 @@ class TestRefusals:
             enable(model, fuse_rope=True)
 
     def test_tables_that_match_on_one_axis_only(self, monkeypatch):
-        """Halves that follow different axes are alike where time, height and width are equal."""
+        """Halves of different axes match where time, height and width are equal."""
         model = tiny.build("Qwen3-VL")
         kind = type(model.rotary_emb)
         forward = kind.forward

@@ -62,15 +62,14 @@ def forwards(draw):
     seen = draw(st.sampled_from([0, 0, 1, 5, 9, 14, 21]))
     pattern = draw(st.sampled_from(["causal", "full", "sliding", "both sides", "chunked"]))
     size = draw(st.integers(1, 24))
-    # A sliding cache keeps size - 1 tokens; what is described has to be right for any other number.
+    # A sliding cache keeps size - 1 tokens. The mask must be right for any number.
     kept = draw(st.sampled_from([seen, min(seen, size - 1), draw(st.integers(0, seen))]))
     empty = draw(st.sampled_from([0, 0, 3, 40]))
     total = seen + q_length
     attention_mask = None
     if draw(st.booleans()):
-        attention_mask = torch.ones(
-            batch, total + draw(st.sampled_from([0, empty])), dtype=torch.bool
-        )
+        length = total + draw(st.sampled_from([0, empty]))
+        attention_mask = torch.ones(batch, length, dtype=torch.bool)
         for row in attention_mask:
             row[: draw(st.integers(0, total))] = draw(st.booleans())
             row[total - draw(st.integers(0, total)) :] = draw(st.booleans())
@@ -106,7 +105,7 @@ def dense(call):
 
 
 def check_attention(mask, whole, batch, q_length, kv_length):
-    """With a mask, with a copy that lacks the attribute, and with a bias, as with a dense mask."""
+    """The mask, a copy without the attribute, and a bias with it give a dense mask's results."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(batch, 2, q_length, 8, generator=generator)
     k, v = torch.randn(2, batch, 1, kv_length, 8, generator=generator)
@@ -171,7 +170,7 @@ class TestMaskFunction:
             torch.testing.assert_close(compiled(q, offset), attend(q, k, seen))
 
     def test_additive_masks(self, monkeypatch):
-        """They add masks to scores of their own or concatenate them, as eager's are made for."""
+        """Models that add masks to their scores or concatenate them get eager's masks."""
         monkeypatch.setattr(masks, "additive_masks", set())
         config = transformers.SplinterConfig()
         call = {"q_length": 16, "attention_mask": HOLES, "config": config, "dtype": torch.float16}
@@ -179,7 +178,7 @@ class TestMaskFunction:
         monkeypatch.setattr(masks, "additive_masks", {"splinter"})
         mask = self.mask(**call)
         assert torch.equal(mask, eager_mask(2, 16, 16, attention_mask=HOLES, dtype=torch.float16))
-        # A model that needs every mask dense gets none if eager attention has none.
+        # A model that needs dense masks gets None where eager attention gets None.
         monkeypatch.setattr(masks, "DENSE_MODELS", {"splinter"})
         full = {"mask_function": bidirectional_mask_function, "attention_mask": None}
         assert self.mask(**call | full, allow_is_bidirectional_skip=True) is None
@@ -235,7 +234,7 @@ class TestMaskFunction:
 
 
 class TestHiddenValues:
-    """The host can read none on meta, of fake tensors, and inside torch.func's transforms."""
+    """Masks whose values the host cannot read: on meta, fake, and inside of torch.func."""
 
     @pytest.mark.parametrize("name", ["Llama", "Llama4"])
     def test_shapes(self, name):
@@ -272,7 +271,7 @@ class TestHiddenValues:
 
 
 class NoMask(TorchDispatchMode):
-    """Fails on every result with an element for each query and key, but for attention itself."""
+    """Fails on every result of at least `size` elements, and counts calls of flash_fwd."""
 
     def __init__(self, size):
         super().__init__()
@@ -288,7 +287,7 @@ class NoMask(TorchDispatchMode):
 
 
 class TestNoMaskIsAllocated:
-    LENGTH = 400  # its square is more than anything else in a tiny model has elements
+    LENGTH = 400  # its square exceeds the elements of every tensor in a tiny model
 
     def forward(self, name, side):
         model = enable(tiny.build(name, max_position_embeddings=512))
@@ -373,7 +372,7 @@ class TestDescriptor:
                         function(q, k, mask)
 
     def test_changed_descriptors_raise(self):
-        """A model that cuts rows out of its mask would get another answer."""
+        """A model that slices its mask would get wrong results."""
         q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
         diagonal = metal_attention_mask(2, 16, 16)
         attend(q, q, diagonal[..., :3])
@@ -417,7 +416,7 @@ class TestDescriptor:
     "changes, message",
     [
         ({"batch_size": None}, "batch_size is None; it must be an int"),
-        ({"batch_size": 3, "attention_mask": torch.ones(2, 16) > 0}, "2 rows; it must have bat"),
+        ({"batch_size": 3, "attention_mask": HOLES}, "2 rows; it must have bat"),
         ({"q_length": "a"}, "q_length is 'a'; it must be an int"),
         ({"kv_length": -1}, "kv_length is -1; it must be at least 0"),
         ({"q_offset": torch.ones(2)}, r"q_offset has shape \(2,\) and dtype torch.float32"),

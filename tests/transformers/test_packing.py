@@ -53,12 +53,12 @@ CHUNKS = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
 
 
 def positions_of(rows):
-    """position_ids (B, L) of rows that hold sequences of these lengths."""
+    """position_ids (B, L) of packed sequences, whose lengths `rows` lists for each row."""
     return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
 
 
 def call_for(function, positions, remapped=True):
-    """The call of the mask function that transformers makes of positions; older ones remap none."""
+    """The arguments that transformers passes to the mask function; older versions do not remap."""
     sequences = find_packed_sequence_indices(positions)
     batch, length = positions.shape
     remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
@@ -112,7 +112,7 @@ def attend(mask, **bounds):
 
 
 class TestBounds:
-    """cu_seq_lens together with position_ids, which the mask function has seen."""
+    """cu_seq_lens together with a mask that was made from position_ids."""
 
     def mask(self, function=causal_mask_function):
         return metal_attention_mask(**call_for(function, positions_of([LENGTHS])))
@@ -156,7 +156,7 @@ def test_model_by_positions():
 
 @pytest.mark.parametrize("name", ["Afmoe", "Electra", "Ernie", "GptOss", "OPT", "Xmod"])
 def test_models_whose_masks_ignore_positions(name):
-    """Also without a cache. What the error advises works; some models count positions from 1."""
+    """The advice of the error works. Xmod counts positions from 1."""
     model = tiny.smallest(name)
     batch, expected = model_check.packed(model)
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
@@ -170,7 +170,7 @@ def test_models_whose_masks_ignore_positions(name):
 
 
 def test_bounds_with_a_mask_of_chunks():
-    """Chunks inside of sequences, which no descriptor holds: the error says what to do."""
+    """A descriptor cannot represent chunks inside of sequences. The error says what to do."""
     mask = metal_attention_mask(**call_for(CHUNKS, positions_of([(17, 1, 13)])))
     with pytest.raises(NotImplementedError, match="pass position_ids and use_cache=False"):
         attend(mask, **bounds(0, 17, 18, 31))
@@ -255,7 +255,7 @@ class TestBatchesOfTrainers:
         assert "set_attn_implementation" not in str(raised.value)
 
     def test_a_mask_shared_by_rows(self):
-        """It keeps the sequences of one row apart, and the other row holds others."""
+        """The mask separates the sequences of one row, but not those of the other."""
         q, k, v = normal(3, 2, 2, 6, 8)
         mask = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
         for second, apart in ((3, True), (2, False)):
@@ -306,7 +306,7 @@ class TestBatchesOfTrainers:
             self.answer(self.batch() | changed)
 
     def test_every_keyword_of_transformers_is_handled(self):
-        """One that is new in transformers must be looked at."""
+        """A keyword that is new in transformers fails this test."""
         q = torch.randn(1, 1, 4, 8)
         named = {*inspect.signature(metal_attention).parameters, *packing.SEQUENCES, *BOUNDS}
         for name in TransformersKwargs.__annotations__.keys() - named - {"output_attentions"}:
@@ -372,7 +372,7 @@ class TestPositionsWithCache:
             metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=several[0])
 
     def test_one_synchronisation_for_all_layers(self):
-        """And none where there is a mask of tokens, as in `generate`."""
+        """There is none with an attention mask, as in `generate`."""
         model, ids = enable(tiny.build("Llama")), tiny.tokens(31, batch=1)
         assert model.config.num_hidden_layers > 1
         with Waits() as waits:

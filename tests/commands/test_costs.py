@@ -57,9 +57,9 @@ def test_flops_of_whole_tiles_match_the_counters():
 
 
 def test_flops_of_the_gradient_kernels():
-    """Three products and four, of which one and two are with values."""
+    """dq takes three matrix products, dk and dv four."""
     for kernel, products in (("flash_bwd_dq", 3), ("flash_bwd_dkv", 4)):
-        # Rows that tiles and blocks of any size divide.
+        # All tiles and blocks divide the length.
         counters, _ = run_kernel(kernel, 192, 192, 64, torch.float16)
         assert counters.matrix_operations * MATRIX_FLOPS == 2 * 192 * 192 * 64 * products
     assert costs.gradient_flops(1, 1, 0) == 2 * 4
@@ -86,7 +86,7 @@ def test_bytes_of_a_window_of_a_cache(format):
         scales = {"k_scale": scale, "v_scale": scale}
     options = {"seqused_k": ints(700), "window_size_left": 99, "causal": True, **scales}
     row_bytes = {None: 128, "q8_0": 64 + 4, "q4_0": 32 + 4, "fp8_e4m3": 64}[format]
-    # The same tensor is both, keys and values: it is read once.
+    # Keys and values are the same tensor, which is read once.
     by_head = 2 * 2 * 4 if format == "fp8_e4m3" else 0
     expected = 2 * 100 * row_bytes + by_head + 2 * q.nbytes + 4 * 4 + 4
     cost = costs.cost("flash_decode", {"q": q, "k": cache, "v": cache, **options})
@@ -125,7 +125,7 @@ def test_costs_of_packed_sequences_add_up():
     together = costs.cost("flash_varlen_fwd", packed)
     assert together.flops == alone[0].flops + alone[1].flops
     assert together.bytes == alone[0].bytes + alone[1].bytes + 2 * 4 * 4
-    # Without data nobody knows the lengths: all are the longest.
+    # Without data each sequence counts as the longest one.
     meta = {n: x.to("meta") if torch.is_tensor(x) else x for n, x in packed.items()}
     assert costs.cost("flash_varlen_fwd", meta).flops == 3 * 4 * 2 * 9 * 9 * 64
 

@@ -27,7 +27,7 @@ def packed():
 
 
 def gradient(operands=attention, whole=False, **options):
-    """A call of an attention's gradient. whole: for q, k and v, not for q alone."""
+    """A call of a gradient op. whole: of q, k and v instead of q alone."""
 
     def call():
         q, k, v, *packing = operands()
@@ -38,7 +38,7 @@ def gradient(operands=attention, whole=False, **options):
     return call
 
 
-# Gradients of one captured tensor by one load, of an element for each head.
+# One captured tensor, from which each head loads one element.
 CAPTURES = {
     "normalisers": None,
     "captures": [torch.ones(4)],
@@ -50,7 +50,7 @@ CAPTURES = {
 
 
 def example(name, *kernels, **more):
-    """The call of tests/common/ops.py, and its kernels if it is not one of the op's name."""
+    """The call of tests/common/ops.py, and its kernels (by default one named like the op)."""
     return lambda: ((), EXAMPLES[name].make() | more), list(kernels or (name,))
 
 
@@ -70,13 +70,9 @@ CALLS = {
     "flex_bwd": (gradient(whole=True, captures=[]), WHOLE),
     "flex_bwd_captures": (gradient(**CAPTURES), ["flash_bwd_captures[0]"]),
     **{
-        name: example(name)
-        for name in ("rope", "rope_tables", "merge_state", "merge_splits", "index_scores")
-    },
-    **{name: example(name) for name in ("softmax", "append_kv", "copy_pages")},
-    **{
         name: example(name, name.removesuffix("_"))
-        for name in ("rope_", "merge_state_", "softmax_", "apply_causal_mask_")
+        for name in """rope rope_tables rope_ merge_state merge_state_ merge_splits index_scores
+        softmax softmax_ apply_causal_mask_ append_kv copy_pages""".split()
     },
 }
 
@@ -257,7 +253,7 @@ class TestModel:
         assert explanation.rows[0].shapes == ((1, 2, 7, 7),)
 
     def test_attention_that_gives_its_weights_is_shown(self):
-        """nn.MultiheadAttention then merges heads and batch into one dimension."""
+        """nn.MultiheadAttention merges heads and batch into one dimension."""
         layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
         layer.forward = functools.partial(layer.forward, need_weights=True)
         with torch.no_grad():
@@ -304,7 +300,7 @@ class TestModel:
         assert (cache == 0).all()
 
     def test_compiled_models_run_uncompiled(self):
-        """`explain` runs the model uncompiled, to name its layers; compiled code has no names."""
+        """Compiled code has no names of layers, so `explain` runs the model uncompiled."""
         counter = torch._dynamo.testing.CompileCounter()
         model = torch.compile(stack(2), backend=counter)
         for _ in range(2):

@@ -27,48 +27,23 @@ def drawn():
     return [draw(SEED, 40 * index) for index in range(1000)]
 
 
-# Right results of cases whose bound or expected error is easily wrong.
+# Cases whose bound or expected error is easily wrong.
+SINK = {"call": "flash_attn_func", "softmax_scale": 1.0, "learnable_sink": "float16"}
+EMPTY = {"call": "flash_varlen_fwd", "packed": ((0, 0),), "spare_rows": 1}
 RIGHT = [
-    testing.Attention(
-        call="flash_attn_func",
-        softmax_scale=1.0,
-        learnable_sink="float16",
-        backward=True,
-        values="sharp",
-    ),
-    testing.Attention(
-        call="flash_varlen_fwd",
-        packed=((0, 0),),
-        spare_rows=1,
-        learnable_sink="float32",
-        backward=True,
-    ),
+    testing.Attention(**SINK, backward=True, values="sharp"),
+    testing.Attention(**EMPTY, learnable_sink="float32", backward=True),
     testing.Step(call="append_kv", backward=True),
     testing.Attention(dtype="float64", head_dim=32, v_head_dim=32, kv_length=3, format="q8_0"),
     testing.Copy(shape=(1, 1, 1), copies=(), layout=("order 021", "padded 8")),
 ]
-# Here it is the kernels whose rounding errors are large.
+# Cases in which the kernels' rounding errors are large.
+DROPOUT = {"call": "flash_varlen_bwd", "dtype": "float16", "packed": ((16, 11),)}
+ROTARY = {"call": "flash_varlen_fwd", "dtype": "bfloat16", "packed": ((6, 4),), "rotary": "qk"}
+ROTARY |= {"rotary_columns": 8, "rotary_interleaved": True, "seed": 111443381}
 RIGHT_OF_KERNELS = [
-    testing.Attention(
-        call="flash_varlen_bwd",
-        dtype="float16",
-        packed=((16, 11),),
-        dropout_p=0.6,
-        backward=True,
-        exact_delta=True,
-        values="constant",
-    ),
-    testing.Attention(
-        call="flash_varlen_fwd",
-        seed=111443381,
-        dtype="bfloat16",
-        packed=((6, 4),),
-        causal=True,
-        rotary="qk",
-        rotary_columns=8,
-        rotary_interleaved=True,
-        values="sharp",
-    ),
+    testing.Attention(**DROPOUT, dropout_p=0.6, backward=True, exact_delta=True, values="constant"),
+    testing.Attention(**ROTARY, causal=True, values="sharp"),
 ]
 
 
@@ -99,7 +74,7 @@ class TestDrawing:
         assert len({case.refused() for case in wrong}) > 20
 
     def test_cases_share_kernels(self):
-        """Compiling takes longer than running: a run has far fewer kinds of calls than cases."""
+        """Compiling takes longer than running, so many cases must share a kernel."""
         cases = [draw(SEED, index) for index in range(1000)]
         kinds = {(type(case), case.call, case.fields().get("dtype")) for case in cases}
         assert len(kinds) < len(cases) / 15
@@ -119,13 +94,11 @@ class TestDrawing:
 
     def test_invalid_cases_have_a_reason(self):
         packed = {"call": "flash_attn_varlen_func", "packed": ((1, 1),)}
+        sdpa = {"call": "scaled_dot_product_attention", "attn_mask": "bfloat16 qk"}
         groups = {"call": "flash_decode", "format": "q2_g64", "v_format": "q2_g64"}
         for fields, reason in (
             (packed | {"cache": "indexed"}, "flash_attn_varlen_func has no cache_batch_idx"),
-            (
-                {"call": "scaled_dot_product_attention", "attn_mask": "bfloat16 qk"},
-                "torch's masks are of bool, float32 or the queries' dtype",
-            ),
+            (sdpa, "torch's masks are of bool, float32 or the queries' dtype"),
             (groups | {"head_dim": 72, "v_head_dim": 64}, "q2_g64 has blocks of 64 columns"),
             (groups | {"head_dim": 64, "v_head_dim": 72}, "q2_g64 has blocks of 64 columns"),
         ):
@@ -133,7 +106,7 @@ class TestDrawing:
 
     @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
     def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):
-        """Every function takes them, so they are not drawn."""
+        """Every function accepts them, so they are not drawn."""
         for name in ("q", "k", "v"):
             sizes = {"q_length": q_length, "kv_length": kv_length}
             case = testing.Attention(**sizes, invalidated=f"strides of {name}")
@@ -201,7 +174,7 @@ class TestMemory:
 
 
 def test_a_lost_gradient_is_noticed(monkeypatch):
-    """In a call that has none, and whose result does not say so."""
+    """A call without a gradient must say so if its result is differentiated."""
     monkeypatch.setattr(differentiation, "without_gradient", lambda message, tensors, run: run())
     drawn_alike = (c for c in drawn() if c.call == "flash_decode" and c.backward)
     case = next(c for c in drawn_alike if not (c.refused() or c.poison or c.differentiable))

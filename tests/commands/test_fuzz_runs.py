@@ -1,4 +1,4 @@
-"""`fuzz` as a command: it shrinks what fails, judges every outcome, and no run loses anything."""
+"""The command `fuzz`: shrinking, outcomes, and complete reports of every run."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ class TestShrinking:
     def no_hurry(self, monkeypatch):
         monkeypatch.setattr(shrinking, "SHRINK_SECONDS", math.inf)
 
-    # Most fields need no other kernel than the simplest case, as a planted fault is compiled anew.
+    # Most fields share a kernel with the simplest case, because a planted fault is compiled again.
     CASE = testing.Attention(
         batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40, seqused_k=(38, 5), seed=5
     )
@@ -82,7 +82,7 @@ def raising(error):
 
 
 def writing(name, error=None):
-    """Computes, unless there is an error, and writes an argument."""
+    """Writes an argument, and computes or raises `error`."""
 
     def call(prepared, arguments):
         results = None if error else prepared.function(**arguments)
@@ -127,7 +127,7 @@ def test_outcomes(name, monkeypatch):
 
 
 def test_a_length_that_mps_does_not_read(monkeypatch):
-    """There it may run, and must write nothing else."""
+    """mps may run the call, but must write nothing else."""
     fields, mps = {"seqused_k": (4,)}, torch.device("mps")
     assert outcome_of(monkeypatch, fields, lambda *_: None, mps).ok
     wrote = outcome_of(monkeypatch, fields, lambda _, arguments: arguments["k"].zero_(), mps)
@@ -142,7 +142,7 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
         return drawn[-1]
 
     def clock():
-        """Time passes for the case that hangs alone, however long the others take."""
+        """Time passes only during the case that hangs."""
         return next(looks) if drawn and drawn[-1].call == "hangs" else 0
 
     monkeypatch.setattr(command, "draw", draw)
@@ -176,7 +176,7 @@ NO_MASK = {"family": "Attention", "call": "scaled_dot_product_attention", "attn_
 class TestCommand:
     @pytest.fixture
     def fuzzing(self, monkeypatch, tmp_path):
-        """Runs `fuzz` with what the workers would have sent."""
+        """Runs `fuzz` with these results of the workers."""
 
         def run(sent, *arguments):
             def instead(draw, seed, indices, count, **_):

@@ -1,4 +1,4 @@
-"""The line that shows how far a command is, on a terminal and elsewhere."""
+"""The progress line of a command, on a terminal and elsewhere."""
 
 import io
 import os
@@ -27,7 +27,7 @@ class TestProgress:
         assert lines[4].strip() == ""
 
     def test_within_a_narrow_terminal(self, monkeypatch):
-        """A line that wrapped would stay there."""
+        """A wrapped line could not be overwritten."""
         monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((40, 20)))
         stream, now = Terminal(), [0.0]
         monkeypatch.setattr(stream, "fileno", lambda: 1)

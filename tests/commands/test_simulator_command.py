@@ -1,4 +1,4 @@
-"""python -m torch_metal_attn.simulator check: what it lists, and one line for what is wrong."""
+"""python -m torch_metal_attn.simulator check: its list of kernels, and errors of one line."""
 
 import re
 
@@ -37,7 +37,7 @@ kernel void none() {}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """One, so that its file is compiled once."""
+    """Shared, so that its file is compiled once."""
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "kernels.metal").write_text(SOURCE)
     return folder
@@ -138,11 +138,8 @@ def test_check_reports_lint_and_limits(command, folder):
     assert "threadgroup memory: 32772 bytes, over the limit of 32768\n" in out
     assert not [rule for rule in PROJECT_RULES if f" {rule}: " in out]
     strict = command("faulty.metal", "--strict")[1]
-    assert {rule for rule in PROJECT_RULES if f" {rule}: " in strict} == {
-        "cpp17",
-        "implicit-float",
-        "kernel-parameter",
-    }
+    rules = {rule for rule in PROJECT_RULES if f" {rule}: " in strict}
+    assert rules == {"cpp17", "implicit-float", "kernel-parameter"}
 
 
 @pytest.mark.parametrize("words", ["", "check", "play k.metal"])

@@ -1,4 +1,4 @@
-"""`verify`: its checks notice faults, a broken case hides no other, and the report is complete."""
+"""`verify`: its checks notice faults, every case runs, and the report is complete."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ FULL = cases.full()
 FAMILY_CASES = {}
 for listed in FULL:
     FAMILY_CASES.setdefault(listed.family, []).append(listed)
-# An early case of each family, as later ones have kernels that no other test compiles.
+# Early cases, because later ones have kernels that no other test compiles.
 SAMPLE = {name: members[len(members) // 5] for name, members in FAMILY_CASES.items()}
 del SAMPLE["offsets beyond 2**31"]  # takes gigabytes
 # Attention's kernels compile for seconds, and tests/attention, cache and decode judge them.
@@ -60,7 +60,7 @@ def test_the_cases_are_many_and_different():
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_caches_match_the_reference(cache):
-    """The reference gets only the rows that belong to a sequence."""
+    """The reference gets only the rows of the sequences."""
     case = attention(call="flash_decode", dtype="float16", q_length=3, head_dim=64, cache=cache)
     problem = build(case)
     (k, v), seen = problem.stored, {"seqused_k": torch.full((2,), 65, dtype=torch.int32)}
@@ -110,7 +110,7 @@ class TestJudges:
 
 
 def test_a_lost_gradient_of_listed_keys_is_noticed(monkeypatch):
-    """A list's keys get what its queries give, and so do those of the other lists."""
+    """Gradients of keys in several lists must be accumulated."""
     monkeypatch.setattr(torch.Tensor, "index_add_", torch.Tensor.index_copy_)
     cases = [case for case in FULL if case.family == "flash_bwd: lists of keys"]
     outcomes = [running.run(case.case, CPU) for case in cases]
@@ -195,7 +195,7 @@ class TestReport:
         assert "**1 failed, 0 passed**" in text
         assert "### flash_fwd: feature causal (float16)" in text
         assert "| out | " in text
-        assert text.count("FAILED") >= 1
+        assert "FAILED" in text
         assert "FAILED" in capsys.readouterr().out
 
     def test_other_cases_run_after_an_exception(self, monkeypatch, tmp_path, broken):

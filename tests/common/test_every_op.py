@@ -43,7 +43,7 @@ def equal(actual, expected):
 
 @examples()
 def test_opcheck(example, where):
-    """Schema; fake kernel and autograd's registration only once, as no device changes them."""
+    """Fake kernels and autograd registrations do not depend on the device."""
     op = getattr(torch.ops.metal_attn, example.op)
     checks = ["test_schema"]
     if where == CPU:
@@ -59,7 +59,7 @@ def test_opcheck(example, where):
 
 @examples(rows=EXAMPLES | STRIDED)
 def test_fake_reference_and_shader_agree(example):
-    """In shape, dtype and strides; the latter two in their numbers."""
+    """In shape, dtype and strides; reference and shader also in values."""
     arguments = example.make()
     expected = call(on(CPU, arguments), example)
     with best_device(check=True) as device:
@@ -79,7 +79,7 @@ def test_fake_reference_and_shader_agree(example):
 
 @examples()
 def test_explanation_says_what_runs(example):
-    """One launch, of the same kernel, defines and grid."""
+    """The call makes one launch, of the explained kernel, defines and grid."""
     arguments = example.make()
     packed = getattr(torch.ops.metal_attn_explain, example.op)(**arguments)
     (explained,) = extension.launches(packed)
@@ -101,7 +101,7 @@ def test_two_runs_give_the_same_bits(example, device):
 
 @examples()
 def test_modes_change_nothing(example, where):
-    """Autocast, inference mode, and views whose sign is a flag and not in memory."""
+    """Autocast, inference mode, and views with torch's negative bit."""
     arguments = example.make()
     expected = call(on(where, arguments), example)
     with torch.autocast(where.type, dtype=torch.bfloat16):
@@ -109,7 +109,7 @@ def test_modes_change_nothing(example, where):
     with torch.inference_mode():
         equal(call(on(where, arguments), example), expected)
     if not example.returns_what_it_writes:
-        return  # torch cannot negate what an op without results has written
+        return  # torch cannot negate tensors that an op without results writes
     for name in {*example.differentiable, *example.written}:
         negated = on(where, arguments)
         if negated[name] is not None and negated[name].is_floating_point():
@@ -131,7 +131,7 @@ def cases_of_compile():
 
 @pytest.mark.parametrize("example, grad", [*cases_of_compile()])
 def test_compile(example, grad, device):
-    """On inputs of the graph, or on results in it, for a static and then for a dynamic length."""
+    """On graph inputs and on intermediate tensors; for a static, then for a dynamic length."""
     torch._dynamo.reset()
     leaves = [n for n in example.differentiable if grad]
 
@@ -154,7 +154,7 @@ def test_compile(example, grad, device):
 
 
 def derivatives(example, function, device, dtype, order):
-    """First or second derivatives of a sum over results; in place, through views of one tensor."""
+    """First or second derivatives of a sum over results. Written tensors are views of one."""
     arguments = on(device, example.make(dtype=torch.float32 if dtype == torch.float64 else dtype))
     if dtype == torch.float64:
         arguments = {
@@ -196,7 +196,7 @@ def test_gradients(example, dtype, order, device):
 
 @examples(differentiable, EXAMPLES | SAVING)
 def test_saved_tensors_of_other_strides(example, device):
-    """A hook may return equal values of other strides, with which the op itself may be refused."""
+    """Hooks may change the strides of saved tensors to strides that the op refuses."""
 
     def restrided(x):
         return torch.stack([x, x], -1)[..., 0] if x.dim() == 1 else x.mT.contiguous().mT
@@ -245,7 +245,7 @@ def test_vmap(example, backend):
 
 @examples(differentiable)
 def test_gradients_by_torch_func(example, backend):
-    """Right, or refused: by softmax, and in place, where the argument is a leaf."""
+    """Gradients are right. softmax, and in-place ops on a leaf, refuse."""
     for name in example.differentiable:
         arguments = example.make()
 
@@ -288,7 +288,7 @@ def test_writing_a_saved_tensor_raises(example, where):
 
 @examples()
 def test_arguments_without_a_gradient(example):
-    """An error names the argument; at the call, or in place in the backward of what was written."""
+    """The error names the argument: in the call, or in the backward of a written tensor."""
     if example.written and not set(example.written) & set(floats(example)):
         return  # bytes have no backward
     for name in set(floats(example)) - {*example.differentiable, *example.written}:
@@ -313,6 +313,6 @@ def test_a_device_without_a_kernel_is_named(example):
     [("Merge", 30), ("Softmax", 30), ("Rotation", 8), ("Copy", 20), ("Quantised", 40)],
 )
 def test_drawn_cases(name, count, device):
-    """Random cases as `fuzz` draws them: values, gradients, refusals, and memory around."""
+    """Random cases of `fuzz`: values, gradients, refusals, and writes outside of tensors."""
     (family,) = (family for family in FAMILIES if family.__name__ == name)
     hold([draw_of(family, random.Random(seed)) for seed in range(count)], device)

@@ -1,4 +1,4 @@
-"""How CPU tensors find their kernel, and what explain says of it; test_every_op.py has the rest."""
+"""The kernels of CPU tensors, and names and texts in error messages."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ flash_fwd = torch.ops.metal_attn.flash_fwd
 
 
 def test_outputs_are_poisoned(monkeypatch):
-    """A kernel that writes nothing is noticed, which the other tests rely on."""
+    """The other tests rely on it to notice a kernel that writes nothing."""
     assert torch.empty(3).isnan().all()
     monkeypatch.setattr(engine, "run", lambda *arguments, **options: engine.Counters())
     with torch_metal_attn.simulate(check=True):
@@ -51,7 +51,7 @@ KV_NAMES = ArgumentNames({"k_cache": "kv[0]"})
 def test_marked_words_are_replaced(message, expected, kind):
     error = NAMES.error(kind(unmarked(message)))
     assert (type(error), str(error)) == (kind, expected)
-    # By the names of a function that calls the function, too.
+    # A function that calls the function renames its arguments again.
     assert str(KV_NAMES.error(error)) == expected.replace("k_cache", "kv[0]")
 
 

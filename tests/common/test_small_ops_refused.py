@@ -36,7 +36,7 @@ def calls(example, arguments):
 
 
 def check(message, example, arguments, meta=True):
-    """The same words everywhere, also without data; nothing is written."""
+    """The message is the same with and without data, and nothing is written."""
     passed = {name: x for name, x in arguments.items() if x is not None or name == "k"}
     written = [memory_of(passed[n]) for n in example.written if passed.get(n) is not None]
     before = [x.clone() for x in written]
@@ -53,7 +53,7 @@ def _with_options(make):
 
 
 NORMALISERS = {"normalisers": torch.randn(2, 4, 16)}
-# Calls of attention; their other refusals are in the modules that they are from.
+# Calls of attention. The modules of their arguments test other refusals.
 ATTENTION = [
     Example("flash_fwd", _with_options(forward.dense)),
     Example("flash_varlen_fwd", _with_options(forward.packed)),
@@ -79,7 +79,7 @@ def _free(example, way, name):
     if example.op in ("rope", "rope_") and f"{way} of {name}" in ROTATED:
         return True
     if example.op.startswith("flex") and name.endswith(("_blocks", "_indices")):
-        # A forward keeps the lists over queries for its backward, which checks them.
+        # The forward saves the lists of queries for the backward, which checks them.
         unread = name.startswith(("q_", "full_q_")) and example.op != "flex_bwd"
         return unread or way == "strides"
     unread = {"flex_fwd": ("q_order",), "flex_bwd_captures": ("kv_order", "q_order")}
@@ -117,6 +117,7 @@ def test_an_invalidated_tensor_is_named(example, way, name):
             check(message, example, invalidated)
 
 
+VAST = torch.zeros(1, 1).long().expand(2**30, 2**30)
 TABLES, CACHES = ("cos", "sin"), ("k_cache", "v_cache")
 REFUSED = {
     "rope": [
@@ -129,16 +130,10 @@ REFUSED = {
             )
         ),
         ({"q": zeros(2, 4, 9, 0), "k": None}, "q has a head dim of 0; it must be at least 1"),
-        (
-            dict.fromkeys(TABLES, zeros(3, 13, 8)),
-            "cos has a batch of 3 and q of 2; it must be 1 or",
-        ),
+        (dict.fromkeys(TABLES, zeros(3, 13, 8)), "cos has a batch of 3 and q of 2; it must be 1"),
         (dict.fromkeys(TABLES, zeros(13, 11)), "cos has 11 columns and q a head dim of 20; they"),
         ({"sin": zeros(12, 8)}, r"sin has shape \(12, 8\) and cos \(13, 8\); they must be equal"),
-        (
-            {"positions": torch.arange(8)},
-            r"positions has .*; it must be \(9,\), \(1, 9\) or \(2, 9",
-        ),
+        ({"positions": torch.arange(8)}, r"positions has .*; it must be \(9,\), \(1, 9\) or \(2"),
         *(
             ({"positions": torch.arange(9), name: value}, f"{name} is .* positions")
             for name, value in (("seqlen_offset", 1), ("seqlen_offsets", ints(0, 0)))
@@ -158,10 +153,7 @@ REFUSED = {
         )
     ],
     "rope_tables": [
-        (
-            {"positions": torch.zeros(1, 1).long().expand(2**30, 2**30)},
-            r"positions has shape .*; the tables would be over 2\^63 bytes",
-        ),
+        ({"positions": VAST}, r"positions has shape .*; the tables would be over 2\^63 bytes"),
         ({"attention_factor": 1e39}, "attention_factor is 1e.39; it must be finite"),
         ({"dtype": F64}, "dtype is (Double|float64); it must be float32, float16 or bfloat16"),
     ],
@@ -188,10 +180,7 @@ REFUSED = {
             {"partial_out": zeros(2, 3, 5, 0, 16), "partial_lse": zeros(2, 3, 5, 0)},
             "partial_out has 0 splits; there must be 1 to 1024",
         ),
-        (
-            {"partial_lse": zeros(2, 3, 5, 3)},
-            r"partial_lse has shape \(2, 3, 5, 3\); it must be \(2, 3, 5, 7\)",
-        ),
+        ({"partial_lse": zeros(2, 3, 5, 3)}, r"partial_lse has shape .* must be \(2, 3, 5, 7\)"),
         ({"out_dtype": F64}, r"out_dtype is float64; it must be float32, float16 or bfloat16"),
         ({"learnable_sink": zeros(4)}, r"learnable_sink has shape \(4,\); it must be \(3,\)"),
     ],
@@ -214,18 +203,12 @@ REFUSED = {
     "append_kv": [
         ({"v": halves(2, 2, 4, 64)}, "v has shape"),
         *(
-            (
-                {f"{x}_cache": halves(2, 3, 32, 64)},
-                f"{x} has a number of heads of 2 and {x}_cache of 3; they",
-            )
+            ({f"{x}_cache": halves(2, 3, 32, 64)}, f"{x} has a number of heads of 2 and {x}_cache")
             for x in "kv"
         ),
         *(({"v_cache": halves(2, 2, *size)}, "v_cache has shape") for size in ((32, 63), (31, 64))),
         (dict.fromkeys(CACHES, halves(3, 2, 32, 64)), "k_cache has a batch of 3 and k of 2"),
-        (
-            {"k_cache": zeros(2, 2, 32, 64)},
-            "k_cache has dtype .*float32 and k .*float16; they must be alike",
-        ),
+        ({"k_cache": zeros(2, 2, 32, 64)}, "k_cache has dtype .*float32 and k .*float16; .*alike"),
         ({"k_scale": halves(2, 2, 32, 2), "v_scale": halves(2, 2, 32, 2)}, "k_scale is given"),
         ({"k": halves(2, 2, 33, 64), "v": halves(2, 2, 33, 64)}, "k has a length of 33 .* for 32"),
         *(({name: ints(1)}, f"{name} has shape") for name in ("cache_seqlens", "leftpad_k")),
@@ -315,10 +298,7 @@ REFUSED_DATA = {
     ],
     "append_kv in pages": [
         ({"block_table": ints(0, 99)[:, None].repeat(1, 2)}, r"block_table\[1, 0\] is 99"),
-        (
-            {"block_table": ints(3, 3)[:, None].repeat(1, 2)},
-            "sequences 0 and 1 both write row 0 of page 3",
-        ),
+        ({"block_table": ints(3, 3, 3, 3).view(2, 2)}, "sequences 0 and 1 both .* row 0 of page 3"),
     ],
     "append_kv rotated": [
         ({"leftpad_k": ints(0, 5)}, "sequence 1 asks for rows -1 to 3 of rotary_cos"),
@@ -344,7 +324,7 @@ def inside(memory, x):
     return memory_of(memory)[: x.nbytes].view(x.dtype).view(x.shape).zero_()
 
 
-# For an op in place: the written argument, and those that may not share its memory.
+# By op: the written argument, and those that may not share its memory.
 SHARING = {
     "rope_": ("q", ["k", "cos", "sin"]),
     "rope_ by positions": ("q", ["positions"]),
@@ -379,7 +359,7 @@ def test_sparse_tensors_are_refused(example):
 
 @each_case("example", EXAMPLES.values())
 def test_negative_views_are_read_or_refused(example):
-    """torch negates some views lazily, such as the imaginary part of a conjugate."""
+    """torch negates some views lazily, such as the imaginary part of a conjugate tensor."""
     op = getattr(torch.ops.metal_attn, example.op)
     for argument in op.default._schema.arguments:
         x = example.make().get(name := argument.name)

@@ -1,4 +1,4 @@
-"""The backend "metal_attn" called as diffusers' dispatcher calls it, and its registration."""
+"""The backend "metal_attn" of diffusers: calls by diffusers' dispatcher, and registration."""
 
 import runpy
 import sys
@@ -123,12 +123,12 @@ def test_names(metal_attn):
 def test_a_diffusers_that_is_too_old(monkeypatch):
     monkeypatch.setattr(diffusers, "__version__", "0.36.0")
     with pytest.raises(ImportError, match=r"needs diffusers 0\.42 or later .*: this is 0\.36\.0"):
-        # By its path: where pytest rewrites the package, runpy finds no code by its name.
+        # By its path, because runpy finds no code of modules that pytest rewrites.
         runpy.run_path(find_spec("torch_metal_attn.integrations.diffusers.backend").origin)
 
 
 def test_set_attention_backend(device):
-    """It is the model's own with diffusers' dispatcher, and diffusers' active one without."""
+    """It sets the model's backend, or the active one if the model has no dispatcher."""
     with attention_backend("native"), torch.no_grad():
         for family in (FAMILIES["Flux"], FAMILIES["UNet XL"]):
             model = family.build()

@@ -1,4 +1,4 @@
-"""The plan of a ring: every visible pair of a query and a key is in one call of one process."""
+"""The plan of a ring: each visible pair of query and key is in one call of one process."""
 
 from itertools import accumulate, pairwise, product
 
@@ -31,7 +31,7 @@ def visible_pairs(bounds, visible):
 
 
 def pairs_of(call, queries, keys):
-    """(query, key) rows that the kernel sees. queries, keys: the rows that two processes hold."""
+    """(query, key) rows that the kernel sees. queries, keys: rows of the two processes."""
     if call.packing is None:
         bounds = [[0, len(queries[call.q])], [0, len(keys[call.k])]]
     else:
@@ -53,7 +53,7 @@ def pairs_of(call, queries, keys):
 
 
 def planned(bounds, processes, layout, visible, packed):
-    """By process: its visitors' calls, and the pairs in them."""
+    """For each process the numbers of its calls, and the pairs in them."""
     spans = [shares(bounds, processes, rank, layout) for rank in range(processes)]
     held = [[row for span in in_packed(s, bounds) for row in span] for s in spans]
     assert sorted(row for each in held for row in each) == list(range(bounds[-1]))

@@ -1,4 +1,4 @@
-"""Ring attention over processes is attention in one, gradients included."""
+"""Ring attention over processes equals attention in one process, including gradients."""
 
 import re
 from contextlib import nullcontext
@@ -96,7 +96,7 @@ def test_functions_refuse_sharded_tensors(function, names, mode, alone):
 
 
 def test_ops_and_masks_refuse_sharded_tensors(alone):
-    """Every op, masks, and tensors that are captured. sdpa_replaced() leaves them to torch."""
+    """Every op, masks and captured tensors. sdpa_replaced() leaves such calls to torch."""
     mesh = init_device_mesh("cpu", (1,))
     for example in EXAMPLES.values():
         arguments = example.make()
@@ -126,7 +126,7 @@ def test_local_map(alone):
 
 
 def test_second_derivatives(alone):
-    """They raise also where the rest of the loss has one, and dout requires no grad."""
+    """They raise also if dout requires no grad and the rest of the loss has a second derivative."""
     q = flash_fwd_check.make_qkv(q_length=7, kv_length=7)[0].requires_grad_()
     sink = torch.zeros(q.shape[2], requires_grad=True)
     for scale in (1.0, q):

@@ -1,4 +1,4 @@
-"""Commands in pages: cheap ones are run, and the parser of the others checks their arguments."""
+"""Commands in pages: cheap ones are run, and the arguments of the others are parsed."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ COMMAND_LINES = {"torch_metal_attn": command_line, "torch_metal_attn.tools.lint"
 PIP_FLAGS = {"--no-build-isolation", "-e", "--index-url=https://download.pytorch.org/whl/cpu"}
 # The platforms of the wheels that `make wheel wheel-macos` puts into one folder.
 PLATFORMS = ["linux_x86_64", "macosx_14_0_arm64"]
-# Actions that a workflow may use; nothing here can run them.
+# Actions that a workflow may use. They are not run.
 ACTIONS = {"actions/checkout", "actions/setup-python"}
 
 
@@ -33,7 +33,7 @@ class Parsed(Exception):
 
 
 def check_commands(text, where, folder):
-    """The output of the commands that are run; AssertionError for a wrong or unknown line."""
+    """The output of the commands. Raises AssertionError for a wrong or unknown line."""
     printed = ""
     for line in text.replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)

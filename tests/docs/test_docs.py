@@ -42,7 +42,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """Runs a page, a path or its text, in an empty folder."""
+    """Runs a page, which is a path or a text, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     before = set(sys.modules)
@@ -60,13 +60,11 @@ def page(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-# Pages that print results of kernels. Other tests cover the options of the other pages.
+# Pages that print results of kernels.
 ON_KERNELS = [doc_pages.ROOT / name for name in ("README.md", "docs/numerics.md")]
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in PAGES if path not in ON_KERNELS], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", [path for path in PAGES if path not in ON_KERNELS], ids=ID)
 def test_blocks(path, page, request):
     model = request.getfixturevalue("model") if doc_pages.MODEL in path.read_text() else None
     page(path, model)
@@ -100,7 +98,7 @@ def test_every_op_and_public_name_is_on_a_page():
 
 
 def test_every_report_has_a_test():
-    """The page has each number once, and its test has the number in its name or its id."""
+    """Each number is once on the page, and in the name or the id of its test."""
     page = (doc_pages.ROOT / "docs" / "mps-issues.md").read_text()
     tests = (doc_pages.ROOT / "tests" / "sdpa" / "test_reported.py").read_text()
     numbers = re.findall(r"\[\w*#(\d+)\]:", page)
@@ -131,10 +129,8 @@ def test_the_extras_are_on_the_page():
 
 
 def test_requirements_are_those_of_the_package():
-    readme, install = (
-        (doc_pages.ROOT / name).read_text(encoding="utf-8")
-        for name in ("README.md", "docs/install.md")
-    )
+    pages = (doc_pages.ROOT / name for name in ("README.md", "docs/install.md"))
+    readme, install = (page.read_text(encoding="utf-8") for page in pages)
     assert "**No Mac has run this yet.**" in readme.split("\n## ")[0]
     wanted = (doc_pages.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     needed = dict(re.findall(r"(python|torch|transformers|diffusers)[ =\">]+([\d.]+)\"", wanted))

@@ -185,7 +185,7 @@ def test_serve():
 
 
 def test_serve_takes_many_clients(capfd, monkeypatch):
-    """All connect before the first is accepted. Requests of clients that leave are cancelled."""
+    """All connect before the first is accepted. Requests of closed clients are cancelled."""
     accepting = threading.Event()
     kind = example("serve").Server
     monkeypatch.setattr(kind, "verify_request", lambda *_: accepting.wait(HANG_SECONDS))

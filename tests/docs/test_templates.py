@@ -27,10 +27,8 @@ def test_form(path):
         assert NEEDED[field["type"]] <= field["attributes"].keys()
     if path.stem in ("wrong-result", "crash"):
         assert all(fields[x]["validations"]["required"] for x in ("reproducer", "report", "info"))
-        assert (
-            "`python -m torch_metal_attn verify --full`"
-            in fields["report"]["attributes"]["description"]
-        )
+        description = fields["report"]["attributes"]["description"]
+        assert "`python -m torch_metal_attn verify --full`" in description
 
 
 def test_the_citation_names_this_version():

@@ -1,4 +1,4 @@
-"""`doctor` sees each attention of a process, and a run is the same with and without it."""
+"""`doctor` sees each attention of a process, and does not change the run."""
 
 import threading
 
@@ -36,7 +36,7 @@ def everything_put_back():
 
 
 def watched(function):
-    """The attentions of a call, whose result is the same bits outside."""
+    """The attentions of a call, whose result must be the same without `Watch`."""
     expected = function()
     with Watch() as watch:
         actual = function()
@@ -186,7 +186,7 @@ class TestOfOurs:
             with simulate(), sdpa_replaced():
                 taken(X, X, X)
         assert [attention.goes_to for attention in watch.seen.elements()] == [OURS]
-        taken(X, X, X)  # it works, and is not seen
+        taken(X, X, X)  # works, but is not recorded
         assert watch.seen.total() == 1
 
     @pytest.mark.filterwarnings("ignore:sdpa_replaced")
@@ -221,7 +221,7 @@ class TestLibraries:
         assert watch.seen.total() == 1
 
     def test_torchscript_compiles_the_functions(self):
-        def scripted():  # anew each time: torch keeps what it has scripted
+        def scripted():  # a new function each time, because torch caches scripted ones
             def function(x):
                 scores = torch.softmax(x, -1) + x.softmax(-1)
                 return scores + F.scaled_dot_product_attention(x, x, x)

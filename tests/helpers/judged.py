@@ -1,4 +1,4 @@
-"""Cases of small kernels, judged one by one; what the simulator reports passes through."""
+"""Checks cases of small kernels one by one. Faults of the simulator are raised."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""How libraries that are not installed call attention: the function, its layout and switches."""
+"""Attention of libraries that are not installed: the function, its layout and its options."""
 
 import torch
 from torch import nn

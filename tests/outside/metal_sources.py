@@ -1,4 +1,4 @@
-"""Kernels of MLX and PyTorch, unmodified, in the simulator: their results, and torch's."""
+"""Kernels of MLX and PyTorch, unmodified, in the simulator, and the same results by torch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +16,7 @@ FOLDERS = {peers.MLX: "mlx/backend/metal/kernels", peers.TORCH: "c10/metal"}
 UTILS = ("defines.h", "utils.h")
 GEMM = (*UTILS, "steel/gemm/gemm.h")
 CONV = (*UTILS, "steel/gemm/mma.h", "steel/conv/conv.h", "steel/conv/params.h")
+FFT = "fft<64, complex_t<float>, complex_t<float>>"
 FFT_CONSTANTS = dict.fromkeys(range(3, 23), 0) | {0: False, 1: True, 2: 8, 6: 2, 22: False}
 IGAMMA = """
 kernel void k0(const device float* x, device float* out, uint i [[thread_position_in_grid]]) {
@@ -33,7 +34,7 @@ def family(
     wheel: str = peers.MLX,
     constants: Mapping[Any, bool | int] | None = None,
 ) -> Callable[[Callable[[ShaderLibrary], Outcome]], None]:
-    """Adds a family: runs `kernel`, an instance of a template or a text, as k0 of the library."""
+    """Adds a family, whose library has `kernel` (an instance of a template or a text) as k0."""
     lines = ["#include <metal_stdlib>", "#include <metal_simdgroup>", "using namespace metal;"]
     lines += [f'#include "{FOLDERS[wheel]}/{header}"' for header in headers]
     template = f'template [[host_name("k0")]] [[kernel]] decltype({kernel}) {kernel};'
@@ -51,9 +52,7 @@ def family(
     return add
 
 
-@family(
-    "unary, complex", (*UTILS, "unary_ops.h", "unary.h"), "unary_v<complex64_t, complex64_t, Exp>"
-)
+@family("unary", (*UTILS, "unary_ops.h", "unary.h"), "unary_v<complex64_t, complex64_t, Exp>")
 def _(library: ShaderLibrary) -> Outcome:
     x = torch.randn(33, dtype=torch.complex64)
     out = torch.empty_like(x)
@@ -113,12 +112,7 @@ def _(library: ShaderLibrary) -> Outcome:
     return out, matrix @ x
 
 
-@family(
-    "fft",
-    ("defines.h", "fft.h"),
-    "fft<64, complex_t<float>, complex_t<float>>",
-    constants=FFT_CONSTANTS,
-)
+@family("fft", ("defines.h", "fft.h"), FFT, constants=FFT_CONSTANTS)
 def _(library: ShaderLibrary) -> Outcome:
     x = torch.randn(64, dtype=torch.complex64)
     out = torch.empty_like(x)

@@ -1,6 +1,6 @@
 """MLX's and PyTorch's attention kernels, unmodified, in the simulator.
 
-Their text, and ggml's, comes from the macOS wheels on PyPI, which pip downloads once.
+The text, also of ggml's kernels, is in macOS wheels on PyPI, which pip downloads once.
 """
 
 import fcntl
@@ -151,7 +151,7 @@ def _mlx(
     lane_map: str | int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Counters]:
-    """MLX's attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal."""
+    """MLX's attention of q (B, H, Lq, D), k and v (B, Hkv, Lk, D); bottom-right causal."""
     batch, heads, q_length, head_dim = q.shape
     kv_length, element = k.shape[2], METAL_TYPES[q.dtype]
     mask_type = "bool" if mask is not None and mask.dtype == torch.bool else element

@@ -7,7 +7,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Builds, processes and generated code, which --first-cases leaves out, like tests of the fake shims.
+# --first-cases leaves these out, and tests of the fake shims: builds, processes, generated code.
 SLOW = (
     "/packaging/",
     "commands/test_fuzz_runs.py::test_workers_that_die",

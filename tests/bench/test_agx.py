@@ -1,4 +1,4 @@
-"""Our kernels through Mesa's compiler for G13: how its listing is read and judged."""
+"""Mesa's compiler for G13: its listing, the model of a GPU core, and the choice of tiles."""
 
 from dataclasses import replace
 from functools import partial
@@ -79,7 +79,7 @@ def test_each_unit_has_its_cycles():
     # Two products, an exp2 and an ffma; memory, barriers and control flow are free.
     assert outer.arithmetic == 2 * listing.PRODUCT_CYCLES + 2
     assert outer.complex == 4
-    # Four SIMD groups of 32 lanes at 64 bytes a cycle; what was spilled is device memory.
+    # Four SIMD groups of 32 lanes at 64 bytes a cycle. Spills are device memory.
     assert outer.threadgroup == 4 * 32 * 4 / 64
     assert outer.device == 4 * 32 * (8 + 4) / 64
     assert outer.cycles == outer.arithmetic
@@ -160,7 +160,7 @@ def candidate(*tile: int, registers: float = 50.5, spills: int = 0) -> choose.Ca
     return choose.Candidate(one, tile, result)
 
 
-# Columns of a slice, block, row fragments, SIMD groups, those that share columns, places of rows.
+# Columns of a slice, block, row fragments, SIMD groups, column SIMD groups, places of rows.
 FAST, SLOW = (576, 32, 1, 4, 1, 1, 0), (576, 16, 1, 4, 1, 1, 0)
 
 
@@ -175,7 +175,7 @@ def test_the_fastest_tile_that_fits_is_chosen():
 
 @built
 def test_a_row_has_the_registers_that_the_generator_finds(tmp_path, monkeypatch):
-    """For a small class and its tile. The second time the result comes from the folder."""
+    """For a small class and its tile. The second result comes from the folder."""
     one = candidates.Class("FLASH_BWD_BIAS", 32, 64, 0, "Rotary", ragged=False)
     rows = table.read_rows(table.TABLE.read_text())["FLASH_BWD_BIAS"]
     row = next(row for row in rows if row.bits == 32 and row.columns >= 64)

@@ -1,4 +1,4 @@
-"""The parts of the compute-sanitizer tool that need no GPU: recording, compiling, packing."""
+"""The parts of the compute-sanitizer tool that need no GPU."""
 
 import ast
 import ctypes
@@ -61,7 +61,7 @@ def test_errors_of_shader_texts():
 
 
 def test_small_problems_cover_every_kernel():
-    """Exceptions: probes, Metal 4, and flash_bwd_captures, which adds to zeros of torch's."""
+    """Except for probes, Metal 4, and flash_bwd_captures, which adds to zeros from torch."""
     launched = set()
     for case in problems.cases():
         with simulate(record=True) as run:
@@ -95,7 +95,7 @@ def test_faults_are_planted_in_every_kernel():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_random_inputs_are_replaced_by_seeded_noise(dtype):
-    """Both machines make the same numbers. Keys that contain the values are stored once."""
+    """Keys that contain the values are stored once."""
     keys, few = torch.randn(20, 64).to(getattr(torch, dtype)), torch.ones(3)
     stored = pack.inputs({"k": keys, "v": keys[:, :32], "few": few})
     assert stored == {"v": packed.Noise(0, dtype, 1280), "few": pack.contents(few)}
@@ -168,7 +168,7 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
         assert sanitize.replay(driver.Programs(tmp_path, every), problem) == right
     assert fake.launched == [(2, 1, 1, 32, 1, 1)] * 2
     assert fake.arguments[:3] == [(b"1234", 0), (b"ab", 0), (bytes(8), 4)]
-    assert len(fake.arguments) == 4  # an argument that the op leaves out has memory too
+    assert len(fake.arguments) == 4  # absent arguments have memory too
     assert "WRONG: out, float32, error 1.0e+00" in capsys.readouterr().out
     short = packed.Fault("memcheck", "half", "out")
     problem = packed.Problem("fault", "float32", [], {}, {}, {"out": 8}, "k", short)

@@ -1,4 +1,4 @@
-"""The check of the shaders by Apple's compilers, with a stand-in for each of them."""
+"""The check of the shaders by Apple's compilers, with a fake of each compiler."""
 
 import platform
 import re
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout b
 compile_shaders = pytest.importorskip("compile_shaders", reason="no .ci folder")
 
 NEWER = set(shaders.LANGUAGES)
-# In place of the lint's, which take seconds to find.
+# Instead of the lint's variants, which take seconds to find.
 VARIANTS = [{}, {"ELEMENT": "half"}, {"ELEMENT": "float"}]
 SPECIALISATIONS = dict.fromkeys(shaders.families(), VARIANTS)
 TEXTS = len(VARIANTS) * (len(SPECIALISATIONS) - len(NEWER))
 
-# Notes its arguments; refuses the text whose file is named in $REFUSED and warns of each other.
+# Logs its arguments, refuses the text of the file $REFUSED, and warns about all others.
 # If $MISSING exists, the Metal toolchain is not installed.
 XCRUN = """#!/bin/sh
 echo "$@" >> "$CALLS"

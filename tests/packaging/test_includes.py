@@ -1,4 +1,4 @@
-"""No include from low to high, by the orders that docs/design describes."""
+"""Includes follow the order of layers in docs/design."""
 
 import re
 import subprocess

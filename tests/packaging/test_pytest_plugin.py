@@ -1,4 +1,4 @@
-"""The pytest plugin, as the wheel brings it to projects that know nothing of this one."""
+"""The pytest plugin of the installed wheel, in projects that do not import this one."""
 
 import os
 import subprocess

@@ -36,7 +36,7 @@ extern "C" __attribute__((visibility("default"))) long metal_attn_call(const cha
 // As csrc/runtime/params_text.cpp: its symbol for debuggers has no section.
 asm(".section __TEXT,__const\\n.globl _metal_attn_text\\n_metal_attn_text:\\n.byte 0\\n.text\\n");
 """
-# Its imports from macOS: exceptions from the one libc++ of the process, and no hash function.
+# Its imports from macOS: exceptions of libc++, and no hash function.
 LIBCXX = [
     *("___cxa_allocate_exception", "___cxa_free_exception", "___cxa_throw", "___cxa_begin_catch"),
     *("___gxx_personality_v0", "__ZTISt13runtime_error", "__ZSt9terminatev"),
@@ -51,11 +51,11 @@ def torch_with(*symbols, version="2.10.0"):
 
 
 def built(folder, source=SOURCE):
-    """The library, compiled and linked as setuptools asks for it; None if that fails."""
+    """The library, compiled and linked with setuptools' arguments; None if that fails."""
     macos_cc.write_stub(folder, torches.TORCH_CPU, [THERE])
     macos_cc.write_stub(folder, torches.LIBCXX, LIBCXX)
     (folder / "lib.cpp").write_text(source)
-    # Options for this machine's compiler, which must not reach the one for a Mac.
+    # Options for this machine's compiler, which the compiler for a Mac must not get.
     here = ["-march=native", "-specs=/no/such/file", "-L/no/such/folder", "-ltorch_cpu", "-shared"]
     options = [*here, "-std=c++20", "-fvisibility=hidden"]
     compiled, library = str(folder / "lib.o"), folder / "_C.abi3.so"
@@ -97,7 +97,7 @@ def test_the_linker_refuses_what_the_oldest_torch_lacks(tmp_path, capfd):
 
 
 OTHER = "/opt/lib/libother.dylib"
-# In two libraries, as compiling one takes seconds: what is changed in the text, and its fault.
+# Changes of the text and their faults, in two libraries, because compiling takes seconds.
 PLANTED = [
     [
         ("text);", 'text + getenv("HOME")[0]);', "macOS libSystem lacks _getenv"),

@@ -141,7 +141,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monke
     assert errors[0] == errors[1] != errors[2]
     assert compiled == [f"#define N {n}\n{BROKEN}" for n in (1, 2)]
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == compiled
-    # The same text of another library: of another process.
+    # Another library with the same text, as in another process.
     path = re.search(r"The shader's text is in (\S+)", errors[0])[1]
     any_fake.add_family("twice", "#define N 1\n" + BROKEN)
     with pytest.raises(RuntimeError, match=re.escape(path)):
@@ -160,7 +160,7 @@ def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(any_fake, mon
 
 
 def test_torch_without_error_texts(fakes):
-    """Before 2.13 the reason is on stderr, and the message says so."""
+    """Before 2.13 torch prints the reason to stderr."""
     silent = fakes["tensor"]  # the variant of the oldest torch
     silent.clear()
     silent.add_family("silent", TEXT)
@@ -197,9 +197,8 @@ def test_out_of_memory_between_two_dispatches(any_fake):
     any_fake.add_family("merge", "kernel void merge_splits() {}")
     q, k = torch.randn(1, 2, 1, 40), torch.randn(1, 2, 90, 40)
     any_fake.fail("dispatch", "out of memory: tried to allocate 1.00 GB", after=1)
-    with pytest.raises(
-        RuntimeError, match=r"dispatching 'merge_splits' failed: out of memory: tried to.* 1.00 GB"
-    ):
+    words = "dispatching 'merge_splits' failed: out of memory: tried to.* 1.00 GB"
+    with pytest.raises(RuntimeError, match=words):
         any_fake.ops.flash_decode(q, k, k, num_splits=3)
     assert any_fake.log().count("end") == 2
     any_fake.clear()
@@ -231,7 +230,7 @@ def test_other_kernels_run_while_one_compiles(any_fake):
 
 
 def test_every_launch_asks_for_the_stream_anew(any_fake):
-    """A stream or encoder held over calls would be another's once the current stream changes."""
+    """A cached stream or encoder would be wrong after the current stream changes."""
     any_fake.add_family("streams", TEXT)
     launch(any_fake, family="streams")
     any_fake.set_stream(7)
@@ -248,7 +247,7 @@ q = torch.randn(1, 2, 8, 16)
 with torch_metal_attn.simulate():
     expected = torch.ops.metal_attn.flash_fwd(q, q, q)[0]
     held, go_on = threading.Event(), threading.Event()
-    def compiling():  # in another thread, which the child does not have
+    def compiling():  # in a thread that the child does not have
         with build._lock:
             held.set()
             go_on.wait()

@@ -1,4 +1,4 @@
-"""The version of macOS and its use by the import, on fakes of macOS' answers."""
+"""The version of macOS and its use by the import, with fake answers of macOS."""
 
 import ctypes
 import platform
@@ -14,7 +14,7 @@ from torch_metal_attn.runtime import device, macos
 
 @pytest.fixture
 def tells(monkeypatch):
-    """Makes macOS tell this process `files` and `kernel`, and a system program `program`."""
+    """Sets the versions that macOS reports by files, by the kernel, and to system programs."""
 
     def sysctlbyname(name, text, size, new, new_size):
         assert (name, new) == (b"kern.osproductversion", None)
@@ -125,7 +125,7 @@ print(macos.at_least(*tensor_tiles.OLDEST_MACOS))
 
 
 def test_the_import_asks_the_system_and_not_torch():
-    """torch 2.13 warns of versions that it does not know, which `python -W error` raises."""
+    """torch 2.13 warns about unknown versions, which is an error with `python -W error`."""
     assert run_alone(IMPORT, "16.2").split() == ["True"]
 
 

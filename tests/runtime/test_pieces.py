@@ -49,7 +49,7 @@ def launches(monkeypatch):
 
 
 def boxes(pieces):
-    """How many threadgroups stand at each place of the grid, and how large it is meant to be."""
+    """The number of runs of each threadgroup of the grid."""
     places = [PLACE.unpack(params[-PLACE.size :]) for params, _ in pieces]
     assert len({place[3:] for place in places}) == 1
     grid = torch.zeros(*places[0][3:], dtype=torch.int32)
@@ -77,7 +77,7 @@ def of_example(name):
 
 
 def flex(device):
-    """A BlockMask, whose tiles start in its order, and gradients of a captured tensor."""
+    """A BlockMask, and gradients of a captured tensor."""
     made = [torch.randn(1, 2, 150, 16, device=device, dtype=torch.float16) for _ in range(3)]
     bias = torch.randn(150, device=device)
     mask = create_block_mask(
@@ -178,7 +178,7 @@ def long_rows(length, heads=1):
 
 
 def order(fake):
-    """Commits and dispatches, in order; a commit in a block is one on the stream's queue."""
+    """Commits and dispatches, in order."""
     return [line for line in fake.log() if line.startswith(("commit", "dispatch"))]
 
 
@@ -186,7 +186,7 @@ def order(fake):
     ("variant", "commit"), [("bytes", "commit of 0"), ("member", "commit"), ("tensor", None)]
 )
 def test_each_piece_is_a_command_buffer(m1, variant, commit, capfd):
-    """By the stream of torch 2.10 to 2.15, or else by its C++ API; or it is said that none is."""
+    """By torch's stream (2.10 to 2.15), or by its C++ API, or not at all, with a message."""
     fake = m1(variant)
     q, k, v = long_rows(100_000, heads=2)
     for _ in range(2):
@@ -214,7 +214,7 @@ def test_pieces_on_mps_are_the_grid(m1):
 
 
 def test_command_buffers_of_short_launches(m1):
-    """Each stream's is committed before it would take longer than a second by what is ours."""
+    """Each stream's command buffer is committed before our launches exceed one second."""
     fake = m1("bytes")
     for stream in (5, 6, 5, 6, 5, 6, 6, 5):
         fake.set_stream(stream)
@@ -237,7 +237,8 @@ WAN = (1, 40, 32_760, 128)
 def test_explain_shows_pieces(cores):
     cores(M1)
     rows = torch.zeros(128, dtype=torch.float16)
-    actual = explain(*(rows.clone().expand(WAN) for _ in range(3)), backward=True)
+    q, k, v = (rows.clone().expand(WAN) for _ in range(3))
+    actual = explain(q, k, v, backward=True)
     pieces = actual.kernels["flash_fwd"].pieces
     assert 43 <= pieces <= 100, "40 * 32760^2 * 320 products: 43 s"
     assert f"threadgroups, in {pieces} command buffers" in str(actual)
@@ -245,12 +246,10 @@ def test_explain_shows_pieces(cores):
         more = actual.training.kernels[kernel].pieces
         assert more >= pieces
         assert f"in {more} command buffers" in str(actual)
-    window = explain(
-        *(rows.clone().expand(WAN) for _ in range(3)), window_size_left=512, causal=True
-    )
+    window = explain(q, k, v, window_size_left=512, causal=True)
     assert window.kernels["flash_fwd"].pieces < pieces / 10
     cores(80)
-    assert explain(*(rows.clone().expand(WAN) for _ in range(3))).kernels["flash_fwd"].pieces < 10
+    assert explain(q, k, v).kernels["flash_fwd"].pieces < 10
     short = explain(*(rows.clone().expand(1, 8, 2048, 128) for _ in range(3)))
     assert short.kernels["flash_fwd"].pieces == 1
     assert "command buffers" not in str(short)

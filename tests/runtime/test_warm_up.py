@@ -18,13 +18,11 @@ from torch_metal_attn.tools.explain import ops
 
 @pytest.fixture
 def fake(any_fake, monkeypatch):
-    """In the extension's place: ops are explained, and so compiled, by the fake's."""
+    """The fake replaces the extension, so that its ops explain and compile."""
     shaders.serve(any_fake.library)
     monkeypatch.setattr(mps, "available", lambda: True)
     monkeypatch.setattr(extension, "load", lambda: any_fake.library)
-    monkeypatch.setattr(
-        ops, "recording_op", lambda name: getattr(any_fake.ops, f"{name}_explain", None)
-    )
+    monkeypatch.setattr(ops, "recording_op", lambda n: getattr(any_fake.ops, f"{n}_explain", None))
     return any_fake
 
 
@@ -79,7 +77,7 @@ class TestCompiling:
         assert not meet.broken
 
     def test_a_program_is_compiled_once(self, fake, monkeypatch):
-        """One of the calls that differ only in lengths is kept: three recorded, one compiled."""
+        """Of three calls that differ in lengths one is compiled."""
         texts, asked = compiled_in(fake), []
         explain = fake.ops.flash_fwd_explain
         monkeypatch.setattr(
@@ -169,7 +167,7 @@ def test_a_model_of_transformers(libraries):
 
 
 def test_slow_compilations_are_reported(any_fake, capfd):
-    """One of more than 2 s, in five lines of a process at most."""
+    """Those of more than 2 s, in at most five lines for each process."""
 
     def compiler(text):
         any_fake.library.fake_mps_pass_time(int(text.split()[-1]))
@@ -193,7 +191,7 @@ def test_slow_compilations_are_reported(any_fake, capfd):
 
 
 def test_prefixes_of_warm_up_are_not_matched(fake):
-    """Ops write nothing while they are compiled; a cache that saw the tokens must not say so."""
+    """Ops write nothing in warm_up, so the cache must not match these tokens."""
     cache = PagedKVCache(4, 8, 2, 8, dtype=torch.float32)
     id, rows, tokens = cache.allocate(), torch.zeros(1, 2, 8, 8), list(range(8))
 
@@ -206,7 +204,7 @@ def test_prefixes_of_warm_up_are_not_matched(fake):
 
 
 def test_a_gpu_of_unknown_cores_divides_no_short_call():
-    """torch tells 0 cores where it does not know them."""
+    """torch reports 0 cores if it does not know the number."""
     extension.load().metal_attn_set_gpu_cores(0)
     q = torch.zeros(1, 2, 40, 64)
     (launch,) = extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, q, q))

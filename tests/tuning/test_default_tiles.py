@@ -1,4 +1,4 @@
-"""The default tiles, rows of csrc/tiles/table.inc, seen through metal_attn_explain."""
+"""The default tiles of csrc/tiles/table.inc, by metal_attn_explain."""
 
 import math
 import re
@@ -29,7 +29,7 @@ some = settings(max_examples=60, deadline=None)
 
 
 def numbers(launch):
-    """The defines but for names of types and texts, and rows of a threadgroup."""
+    """The numeric defines, and the rows of a threadgroup."""
     chosen = {name: int(n) for name, n in launch["defines"].items() if re.fullmatch(r"\d+", n)}
     groups = chosen.get("SIMDGROUPS", 1) // chosen.get("COLUMN_SIMDGROUPS", 1)
     return chosen | {"rows": 8 * chosen.get("ROW_FRAGMENTS", 1) * groups}
@@ -56,7 +56,7 @@ def test_the_table_covers_every_problem(dtype, head_dims, options, heads):
 
 @each_case("q_length, options", [(70, {}), (1, {"num_splits": 1}), (3, {"num_splits": 2})])
 def test_threadgroup_memory_matches_a_run(q_length, options):
-    """With the padding of its arrays: each begins at a multiple of 16 bytes."""
+    """Including padding: each array begins at a multiple of 16 bytes."""
     op = "flash_decode" if options else "flash_fwd"
     q, k, v = operands(64, lengths=(q_length, 70), heads=(4, 2))
     q, k, v = (torch.randn_like(x).requires_grad_(not options) for x in (q, k, v))
@@ -145,7 +145,7 @@ def test_options_without_effect_are_not_compiled_in(options, band):
 
 @each_case("name", OLD + NEW)
 def test_m3_and_later_may_read_keys_and_values_unstaged(name, gpu):
-    """Only `tune` tries it. Unknown GPUs count as the oldest one. The reason gives the row."""
+    """Only `tune` tries it. Unknown GPUs count as the oldest one."""
     gpu(name)
     chosen = told("flash_fwd", *operands(128))
     default, *others = chosen["tuning"]["candidates"]

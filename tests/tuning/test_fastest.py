@@ -21,7 +21,7 @@ def no_keys():
 
 
 def timed(key=PLAIN, **ratios):
-    """Puts a table in use with torch's time divided by ours, by kind."""
+    """Uses a table with these ratios of torch's time to ours."""
     row = loading.Row(f"V_SLICE=8 BLOCK_K=32 SIMDGROUPS=4 {HELD}", ratios)
     loading._loaded = loading.Loaded({key: row}, loading.MEASURED)
 
@@ -120,15 +120,13 @@ def test_another_preference():
 def test_keys_are_kept_by_layout(monkeypatch):
     """An explanation takes as long as a short call."""
     timed(forward=2.0)
-    explained = []
+    noted = []
     launches = advice.Problem.launches
-    monkeypatch.setattr(
-        advice.Problem, "launches", lambda self: explained.append(1) or launches(self)
-    )
+    monkeypatch.setattr(advice.Problem, "launches", lambda self: noted.append(1) or launches(self))
     for _ in range(3):
         attend()
         attend(is_causal=True)
-    assert len(explained) == 2
+    assert len(noted) == 2
     monkeypatch.setattr(advice, "_MOST_KEYS", 2)
     attend(attn_mask=torch.ones(9, 11, dtype=torch.bool))
     assert len(advice._keys) == 1

@@ -71,9 +71,8 @@ class TestKeys:
         q, k, v = operands(dtype=torch.float32)
         half = told("flash_fwd", q, k.half(), v.half())["tuning"]["key"]
         assert half == "flash_fwd float 64 64 half q<=512 k<=512"
-        data, scale = (
-            x.repeat(1, 2, 100, 1) for x in (torch.zeros(64).char(), torch.ones(2).half())
-        )
+        rows = (torch.zeros(64).char(), torch.ones(2).half())
+        data, scale = (x.repeat(1, 2, 100, 1) for x in rows)
         quantised = told("flash_fwd", q, data, data.clone(), k_scale=scale, v_scale=scale.clone())
         assert quantised["tuning"]["key"] == "flash_fwd float 64 64 q8_0 q<=512 k<=512"
 
@@ -109,7 +108,7 @@ def test_candidates_begin_with_the_default_tile_and_can_all_run(kernel, name, gp
                 assert (forced["defines"] == launch["defines"]) == (number == 0)
 
 
-# Tiles that the chooser never takes for D 16 or 32: eight and two SIMD groups, and other blocks.
+# Tiles that are never chosen for D = 16 or 32.
 @pytest.mark.parametrize("tile", ["BLOCK_K=16 SIMDGROUPS=6", "BLOCK_K=8 SIMDGROUPS=2"])
 def test_other_numbers_of_simd_groups(tile, device):
     qkv = make_qkv(q_length=150, kv_length=65)
@@ -122,7 +121,7 @@ SHAPE = {"head_dim": 64, "lengths": (100, 100)}
 
 
 def in_use(kernel="flash_fwd", **options):
-    """Puts a table in use that has another candidate for a problem; returns its defines."""
+    """Uses a table with another candidate for a problem; returns the tile, and q, k and v."""
     qkv = operands(**SHAPE)
     launch = told(kernel, *qkv, **options)["tuning"]
     tiles.use(tiles.make([(launch["key"], launch["candidates"][1], "tuned on this machine")]))

@@ -1,4 +1,4 @@
-"""Tables of tiles as files: what is read, what is ignored and why, and which one is used."""
+"""Tables of tiles as files: reading, reasons to ignore them, and the choice of a table."""
 
 import json
 

@@ -15,8 +15,8 @@ from torch_metal_attn.testing.features import attention
 from torch_metal_attn.tools.verify import cases as listed
 from torch_metal_attn.tuned import tiles
 
-# More calls of the same kernels, calls that need gigabytes or launch nothing, and calls in which
-# torch computes between the launches.
+# Calls of kernels that other cases cover, calls that need gigabytes or launch nothing, and calls in
+# which torch computes between the launches.
 LEFT_OUT = re.compile(
     "two runs|threads|offsets|NaN|lengths and|: lengths|8x8|TF32|lists of|trees of|0x5|recent"
 )

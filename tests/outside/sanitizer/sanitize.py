@@ -28,9 +28,7 @@ TOOLS = {
     "initcheck": (),
     "synccheck": (),
 }
-FINDING = re.compile(
-    r"=========\s+(?:Error: |Warning: |Invalid |Uninitialized |Barrier error|Race )"
-)
+FINDING = re.compile(r"=========\s+(Error: |Warning: |Invalid |Uninitialized |Barrier error|Race )")
 PROBLEM = "problem: "
 SECONDS, FAULT_SECONDS = 480, 40
 # Bounds of errors by the dtype of the call, relative to numbers above 1. Other dtypes are exact.

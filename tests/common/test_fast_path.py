@@ -45,7 +45,7 @@ CALLS = {
     "flash_attn": lambda q: metal_attn.flash_attn_func(q, q, q),
     "flash_attn_cached": lambda q: metal_attn.flash_attn_with_kvcache(q, q, q),
     "sdpa": lambda q: bhld(q, metal_attn.scaled_dot_product_attention),
-    "flash_fwd": bhld,
+    "flash_fwd": lambda q: bhld(q),
 }
 
 

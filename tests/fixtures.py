@@ -51,7 +51,6 @@ def device():
 
 @pytest.fixture(params=["reference", "simulator"])
 def backend(request):
-    """CPU tensors without and with the simulator."""
     if request.param == "reference":
         yield request.param
         return
@@ -67,7 +66,6 @@ def unlaunched(monkeypatch):
 
 @pytest.fixture
 def gpu():
-    """Sets the GPU's name in the extension, and restores it at the end."""
     library = extension.load()
     yield lambda name: library.metal_attn_set_gpu_name(name.encode())
     library.metal_attn_set_gpu_name(b"")
@@ -83,7 +81,6 @@ def m5(gpu):
 
 @pytest.fixture
 def cores():
-    """Sets the number of GPU cores in the extension."""
     library = extension.load()
     yield library.metal_attn_set_gpu_cores
     library.metal_attn_set_gpu_cores(UNKNOWN_CORES)

@@ -123,9 +123,8 @@ def test_calls(name, device):
 def test_unsupported_calls_are_left_to_comfyui(dtype, options, reason, device, messages):
     tensors, override = [x.to(dtype) for x in flat()], Attention()
     for _ in range(2):
-        out = call(
-            comfyui_attention, *tensors, 2, **options, transformer_options={OVERRIDE: override}
-        )
+        model = {"transformer_options": {OVERRIDE: override}}
+        out = call(comfyui_attention, *tensors, 2, **options, **model)
     assert torch.equal(out, comfyui_attention(*tensors, 2))
     assert override.replaced == 0
     assert [(reason in key, count) for key, count in override.left_alone.items()] == [(True, 2)]

@@ -92,7 +92,6 @@ def test_info_shows_wrong_settings(name, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def nothing_compiled(monkeypatch):
-    """A process that has not searched for a compiler."""
     monkeypatch.setattr(build, "_programs", {})
     toolchain.find.cache_clear()
     yield

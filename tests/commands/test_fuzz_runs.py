@@ -27,15 +27,16 @@ CPU = torch.device("cpu")
 SCALE = ("score * params.scale_log2", "0.98f * score * params.scale_log2")
 
 
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 9, "kv_length": 40}
+
+
 class TestShrinking:
     @pytest.fixture(autouse=True)
     def no_hurry(self, monkeypatch):
         monkeypatch.setattr(shrinking, "SHRINK_SECONDS", math.inf)
 
     # Most fields share a kernel with the simplest case, because a planted fault is compiled again.
-    CASE = testing.Attention(
-        batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40, seqused_k=(38, 5), seed=5
-    )
+    CASE = testing.Attention(**SIZES, seqused_k=(38, 5), seed=5)
 
     def test_planted_fault(self, monkeypatch, tmp_path, capsys):
         plant(monkeypatch, "flash_fwd", *SCALE)
@@ -176,7 +177,6 @@ NO_MASK = {"family": "Attention", "call": "scaled_dot_product_attention", "attn_
 class TestCommand:
     @pytest.fixture
     def fuzzing(self, monkeypatch, tmp_path):
-        """Runs `fuzz` with these results of the workers."""
 
         def run(sent, *arguments):
             def instead(draw, seed, indices, count, **_):

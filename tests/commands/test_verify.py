@@ -60,7 +60,6 @@ def test_the_cases_are_many_and_different():
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_caches_match_the_reference(cache):
-    """The reference gets only the rows of the sequences."""
     case = attention(call="flash_decode", dtype="float16", q_length=3, head_dim=64, cache=cache)
     problem = build(case)
     (k, v), seen = problem.stored, {"seqused_k": torch.full((2,), 65, dtype=torch.int32)}
@@ -169,9 +168,8 @@ def broken(monkeypatch):
 
 
 def causal(dtype="float16"):
-    return cases.listed(
-        "flash_fwd", functools.partial(attention, call="flash_fwd"), dtype, {"feature": "causal"}
-    )
+    make = functools.partial(attention, call="flash_fwd")
+    return cases.listed("flash_fwd", make, dtype, {"feature": "causal"})
 
 
 class TestReport:

@@ -141,6 +141,7 @@ def _masked(scores, q_offset=0):
     return (scores.masked_fill(~visible.tril(q_offset), -math.inf),)
 
 
+_MASK_ = {"written": ("scores",), "differentiable": ("scores",), "definition": _masked}
 _SOFTMAX = {"differentiable": ("x",), "definition": _weights}
 
 
@@ -208,6 +209,7 @@ def _listed(length=8, dtype=torch.float32):
     return _attention(causal=True, indices=entries)(length, dtype)
 
 
+_CAUSAL = {"causal": True, "q_offset": 4, "softmax_scale": 0.3}
 _FLASH = {"differentiable": ("q", "k", "v")}
 
 
@@ -224,9 +226,7 @@ def _pages(length=8, dtype=torch.float32):
 
 EXAMPLES = {
     "flash_fwd": Example("flash_fwd", _attention(), **_FLASH),
-    "flash_fwd causal": Example(
-        "flash_fwd", _attention(causal=True, q_offset=4, softmax_scale=0.3), **_FLASH
-    ),
+    "flash_fwd causal": Example("flash_fwd", _attention(**_CAUSAL), **_FLASH),
     "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
     "flash_decode packed": Example("flash_decode", _packed_queries),
     "flash_decode of trees": Example("flash_decode", _tree(_attention(num_splits=1), "parents")),
@@ -250,9 +250,7 @@ EXAMPLES = {
     "merge_splits and a sink": Example("merge_splits", _partials(sink=True)),
     "softmax": Example("softmax", _scores(dim=1), **_SOFTMAX),
     "softmax_": Example("softmax_", _scores(dim=1), ("x",), **_SOFTMAX),
-    "apply_causal_mask_": Example(
-        *("apply_causal_mask_", _scores("scores", q_offset=1), ("scores",), ("scores",), _masked)
-    ),
+    "apply_causal_mask_": Example("apply_causal_mask_", _scores("scores", q_offset=1), **_MASK_),
     "append_kv": Example("append_kv", _append(lengths=(0, 0)), _CACHES),
     "append_kv rotated": Example("append_kv", _append(**_ROTATED), (*_CACHES, "q")),
     "append_kv in pages": Example("append_kv", _append(**_PAGED), (*_CACHES, "k_scale", "v_scale")),
@@ -313,7 +311,6 @@ FLEX = {
 
 
 def _with_tensors(length=8, dtype=torch.float32):
-    """A call with each kind of tensor that is saved for backward."""
     options = {"attn_mask": normal(2, 1, length, 13, seed=3), "learnable_sink": normal(4, seed=4)}
     for i, (side, rows) in enumerate((("q", length), ("k", 13))):
         angles = normal(rows, 4, seed=5 + i)
@@ -331,8 +328,7 @@ def _packed(length=8, dtype=torch.float32):
 # Calls whose backward gets more saved tensors than those of EXAMPLES.
 SAVING = {
     "flash_fwd with tensors": Example(
-        *("flash_fwd", _with_tensors, ()),
-        ("q", "k", "v", "attn_mask", "alibi_slopes", "learnable_sink"),
+        "flash_fwd", _with_tensors, (), (*"qkv", "attn_mask", "alibi_slopes", "learnable_sink")
     ),
     "flash_varlen_fwd": Example("flash_varlen_fwd", _packed, **_FLASH),
     "flex_fwd": Example("flex_fwd", _of_blocks, **_FLASH),

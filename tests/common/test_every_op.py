@@ -15,11 +15,10 @@ from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing.families import FAMILIES, draw_of
 from torch_metal_attn.testing.judge import normal
 
-CPU = torch.device("cpu")
+CPU, F32 = torch.device("cpu"), torch.float32
 
 
 def examples(condition=lambda example: True, rows=EXAMPLES):
-    """The rows for which the condition holds, as parameters of a test."""
     chosen = {name: example for name, example in rows.items() if condition(example)}
     return pytest.mark.parametrize("example", chosen.values(), ids=chosen)
 
@@ -79,7 +78,6 @@ def test_fake_reference_and_shader_agree(example):
 
 @examples()
 def test_explanation_says_what_runs(example):
-    """The call makes one launch, of the explained kernel, defines and grid."""
     arguments = example.make()
     packed = getattr(torch.ops.metal_attn_explain, example.op)(**arguments)
     (explained,) = extension.launches(packed)
@@ -88,9 +86,8 @@ def test_explanation_says_what_runs(example):
     (launch,) = run.recorded
     assert (launch.kernel, launch.defines) == (explained["kernel"], explained["defines"])
     assert launch.group_size == tuple(explained["threads"])
-    assert launch.grid == tuple(
-        n * size for n, size in zip(explained["grid"], explained["threads"], strict=True)
-    )
+    sizes = zip(explained["grid"], explained["threads"], strict=True)
+    assert launch.grid == tuple(n * size for n, size in sizes)
 
 
 @examples()
@@ -180,12 +177,9 @@ def derivatives(example, function, device, dtype, order):
     return [x.detach().cpu().double() for x in actual]
 
 
-@pytest.mark.parametrize(
-    "dtype, order", [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)], ids=str
-)
+@pytest.mark.parametrize("dtype, order", [(F32, 1), (F32, 2), (torch.bfloat16, 1)], ids=str)
 @examples(attrgetter("definition"))
 def test_gradients(example, dtype, order, device):
-    """Against autograd through the definition in float64."""
     exact = derivatives(example, lambda x: example.definition(**x), CPU, torch.float64, order)
     actual = derivatives(example, lambda x: call(x, example), device, dtype, order)
     bound = 1e-4 if dtype == torch.float32 else 2**-5
@@ -308,11 +302,10 @@ def test_a_device_without_a_kernel_is_named(example):
         op._op_dk(elsewhere, **example.make())
 
 
-@pytest.mark.parametrize(
-    "name, count",
-    [("Merge", 30), ("Softmax", 30), ("Rotation", 8), ("Copy", 20), ("Quantised", 40)],
-)
+COUNTS = {"Merge": 30, "Softmax": 30, "Rotation": 8, "Copy": 20, "Quantised": 40}
+
+
+@pytest.mark.parametrize("name, count", COUNTS.items())
 def test_drawn_cases(name, count, device):
-    """Random cases of `fuzz`: values, gradients, refusals, and writes outside of tensors."""
     (family,) = (family for family in FAMILIES if family.__name__ == name)
     hold([draw_of(family, random.Random(seed)) for seed in range(count)], device)

@@ -95,7 +95,6 @@ def test_no_fast_path_with_gradients_or_modes(name, context, used):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_traced_graphs_keep_the_differentiable_op(name, used):
-    """Every kind of graph contains the differentiable op."""
     traced = torch.jit.trace(CALLS[name], Q, check_trace=False)
     graphs = [make_fx(CALLS[name])(Q).code, str(traced.graph)]
     torch.compile(CALLS[name], backend=lambda g, _: graphs.append(g.code) or g, fullgraph=True)(Q)

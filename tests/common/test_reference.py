@@ -133,7 +133,6 @@ def test_all_features_at_once(data):
 @more_examples
 @given(data=st.data())
 def test_all_features_at_once_in_packed_sequences(data):
-    """Including lengths of 0, and rows after the last sequence."""
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=4))
     q_lengths, kv_lengths = [n for n, _ in lengths], [n for _, n in lengths]
     kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))

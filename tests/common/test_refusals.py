@@ -58,7 +58,6 @@ def test_functions_convert_errors_of_cpp_ops(monkeypatch):
 
 
 def test_python_kernels_convert_errors(monkeypatch):
-    """A Python kernel in which an op raises as in torch 2.15."""
     monkeypatch.setattr(refusals, "_torch_hides_value_errors", lambda: True)
     library = torch.library.Library("refusals_test", "DEF")
     library.define("op(Tensor x) -> Tensor")

@@ -36,7 +36,6 @@ def calls(example, arguments):
 
 
 def check(message, example, arguments, meta=True):
-    """The message is the same with and without data, and nothing is written."""
     passed = {name: x for name, x in arguments.items() if x is not None or name == "k"}
     written = [memory_of(passed[n]) for n in example.written if passed.get(n) is not None]
     before = [x.clone() for x in written]
@@ -314,7 +313,7 @@ REFUSED_DATA = {
 
 
 @each_case(
-    "name, changes, message", [(name, *row) for name, rows in REFUSED_DATA.items() for row in rows]
+    "name, changes, message", [(n, *row) for n, rows in REFUSED_DATA.items() for row in rows]
 )
 def test_refused_data(name, changes, message):
     check(message, EXAMPLES[name], EXAMPLES[name].make() | changes, meta=False)

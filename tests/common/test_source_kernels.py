@@ -84,7 +84,6 @@ def test_source_kernel(name, device):
 
 
 def test_every_source_kernel_has_a_test():
-    """Each has a row on the page that names its test."""
     row = re.compile(r"^\| (\w+)(?: \(.*?\))? \| .*`(?:[\w/.]+::)?([^`]+)` \|$", re.M)
     rows = row.findall(PAGE.read_text())
     assert [name for name, _ in rows] == NAMES

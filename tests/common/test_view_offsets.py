@@ -24,7 +24,6 @@ def step(packed, caches, outs, lses, lengths, cos, sin):
 
 @torch._inductor.config.patch(force_disable_caches=True)
 def test_inductor_writes_into_views():
-    """One graph of these ops, for two sizes."""
     torch._dynamo.reset()
     compiled = torch.compile(step, dynamic=True, fullgraph=True)
     lengths = torch.tensor([1, 0], dtype=torch.int32)

@@ -31,6 +31,7 @@ class Case:
 CAUSAL = {"causal": True}
 SINK = torch.tensor([0.5, 2.0, -torch.inf, -1.0])
 SLOPES = torch.tensor([[0.1, 0.5, 0.0, 1.0], [0.3, 0.7, -0.2, 0.4]]).repeat(2, 1)  # of sequences
+ALIBI = {"alibi_slopes": SLOPES[:2]}
 _BOTH_LAYOUTS = {
     "causal": {"options": CAUSAL},
     "odd": {"length": 19, "options": CAUSAL | {"softcap": 1.5, "softmax_scale": 0.3}},
@@ -38,10 +39,7 @@ _BOTH_LAYOUTS = {
     "packed causal": {"packed": True, "options": CAUSAL},
     "simulated": {"processes": 2, "simulated": True, "options": CAUSAL},
     "simulated packed": {"processes": 2, "simulated": True, "packed": True, "options": CAUSAL},
-    "ALiBi and sink": {
-        "length": 19,
-        "options": CAUSAL | {"alibi_slopes": SLOPES[:2], "learnable_sink": SINK},
-    },
+    "ALiBi and sink": {"length": 19, "options": CAUSAL | ALIBI | {"learnable_sink": SINK}},
     "packed ALiBi": {"packed": True, "options": {"alibi_slopes": SLOPES}},
 }
 CASES = {
@@ -102,10 +100,8 @@ def run(case, group):
             results.append([out.detach(), lse.detach(), *gradients])
     launched = [launch.kernel for launch in simulation.launches] if case.simulated else []
     dims = [along, along_lse, *[along] * 3]
-    whole = [
-        unshard_sequence(x, group, dim=dim, **sharing)
-        for x, dim in zip(results[0], dims, strict=False)
-    ]
+    pairs = zip(results[0], dims, strict=False)
+    whole = [unshard_sequence(x, group, dim=dim, **sharing) for x, dim in pairs]
     for of_sink in results[0][len(dims) :]:
         whole.append(of_sink.clone())
         torch.distributed.all_reduce(whole[-1], group=group)
@@ -135,7 +131,6 @@ def alibi(case):
 
 
 def check(case, whole):
-    """Twice torch's error against float64, for results of whole sequences."""
     q, k, v, dout, dlse = problem(case)
     same = ("softcap", "softmax_scale", "learnable_sink")
     options = {name: case.options[name] for name in case.options if name in same}

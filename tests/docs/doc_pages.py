@@ -94,9 +94,9 @@ def run_page(path, folder, model=None):
             assert re.fullmatch(r"// \w+\.metal", first), f"{where}: {first!r} names no file"
             (folder / first.removeprefix("// ")).write_text(block.text, encoding="utf-8")
         elif block.language == "sh":
-            printed = check_commands(block.text, where, folder) or None
+            printed = check_commands(block.text, where) or None
         elif block.language == "yaml":
-            check_yaml(block.text, where, folder)
+            check_yaml(block.text, where)
         else:
             raise AssertionError(f"{where}: no rule says how to run a block of {block.language!r}")
 

@@ -21,7 +21,6 @@ DEFINED = re.compile(
 
 
 def test_two_new_score_options(tmp_path):
-    """Both in one copy of the sources, of which only the changed files are built."""
     copy = tmp_path / "copy"
     for folder in ("csrc", "shaders", "torch_metal_attn"):
         ignore = shutil.ignore_patterns("*.so", "__pycache__")

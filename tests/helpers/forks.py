@@ -18,7 +18,6 @@ context.set_forkserver_preload(["torch", "torch._dynamo", "pytest"])
 
 
 def run_alone(program, *arguments, **environment):
-    """The standard output of `program` in its own process, which must succeed."""
     done = run_program(program, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -43,8 +43,6 @@ class Mutant(NamedTuple):
 
 
 class repeated(str):
-    """An `old` text that occurs at several places, which all change."""
-
     __slots__ = ()
 
 
@@ -68,10 +66,9 @@ def changed(pattern, text):
         return None
     groups = actual[0].groups()
     new = groups[0]
-    for before, after, kept, inserted in zip(
-        groups[1::3], groups[2::3], groups[3::3], parts[2::3], strict=True
-    ):
-        new += f"{before} {inserted.strip()} {after}{kept}"
+    kept = zip(groups[1::3], groups[2::3], groups[3::3], strict=True)
+    for (before, after, text), inserted in zip(kept, parts[2::3], strict=True):
+        new += f"{before} {inserted.strip()} {after}{text}"
     return actual[0].group(), new
 
 
@@ -89,9 +86,8 @@ def read(table, family, problem, fault):
         for kernel in kernels.split(", "):
             full_name = f"{kernel}: {name}" if kernel else name
             assert full_name not in mutants, f"two mutants are {full_name!r}"
-            mutants[full_name] = Mutant(
-                problem, family.format(kernel), pattern.strip(), EVERYWHERE in words, kinds
-            )
+            place = family.format(kernel), pattern.strip()
+            mutants[full_name] = Mutant(problem, *place, EVERYWHERE in words, kinds)
     return mutants
 
 

@@ -15,7 +15,9 @@ from . import peers
 FOLDERS = {peers.MLX: "mlx/backend/metal/kernels", peers.TORCH: "c10/metal"}
 UTILS = ("defines.h", "utils.h")
 GEMM = (*UTILS, "steel/gemm/gemm.h")
+QUANTIZED = (*GEMM, "quantized_utils.h")
 CONV = (*UTILS, "steel/gemm/mma.h", "steel/conv/conv.h", "steel/conv/params.h")
+REDUCE = (*UTILS, "atomic.h", "reduction/ops.h", "reduce.h")
 FFT = "fft<64, complex_t<float>, complex_t<float>>"
 FFT_CONSTANTS = dict.fromkeys(range(3, 23), 0) | {0: False, 1: True, 2: 8, 6: 2, 22: False}
 IGAMMA = """
@@ -42,9 +44,9 @@ def family(
 
     def add(run: Callable[[ShaderLibrary], Outcome]) -> None:
         def compiled_and_run() -> Outcome:
-            include = [peers.include_dir(wheel)]
+            folders = [peers.include_dir(wheel)]
             return run(
-                compile_shader(source, include_dirs=include, constants=constants, check=True)
+                compile_shader(source, include_dirs=folders, constants=constants, check=True)
             )
 
         FAMILIES[name] = compiled_and_run
@@ -69,11 +71,7 @@ def _(library: ShaderLibrary) -> Outcome:
     return out, x.T.bfloat16()
 
 
-@family(
-    "reduce",
-    (*UTILS, "atomic.h", "reduction/ops.h", "reduce.h"),
-    "all_reduce<float, float, Sum<float>>",
-)
+@family("reduce", REDUCE, "all_reduce<float, float, Sum<float>>")
 def _(library: ShaderLibrary) -> Outcome:
     x, out = torch.randn(1000), torch.empty(1)
     library.k0(x, out, 1000, 1000, threads=(64, 1, 1), group_size=(64, 1, 1))
@@ -120,7 +118,7 @@ def _(library: ShaderLibrary) -> Outcome:
     return torch.view_as_real(out), torch.view_as_real(torch.fft.fft(x))
 
 
-@family("quantized", (*GEMM, "quantized_utils.h", "quantized.h"), "affine_dequantize<float, 64, 4>")
+@family("quantized", (*QUANTIZED, "quantized.h"), "affine_dequantize<float, 64, 4>")
 def _(library: ShaderLibrary) -> Outcome:
     codes = torch.randint(0, 16, (4, 64))
     packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
@@ -130,11 +128,7 @@ def _(library: ShaderLibrary) -> Outcome:
     return out, codes * scales[:, None] + biases[:, None]
 
 
-@family(
-    "fp_quantized",
-    (*GEMM, "quantized_utils.h", "fp_quantized.h"),
-    "fp_dequantize<bfloat16_t, 32, 8, false>",
-)
+@family("fp_quantized", (*QUANTIZED, "fp_quantized.h"), "fp_dequantize<bfloat16_t, 32, 8, false>")
 def _(library: ShaderLibrary) -> Outcome:
     values = torch.randn(64).to(torch.float8_e4m3fn)
     exponents = torch.tensor([126, 129], dtype=torch.uint8)

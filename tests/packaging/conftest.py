@@ -12,7 +12,7 @@ from torch_metal_attn.runtime import extension
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    """Of the extension that is already built."""
+    """The wheel, with the extension that is already built."""
     folder = tmp_path_factory.mktemp("wheel")
     base = folder / "build"
     lib = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"

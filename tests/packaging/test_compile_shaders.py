@@ -65,9 +65,8 @@ def run(tmp_path, monkeypatch, capsys):
         status = compile_shaders.main([str(folder)])
         called = calls.read_text().splitlines() if calls.exists() else []
         log, out = (folder / "log.txt").read_text(), capsys.readouterr().out
-        return SimpleNamespace(
-            status=status, calls=called, torch_texts=texts, folder=folder, log=log, out=out
-        )
+        done = {"status": status, "calls": called, "torch_texts": texts, "log": log, "out": out}
+        return SimpleNamespace(**done, folder=folder)
 
     return run
 

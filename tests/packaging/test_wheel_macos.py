@@ -66,9 +66,8 @@ def built(folder, source=SOURCE):
 
 
 def faults(library, *known):
-    return check_library.faults(
-        macho.read(library.read_bytes(), library.name), known or [torch_with(THERE)]
-    )
+    binary = macho.read(library.read_bytes(), library.name)
+    return check_library.faults(binary, known or [torch_with(THERE)])
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,6 @@ for name, call in calls.items():
 
 @pytest.fixture(scope="module")
 def outcome(libraries):
-    """`rows` and `outcomes` of a process that counts allocations."""
     program = SETUP + COUNT + COMPARE + "print(json.dumps([rows, outcomes]))"
     return run_counted(program, libraries["bytes"])
 

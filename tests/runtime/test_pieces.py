@@ -77,18 +77,15 @@ def of_example(name):
 
 
 def flex(device):
-    """A BlockMask, and gradients of a captured tensor."""
     made = [torch.randn(1, 2, 150, 16, device=device, dtype=torch.float16) for _ in range(3)]
     bias = torch.randn(150, device=device)
-    mask = create_block_mask(
-        lambda b, h, q, k: q >= k, 1, 1, 150, 150, device=device, BLOCK_SIZE=32
-    )
+    sizes = {"Q_LEN": 150, "KV_LEN": 150, "BLOCK_SIZE": 32}
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, **sizes, device=device)
 
     def run():
         leaves = [x.detach().requires_grad_() for x in (*made, bias)]
-        out = flex_attention(
-            *leaves[:3], lambda s, b, h, q, k: s + leaves[3][q - k], block_mask=mask
-        )
+        *qkv, captured = leaves
+        out = flex_attention(*qkv, lambda s, b, h, i, j: s + captured[i - j], block_mask=mask)
         return out, torch.autograd.grad(out.float().square().sum(), leaves)
 
     return run
@@ -178,13 +175,13 @@ def long_rows(length, heads=1):
 
 
 def order(fake):
-    """Commits and dispatches, in order."""
     return [line for line in fake.log() if line.startswith(("commit", "dispatch"))]
 
 
-@pytest.mark.parametrize(
-    ("variant", "commit"), [("bytes", "commit of 0"), ("member", "commit"), ("tensor", None)]
-)
+COMMITS = {"bytes": "commit of 0", "member": "commit", "tensor": None}
+
+
+@pytest.mark.parametrize(("variant", "commit"), COMMITS.items())
 def test_each_piece_is_a_command_buffer(m1, variant, commit, capfd):
     """By torch's stream (2.10 to 2.15), or by its C++ API, or not at all, with a message."""
     fake = m1(variant)

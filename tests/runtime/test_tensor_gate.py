@@ -232,6 +232,7 @@ def fault(ran, *problems, said="attention"):
 
 
 COMPARES = compares("attention", "; `python -m torch_metal_attn verify --full` compares many more")
+COMPARISON = "the comparison of both kinds of tile"
 NEW = works([*PROBES, *BOTH * 3, *TENSOR], "", said=COMPARES)
 REMEMBERED = works([*PROBES, *TENSOR], "")
 NOT_TRIED = ["probe", *MATRIX]
@@ -385,12 +386,7 @@ def test_each_case(actual, call):
     "kernel, why, tried, said",
     [
         ("probe_tensor", "a small kernel on it did not end within 400 ms", ["probe"], ""),
-        (
-            "flash_fwd_tensor",
-            "the comparison of both kinds of tile did not end within 1200 ms",
-            PROBES,
-            COMPARES,
-        ),
+        ("flash_fwd_tensor", f"{COMPARISON} did not end within 1200 ms", PROBES, COMPARES),
     ],
 )
 def test_a_trial_that_hangs(actual, kernel, why, tried, said):

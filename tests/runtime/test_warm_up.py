@@ -70,14 +70,12 @@ class TestCompiling:
         meet = threading.Barrier(3)
         fake.set_compiler(lambda text: meet.wait(HANG_SECONDS))
         calls = [meta(head_dim) for head_dim in (80, 88, 96)]
-        done = warm_up(
-            lambda: [torch.ops.metal_attn.flash_fwd(*arguments) for arguments in calls], threads=3
-        )
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in calls], threads=3)
         assert (done.compiled, done.failed) == (3, ())
         assert not meet.broken
 
     def test_a_program_is_compiled_once(self, fake, monkeypatch):
-        """Of three calls that differ in lengths one is compiled."""
+        """Three calls differ only in lengths, so one is compiled."""
         texts, asked = compiled_in(fake), []
         explain = fake.ops.flash_fwd_explain
         monkeypatch.setattr(
@@ -107,7 +105,7 @@ class TestCompiling:
     def test_compile_errors_are_reported(self, fake):
         fake.refuse("#define HEAD_DIM_QK 208")
         calls = [meta(208), meta(216)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*arguments) for arguments in calls])
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in calls])
         (error,) = done.failed
         assert "told to be refused" in error
         assert (done.kernels, done.compiled) == ({"flash_fwd": 1}, 1)

@@ -35,6 +35,7 @@ OTHERS = [
 ]
 # Models with an indexer that test_families.py lacks.
 SELECTING = ["AXK2", "Dots3Note", "HYV4", "MistralLarge4ForConditionalGeneration"]
+SAMPLE = {"do_sample": True, "top_k": 3}
 LOOKUP = {"prompt_lookup_num_tokens": 3}
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
@@ -203,9 +204,7 @@ def test_on_device(page_size, device):
         assert all(one.defines["V_IN_K"] == "1" for one in decoding)
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, LOOKUP, {"do_sample": True, "top_k": 3}], ids=str
-)
+@pytest.mark.parametrize("options", [{"num_beams": 3}, LOOKUP, SAMPLE], ids=str)
 @pytest.mark.parametrize("page_size", [None, 5])
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-V3.2", "GLM-MoE-DSA"])
 def test_ways_to_generate(name, page_size, options):
@@ -236,7 +235,6 @@ def test_fault_is_caught(method, fault, monkeypatch):
 
 
 def test_gradients_match_eager():
-    """Few queries, so that the attention is absorbed."""
     inputs = {"input_ids": tiny.tokens(7), "use_cache": False}
     actual = gradients(enable(tiny.build("DeepSeek-V3"), absorb=True), inputs)
     assert_same_gradients(actual, gradients(tiny.build("DeepSeek-V3"), inputs))

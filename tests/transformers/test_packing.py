@@ -306,7 +306,6 @@ class TestBatchesOfTrainers:
             self.answer(self.batch() | changed)
 
     def test_every_keyword_of_transformers_is_handled(self):
-        """A keyword that is new in transformers fails this test."""
         q = torch.randn(1, 1, 4, 8)
         named = {*inspect.signature(metal_attention).parameters, *packing.SEQUENCES, *BOUNDS}
         for name in TransformersKwargs.__annotations__.keys() - named - {"output_attentions"}:

@@ -79,14 +79,12 @@ def test_from_pretrained_refuses(tmp_path):
 
 @pytest.fixture
 def stub(monkeypatch, tmp_path):
-    """A package that the finder waits for, and an integration that imports it."""
     package = tmp_path / "awaited_stub"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "models.py").write_text("import sys\nvalue = 3\nspec_loader = __spec__.loader\n")
-    (tmp_path / "integration_stub.py").write_text(
-        "from awaited_stub.models import value\nassert value == 3\n"
-    )
+    text = "from awaited_stub.models import value\nassert value == 3\n"
+    (tmp_path / "integration_stub.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(registration, "_AWAITED", "awaited_stub.models")

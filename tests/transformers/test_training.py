@@ -135,13 +135,12 @@ class TestTrainer:
             disable_tqdm=True,
             **options,
         )
+        flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         trainer = Trainer(
             model,
             arguments,
             train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-            data_collator=(
-                DataCollatorWithFlattening(return_flash_attn_kwargs=True) if packed else None
-            ),
+            data_collator=flatten if packed else None,
         )
         with Operands() as operands, record_routes() as routes:
             trainer.train()

@@ -101,7 +101,6 @@ def _companions(model: Any, names: Any, inputs: dict[str, Any]) -> dict[str, Ten
 
 
 def _of_picture(config: Any, names: Any, name: str, picture: Tensor) -> Tensor | None:
-    """The argument `name` if it goes with a picture, else None."""
     if _GRID.fullmatch(name):
         grid = [1, SIDE, SIDE] if name.endswith("thw") else [SIDE, SIDE]
         grids = torch.tensor([grid] * BATCH)

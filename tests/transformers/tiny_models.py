@@ -18,6 +18,8 @@ from tests.transformers import tiny_configs, tiny_inputs
 from tests.transformers.tiny_families import FAMILIES, IMAGE_TOKEN, IMAGE_TOKENS, PROMPT
 from tests.transformers.tiny_inputs import tokens
 
+Prompts = list[list[int]]
+Batch = list[tuple[list[int], Tensor]]  # for each prompt its tokens and their log-probabilities
 PARAMETERS = 110e6  # the largest number that a small model may have
 
 
@@ -107,7 +109,7 @@ def smallest(model_name: str, **changes: Any) -> Any:
     return first_that_runs(kind, kind.config_class, run, pad_token_id=0, **changes)[0]
 
 
-def prompts() -> list[list[int]]:
+def prompts() -> Prompts:
     """Prompts for continuous batching. The last takes several steps, the last two pass WINDOW."""
     return [part.tolist() for part in tokens(48, batch=1)[0].split([5, 13, 30])]
 
@@ -155,10 +157,8 @@ def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Ten
     return result.sequences.cpu(), torch.stack(result.logits, 1).cpu()
 
 
-def generate_batch(
-    model: Any, prompts: list[list[int]], new_tokens: int = 6, blocks: int = 16
-) -> list[tuple[list[int], Tensor]]:
-    """Greedy tokens of each prompt by continuous batching, and their log-probabilities."""
+def generate_batch(model: Any, prompts: Prompts, new_tokens: int = 6, blocks: int = 16) -> Batch:
+    """Greedy generation by continuous batching."""
     config = transformers.ContinuousBatchingConfig(
         page_size=8, num_blocks=blocks, max_batch_tokens=16, return_logprobs=True
     )
@@ -168,10 +168,7 @@ def generate_batch(
     return [(one.generated_tokens, torch.tensor(one.logprobs)) for one in results.values()]
 
 
-def generate_each(
-    model: Any, prompts: list[list[int]], new_tokens: int = 6
-) -> list[tuple[list[int], Tensor]]:
-    """The expected result of `generate_batch`: `generate` on each prompt."""
+def generate_each(model: Any, prompts: Prompts, new_tokens: int = 6) -> Batch:
     results, options = [], {"max_new_tokens": new_tokens, "eos_token_id": None}
     for prompt in prompts:
         tokens, scores = generate(model, {"input_ids": torch.tensor([prompt])}, **options)
@@ -182,7 +179,4 @@ def generate_each(
 
 
 def _moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
+    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.items()}

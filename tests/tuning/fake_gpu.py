@@ -50,7 +50,6 @@ class FakeGpu(FakeClock):
         self.ask(seconds(before) if callable(seconds) else seconds)
 
     def remember(self, make):
-        """Record the tiles of each table for `launch`."""
 
         def making(rows, *arguments):
             rows = list(rows)

@@ -29,7 +29,6 @@ some = settings(max_examples=60, deadline=None)
 
 
 def numbers(launch):
-    """The numeric defines, and the rows of a threadgroup."""
     chosen = {name: int(n) for name, n in launch["defines"].items() if re.fullmatch(r"\d+", n)}
     groups = chosen.get("SIMDGROUPS", 1) // chosen.get("COLUMN_SIMDGROUPS", 1)
     return chosen | {"rows": 8 * chosen.get("ROW_FRAGMENTS", 1) * groups}

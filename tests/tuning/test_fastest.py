@@ -21,7 +21,6 @@ def no_keys():
 
 
 def timed(key=PLAIN, **ratios):
-    """Uses a table with these ratios of torch's time to ours."""
     row = loading.Row(f"V_SLICE=8 BLOCK_K=32 SIMDGROUPS=4 {HELD}", ratios)
     loading._loaded = loading.Loaded({key: row}, loading.MEASURED)
 

@@ -36,7 +36,6 @@ def call(ops, op, head_dim):
 
 
 def launches_of(op, head_dim):
-    """The launches of an op, by kernel."""
     launches = extension.launches(call(torch.ops.metal_attn_explain, op, head_dim))
     return {launch["kernel"]: launch for launch in launches}
 

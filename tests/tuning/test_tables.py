@@ -48,7 +48,6 @@ def test_a_damaged_table(changes, why, tmp_path):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """The paths of the table in the cache folder and of one that the user chooses."""
     monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(loading.SETTING, raising=False)
     path = tmp_path / "cache" / "tuned" / "apple-m2-max-38-cores.json"

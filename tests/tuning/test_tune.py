@@ -39,9 +39,8 @@ def run(tmp_path, capsys):
         captured = capsys.readouterr()
         table = tmp_path / "tuned" / "apple-m2-max-38-cores.json"
         rows = loading.read(table, M2_MAX).rows if table.exists() else {}
-        return types.SimpleNamespace(
-            status=status, out=captured.out, err=captured.err, path=table, rows=rows
-        )
+        printed = {"out": captured.out, "err": captured.err}
+        return types.SimpleNamespace(status=status, **printed, path=table, rows=rows)
 
     return tune
 
@@ -52,7 +51,6 @@ def explained(**options):
 
 
 def candidates(**options):
-    """The tiles of flash_fwd for FORWARD, the default one first."""
     return explained(**options).kernels["flash_fwd"].candidates
 
 
@@ -253,7 +251,6 @@ print(torch_metal_attn.explain(q, q, q).kernels["flash_fwd"].choice)
 
 
 def test_end_to_end_in_the_simulator(run, tmp_path, monkeypatch):
-    """With real times of some tiles."""
     kernels_of = tune.kernels_of
 
     def some(shape, device):

@@ -107,9 +107,8 @@ def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, 
     command = [*prefix, sys.executable, "-m", __spec__.name, str(folder), "--inside"]
     command += ["--fault", fault] if fault else []
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        both = subprocess.STDOUT
+        process = subprocess.Popen(command, stdout=output, stderr=both, start_new_session=True)
         try:
             code = process.wait(FAULT_SECONDS if fault else SECONDS)
         except subprocess.TimeoutExpired:

@@ -44,7 +44,6 @@ FAMILIES = {
     "UNet XL": Family(
         "UNet2DConditionModel",
         {
-            "sample_size": 8,
             "layers_per_block": 1,
             "cross_attention_dim": 32,
             "norm_num_groups": 8,
@@ -68,7 +67,7 @@ FAMILIES = {
     ),
     "VAE": Family(
         "AutoencoderKL",
-        {"block_out_channels": (512,), "norm_num_groups": 8, "sample_size": 8},
+        {"block_out_channels": (512,), "norm_num_groups": 8},
         lambda: {"sample": torch.randn(1, 3, 8, 8)},
         calls=2,
     ),
@@ -105,7 +104,6 @@ FAMILIES = {
     "Lumina 2": Family(
         "Lumina2Transformer2DModel",
         {
-            "sample_size": 8,
             "in_channels": 4,
             "hidden_size": 48,
             "num_layers": 1,

@@ -10,18 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 
-from transformers.masking_utils import (  # noqa: E402
-    and_masks,
-    bidirectional_mask_function,
-    blockwise_overlay,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    eager_mask,
-    or_masks,
-    sdpa_mask,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers import masking_utils  # noqa: E402
 
 from tests.helpers.cases import each_case  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
@@ -36,7 +25,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 )
 from torch_metal_attn.wording import count_text  # noqa: E402
 
-WINDOW = sliding_window_causal_mask_function(16)
+WINDOW = masking_utils.sliding_window_causal_mask_function(16)
 HOLES = torch.arange(16) != torch.tensor([[5], [16]])
 PADDED = torch.arange(16) >= torch.tensor([[0], [3]])
 
@@ -79,11 +68,11 @@ def forwards(draw):
     if attention_mask is not None:
         start = (attention_mask.cumsum(-1) == 0).sum(-1)
     function = {
-        "causal": causal_mask_function,
-        "full": bidirectional_mask_function,
-        "sliding": sliding_window_causal_mask_function(size),
-        "both sides": sliding_window_bidirectional_mask_function(size),
-        "chunked": chunked_causal_mask_function(size, start),
+        "causal": masking_utils.causal_mask_function,
+        "full": masking_utils.bidirectional_mask_function,
+        "sliding": masking_utils.sliding_window_causal_mask_function(size),
+        "both sides": masking_utils.sliding_window_bidirectional_mask_function(size),
+        "chunked": masking_utils.chunked_causal_mask_function(size, start),
     }[pattern]
     causal = pattern in ("causal", "sliding", "chunked")
     return {
@@ -101,7 +90,9 @@ def forwards(draw):
 
 
 def dense(call):
-    return sdpa_mask(**call | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return masking_utils.sdpa_mask(
+        **call | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    )
 
 
 def check_attention(mask, whole, batch, q_length, kv_length):
@@ -141,18 +132,21 @@ class TestMaskFunction:
 
     def test_without_numbers(self):
         everywhere = {"attention_mask": torch.ones(2, 16, dtype=torch.bool)}
-        chunks = chunked_causal_mask_function(16, torch.zeros(2, dtype=torch.int64))
+        chunks = masking_utils.chunked_causal_mask_function(16, torch.zeros(2, dtype=torch.int64))
         static = {"attention_mask": everywhere["attention_mask"][:, :4], "q_length": 4}
         for changes in ({}, everywhere, {"mask_function": WINDOW}, {"mask_function": chunks}):
             assert band.is_causal(self.mask(**{"q_length": 16} | changes))
         for changes in ({"q_length": 4}, static):  # a static cache's prefill, top-left
             assert band.is_causal(self.mask(**changes))
-        both = {"mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+        both = {
+            "mask_function": masking_utils.bidirectional_mask_function,
+            "allow_is_bidirectional_skip": True,
+        }
         assert self.mask(q_length=16, **both) is None
         for offset in (15, torch.tensor([15])):  # a dynamic cache's decoding
             assert self.mask(q_offset=offset) is None
 
-    @pytest.mark.parametrize("pattern", [causal_mask_function, WINDOW])
+    @pytest.mark.parametrize("pattern", [masking_utils.causal_mask_function, WINDOW])
     def test_each_step_of_a_static_cache_has_one_form(self, pattern):
         for padded in ({}, {"attention_mask": PADDED}):
             call = padded | {"mask_function": pattern, "allow_is_causal_skip": False}
@@ -177,16 +171,18 @@ class TestMaskFunction:
         assert self.mask(**call).dtype == torch.bool
         monkeypatch.setattr(masks, "additive_masks", {"splinter"})
         mask = self.mask(**call)
-        assert torch.equal(mask, eager_mask(2, 16, 16, attention_mask=HOLES, dtype=torch.float16))
+        assert torch.equal(
+            mask, masking_utils.eager_mask(2, 16, 16, attention_mask=HOLES, dtype=torch.float16)
+        )
         # A model that needs dense masks gets None where eager attention gets None.
         monkeypatch.setattr(masks, "DENSE_MODELS", {"splinter"})
-        full = {"mask_function": bidirectional_mask_function, "attention_mask": None}
+        full = {"mask_function": masking_utils.bidirectional_mask_function, "attention_mask": None}
         assert self.mask(**call | full, allow_is_bidirectional_skip=True) is None
         causal = self.mask(**call | {"attention_mask": None})
-        assert torch.equal(causal, eager_mask(2, 16, 16, dtype=torch.float16))
+        assert torch.equal(causal, masking_utils.eager_mask(2, 16, 16, dtype=torch.float16))
 
     def test_descriptor(self):
-        window = sliding_window_causal_mask_function(6)
+        window = masking_utils.sliding_window_causal_mask_function(6)
         mask = self.mask(q_length=16, mask_function=window, attention_mask=PADDED)
         assert mask.dtype == torch.int32
         rows = [[0, 16, 16, 0, 16, 5, 0, 0], [0, 16, 16, 3, 16, 5, 0, 0]]
@@ -195,9 +191,9 @@ class TestMaskFunction:
         assert str(band.unpack(mask)) == "causal window -5+0 padded"
 
     def test_masks_that_are_not_bands_are_dense(self):
-        blocks = blockwise_overlay(torch.zeros(2, 16, dtype=torch.int64))
+        blocks = masking_utils.blockwise_overlay(torch.zeros(2, 16, dtype=torch.int64))
         # Their origin is not the padding.
-        chunks = chunked_causal_mask_function(5, torch.tensor([0, 2]))
+        chunks = masking_utils.chunked_causal_mask_function(5, torch.tensor([0, 2]))
 
         def other(batch_idx, head_idx, q_idx, kv_idx):
             return kv_idx != q_idx - 1
@@ -205,15 +201,15 @@ class TestMaskFunction:
         for case in (
             {"attention_mask": HOLES},
             {"mask_function": chunks},
-            {"mask_function": or_masks(causal_mask_function, blocks)},
-            {"mask_function": and_masks(causal_mask_function, other)},
+            {"mask_function": masking_utils.or_masks(masking_utils.causal_mask_function, blocks)},
+            {"mask_function": masking_utils.and_masks(masking_utils.causal_mask_function, other)},
             {"allow_is_causal_skip": False},
             {"use_vmap": True},
             {"config": transformers.Gemma2Config(model_type="doge")},
-            {"mask_function": sliding_window_causal_mask_function(0)},
+            {"mask_function": masking_utils.sliding_window_causal_mask_function(0)},
         ):
             call = {"batch_size": 2, "q_length": 16, "kv_length": 16, "device": "cpu"}
-            call |= {"mask_function": causal_mask_function} | case
+            call |= {"mask_function": masking_utils.causal_mask_function} | case
             mask = metal_attention_mask(**call)
             call.pop("config", None)
             assert mask.dtype == torch.bool
@@ -224,7 +220,7 @@ class TestMaskFunction:
         sizes = {"batch_size": 2, "q_length": 9, "kv_length": kept + 9, "q_offset": q_offset}
         call = sizes | {
             "kv_offset": q_offset - kept,
-            "mask_function": chunked_causal_mask_function(19, torch.tensor([0, 4])),
+            "mask_function": masking_utils.chunked_causal_mask_function(19, torch.tensor([0, 4])),
             "attention_mask": torch.arange(q_offset + 9) >= torch.tensor([[0], [4]]),
             "device": "cpu",
         }

@@ -14,17 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils  # noqa: E402
-from transformers.masking_utils import (  # noqa: E402
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    find_packed_sequence_indices,
-    packed_sequence_mask_function,
-    sdpa_mask,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
 from transformers.utils import TransformersKwargs  # noqa: E402
 
 from tests.transformers import model_check  # noqa: E402
@@ -44,12 +33,12 @@ from torch_metal_attn.testing.judge import normal  # noqa: E402
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 POSITIONS = ("position_ids",)
 BANDS = {
-    "causal": lambda size: causal_mask_function,
-    "full": lambda size: bidirectional_mask_function,
-    "sliding": sliding_window_causal_mask_function,
-    "both sides": sliding_window_bidirectional_mask_function,
+    "causal": lambda size: masking_utils.causal_mask_function,
+    "full": lambda size: masking_utils.bidirectional_mask_function,
+    "sliding": masking_utils.sliding_window_causal_mask_function,
+    "both sides": masking_utils.sliding_window_bidirectional_mask_function,
 }
-CHUNKS = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
+CHUNKS = masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
 
 
 def positions_of(rows):
@@ -59,7 +48,7 @@ def positions_of(rows):
 
 def call_for(function, positions, remapped=True):
     """The arguments that transformers passes to the mask function; older versions do not remap."""
-    sequences = find_packed_sequence_indices(positions)
+    sequences = masking_utils.find_packed_sequence_indices(positions)
     batch, length = positions.shape
     remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
     if remap is not None and remapped:
@@ -68,7 +57,9 @@ def call_for(function, positions, remapped=True):
         "batch_size": batch,
         "q_length": length,
         "kv_length": length,
-        "mask_function": and_masks(packed_sequence_mask_function(sequences), function),
+        "mask_function": masking_utils.and_masks(
+            masking_utils.packed_sequence_mask_function(sequences), function
+        ),
         "allow_is_causal_skip": False,
         "device": "cpu",
     }
@@ -90,19 +81,21 @@ class TestDescriptor:
         batch, length = call["batch_size"], call["q_length"]
         mask = metal_attention_mask(**call)
         assert mask.shape == (batch, 1, length, len(band.COLUMNS))
-        assert torch.equal(band.expand(mask, length, length), sdpa_mask(**call))
-        check_attention(mask, sdpa_mask(**call), batch, length, length)
+        assert torch.equal(band.expand(mask, length, length), masking_utils.sdpa_mask(**call))
+        check_attention(mask, masking_utils.sdpa_mask(**call), batch, length, length)
 
     def test_chunks_are_dense(self):
         call = call_for(CHUNKS, positions_of([(5, 11)]))
-        assert torch.equal(metal_attention_mask(**call), sdpa_mask(**call))
+        assert torch.equal(metal_attention_mask(**call), masking_utils.sdpa_mask(**call))
 
     def test_positions_without_a_packed_mask(self):
         positions = positions_of([(5, 11)])
-        call = call_for(causal_mask_function, positions) | {"allow_is_causal_skip": True}
+        call = call_for(masking_utils.causal_mask_function, positions) | {
+            "allow_is_causal_skip": True
+        }
         remap = masking_utils.remap_positions_for_packed_sequence
-        call["mask_function"] = remap(causal_mask_function, positions)
-        expected = sdpa_mask(**call | {"allow_is_causal_skip": False})
+        call["mask_function"] = remap(masking_utils.causal_mask_function, positions)
+        expected = masking_utils.sdpa_mask(**call | {"allow_is_causal_skip": False})
         assert torch.equal(metal_attention_mask(**call), expected)
 
 
@@ -114,11 +107,11 @@ def attend(mask, **bounds):
 class TestBounds:
     """cu_seq_lens together with a mask that was made from position_ids."""
 
-    def mask(self, function=causal_mask_function):
+    def mask(self, function=masking_utils.causal_mask_function):
         return metal_attention_mask(**call_for(function, positions_of([LENGTHS])))
 
     def test_empty_sequences_change_nothing(self):
-        mask = self.mask(sliding_window_causal_mask_function(5))
+        mask = self.mask(masking_utils.sliding_window_causal_mask_function(5))
         for ends in ((0, 17, 18, 31), (0, 0, 17, 18, 18, 31, 31)):
             assert torch.equal(attend(mask, **bounds(*ends)), attend(mask))
 

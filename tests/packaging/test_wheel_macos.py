@@ -95,6 +95,11 @@ def test_the_linker_refuses_what_the_oldest_torch_lacks(tmp_path, capfd):
     assert "undefined symbol: _aoti_torch_new" in capfd.readouterr().err
 
 
+OWN = """void own() __asm__("__ZNSt13runtime_errorD1Ev");
+__attribute__((used)) void own() {}
+namespace metal_attn {"""
+LEAKED = '__attribute__((visibility("default"))) int leaked;\nextern "C" __attribute__'
+BOXED = "__ZN10metal_attn2OpIXadL_ZNS_17simulator_backendEvEEE8boxed_fnEv"
 OTHER = "/opt/lib/libother.dylib"
 # Changes of the text and their faults, in two libraries, because compiling takes seconds.
 PLANTED = [
@@ -102,21 +107,15 @@ PLANTED = [
         ("text);", 'text + getenv("HOME")[0]);', "macOS libSystem lacks _getenv"),
         (
             "namespace metal_attn {",
-            'void own() __asm__("__ZNSt13runtime_errorD1Ev");\n'
-            "__attribute__((used)) void own() {}\nnamespace metal_attn {",
-            "it has a __ZNSt13runtime_errorD1Ev of its own, which is libc++'s",
+            OWN,
+            "it has a __ZNSt13runtime_errorD1Ev of its own, which is lib",
         ),
         (
             'extern "C" __attribute__',
-            '__attribute__((visibility("default"))) int leaked;\nextern "C" __attribute__',
+            LEAKED,
             "it exports _leaked, which is not a name of this package",
         ),
-        (
-            "template struct Op<mps_backend>;",
-            "",
-            "not registered for mps: "
-            "__ZN10metal_attn2OpIXadL_ZNS_17simulator_backendEvEEE8boxed_fnEv",
-        ),
+        ("template struct Op<mps_backend>;", "", f"not registered for mps: {BOXED}"),
     ],
     [
         ("metal_attn_MPS_0", "metal_attn_CPU_0", "no op is registered for mps"),

@@ -21,6 +21,7 @@ from torch_metal_attn.tuned.loading import Row, Table
 
 FORWARD = {"heads": 2, "kv_heads": 1, "length": 100, "kv_length": 200, "head_dim": 16}
 FORWARD |= {"dtype": "float32"}
+WRONG = Outcome(FAILED, measures=(Measure("out", 1.0, 1e-3),))
 PLAIN, BAND = (f"flash_fwd float 16 16 {word} q<=512 k<=512" for word in ("plain", "band"))
 
 
@@ -145,11 +146,7 @@ class TestOnAFakeClock:
     @pytest.mark.parametrize(
         "outcome, status, why",
         [
-            (
-                Outcome(FAILED, measures=(Measure("out", 1.0, 1e-3),)),
-                1,
-                "its result is wrong: out is off by 1.0e+00, allowed 1.0e-03",
-            ),
+            (WRONG, 1, "its result is wrong: out is off by 1.0e+00, allowed 1.0e-03"),
             (Outcome(RAISED, message="it does not compile\nmore"), 0, "it does not compile"),
         ],
     )

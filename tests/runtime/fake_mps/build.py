@@ -203,17 +203,10 @@ def _build(
     with locked(folder):
         if all(library.exists() for library in libraries):
             return
-        runtime = (
-            *("mps", "mps_verdict", "probe", "probe_tensor", "callbacks", "compile_error"),
-            *("optional_shims", "fresh", "trial_note", "pieces"),
-        )
-        shared = [
-            *common,
-            *ROOT.glob("csrc/ops/**/*.cpp"),
-            *ROOT.glob("csrc/problem/*.cpp"),
-            *ROOT.glob("csrc/tiles/*.cpp"),
-            *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
-        ]
+        shared = [*common]
+        for name in ("ops", "problem", "tiles", "runtime"):
+            shared += ROOT.glob(f"csrc/{name}/**/*.cpp")
+        shared = [source for source in shared if source.stem not in ("simulator", "params_text")]
         kept = of_the_extension(source for source in shared if FAKE not in source.read_text())
         jobs = {
             folder / f"{source.parent.name}_{source.stem}.o": (source, [f"-D{FAKE}"])

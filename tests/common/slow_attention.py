@@ -114,12 +114,8 @@ def slow_varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **o
                 alone[name] = x[b if x.shape[0] > 1 else 0]
             elif name == "alibi_slopes" and x.dim() == 2:
                 alone[name] = x[b]
-        part, part_lse = slow_attention(
-            q[rows].transpose(0, 1)[None],
-            k[keys].transpose(0, 1)[None],
-            v[keys].transpose(0, 1)[None],
-            **alone,
-        )
+        operands = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
+        part, part_lse = slow_attention(*operands, **alone)
         out[rows] = part[0].transpose(0, 1)
         lse[:, rows] = part_lse[0]
     return out, lse

@@ -154,10 +154,8 @@ def derivatives(example, function, device, dtype, order):
     """First or second derivatives of a sum over results. Written tensors are views of one."""
     arguments = on(device, example.make(dtype=torch.float32 if dtype == torch.float64 else dtype))
     if dtype == torch.float64:
-        arguments = {
-            n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
-            for n, x in arguments.items()
-        }
+        floating = {n for n, x in arguments.items() if torch.is_tensor(x) and x.is_floating_point()}
+        arguments |= {n: arguments[n].double() for n in floating}
     leaves = [arguments[n].requires_grad_() for n in example.differentiable]
     passed = dict(arguments)
     if example.written:

@@ -84,10 +84,8 @@ more_examples = settings(max_examples=max(100, settings().max_examples))
 
 def every_option(draw, batch, heads, q_length, kv_length, head_dim):
     seed = draw(st.integers(0, 2**31))
-    on = {
-        name: draw(st.booleans())
-        for name in ("mask", "bias", "alibi", "sink", "seqused_k", "leftpad_k", "q", "k")
-    }
+    features = ("mask", "bias", "alibi", "sink", "seqused_k", "leftpad_k", "q", "k")
+    on = {name: draw(st.booleans()) for name in features}
     causal = draw(st.booleans())
     options = {
         "causal": causal,
@@ -155,14 +153,9 @@ def test_all_features_at_once_in_packed_sequences(data):
 @pytest.mark.parametrize("masks", [(), ("attn_mask",), ("attn_bias",)])
 def test_blocks_change_nothing(monkeypatch, causal, masks):
     q, k, v = qkv(2, 4, 2, 67, 97, 8, 8)
-    options = {
-        "causal": causal,
-        "window_size_left": 40,
-        "seqused_k": ints(97, 80),
-        "leftpad_k": ints(3, 0),
-        "alibi_slopes": normal(2, 4).abs(),
-        "softcap": 5.0,
-    }
+    options = {"causal": causal, "window_size_left": 40, "softcap": 5.0}
+    options |= {"seqused_k": ints(97, 80), "leftpad_k": ints(3, 0)}
+    options |= {"alibi_slopes": normal(2, 4).abs()}
     options |= {name: normal(2, 1, 67, 97, seed=3) for name in masks}
     if "attn_mask" in masks:
         options["attn_mask"] = options["attn_mask"] > 0

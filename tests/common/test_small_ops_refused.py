@@ -140,10 +140,7 @@ REFUSED = {
         ({"positions": torch.arange(9), "seqlen_offset": 1}, "seqlen_offset is .* positions"),
         ({"positions": torch.arange(9), "seqlen_offsets": ZEROS}, "seqlen_offsets is .* positions"),
         ({"seqlen_offsets": ints(0, 0, 0)}, r"seqlen_offsets has shape \(3,\); it must be \(2,\)"),
-        (
-            {"seqlen_offset": 2**40, "seqlen_offsets": ZEROS},
-            f"seqlen_offset is {2**40}; .*in -2147",
-        ),
+        ({"seqlen_offset": 2**40, "seqlen_offsets": ZEROS}, f"seqlen_offset is {2**40}; .*in -214"),
         ({"seqlen_offset": 5}, "seqlen_offset is 5 and q has a length of 9; .* the 13 rows of cos"),
         *(({"seqlen_offset": n}, f"seqlen_offset is {n} and q has") for n in (-1, 2**63 - 1)),
     ],
@@ -171,14 +168,8 @@ REFUSED = {
     "softmax": [
         *(({"dim": dim}, rf"dim is {dim}; x has 3 dimensions, .* -3\.\.2") for dim in (3, -4)),
         ({"x": torch.tensor(1.0)}, r"dim is 1; x has 0 .* -1\.\.0"),
-        (
-            {"x": zeros(1).expand(2**31), "dim": 0},
-            "x has a length along dim of 2147483648; it must",
-        ),
-        (
-            {"x": zeros(1, 1, 3).expand(2**20, 2**12, 3), "dim": 2},
-            "x has .* 2147482624 rows of 3 va",
-        ),
+        ({"x": zeros(1).expand(2**31), "dim": 0}, "x has a length along dim of 2147483648; it mus"),
+        ({"x": zeros(1, 1, 3).expand(2**20, 2**12, 3), "dim": 2}, "x has .* 2147482624 rows of 3"),
     ],
     "apply_causal_mask_": [
         ({"scores": zeros(3)}, r"scores has 1 dimension, shape \(3,\)"),

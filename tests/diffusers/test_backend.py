@@ -140,12 +140,9 @@ def test_set_attention_backend(device):
 
 def test_models_without_attention_say_so(recwarn):
     unet, flux = FAMILIES["UNet XL"].build(), FAMILIES["Flux"].build()
-    tiny = diffusers.AutoencoderTiny(
-        encoder_block_out_channels=(8,),
-        decoder_block_out_channels=(8,),
-        num_encoder_blocks=(1,),
-        num_decoder_blocks=(1,),
-    )
+    parts = ("encoder", "decoder")
+    sizes = {f"{part}_block_out_channels": (8,) for part in parts}
+    tiny = diffusers.AutoencoderTiny(**sizes, **{f"num_{part}_blocks": (1,) for part in parts})
     with attention_backend("native"):
         for model in (unet, flux):
             model.set_attention_backend("metal_attn")

@@ -40,6 +40,7 @@ def shard(cu_seqlens):
     return lambda rank: shard_sequence(torch.ones(7), cu_seqlens=torch.tensor(cu_seqlens))
 
 
+ONES = {"alibi_slopes": torch.ones(2)}
 WHOLE, SPLIT = ({"cu_seqlens": torch.tensor(bounds)} for bounds in ([0, 8], [0, 5, 8]))
 
 # The call by the error on rank 1.
@@ -60,9 +61,7 @@ REFUSED = {
         lambda rank: (unshard() if rank == 1 else ring())(rank)
     ),
     "learnable_sink .* on rank 1 and None on rank 0": ring({}, learnable_sink=torch.zeros(2)),
-    "alibi_slopes .* on rank 1 and .* on rank 0": ring(
-        {"alibi_slopes": torch.ones(2)}, alibi_slopes=torch.tensor([1.0, 2.0])
-    ),
+    "alibi_slopes .* on rank 1 and .* on rank 0": ring(ONES, alibi_slopes=torch.arange(2.0)),
     "learnable_sink has shape": ring(learnable_sink=torch.ones(3)),
     "alibi_slopes has shape": ring(alibi_slopes=torch.ones(3)),
     "alibi_slopes has 3 rows; cu_seqlens has 1 sequence": ring(

@@ -20,12 +20,8 @@ from torch_metal_attn.tools.doctor.attention import OURS
 from torch_metal_attn.tools.doctor.watch import Watch
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))
-NEEDED = {
-    "chat": ["transformers"],
-    "serve": ["transformers", "psutil"],
-    "train_lora": ["diffusers", "peft"],
-    "image_pipeline": ["diffusers"],
-}
+NEEDED = {"chat": ["transformers"], "serve": ["transformers", "psutil"]}
+NEEDED |= {"train_lora": ["diffusers", "peft"], "image_pipeline": ["diffusers"]}
 PROMPTS = [[72, 105], [65], [1, 2, 3, 4, 5]]
 
 

@@ -19,11 +19,10 @@ def refused(message: str) -> Iterator[pytest.ExceptionInfo[ValueError]]:
 
 def without_data(values: dict) -> dict:
     """The same arguments with tensors on meta."""
-    return {
+    tensors = {name: x for name, x in values.items() if torch.is_tensor(x)}
+    return values | {
         name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        if torch.is_tensor(x)
-        else x
-        for name, x in values.items()
+        for name, x in tensors.items()
     }
 
 

@@ -162,15 +162,11 @@ def _mlx(
         "align_K": kv_length % block_k == 0,
         "has_mask": mask is not None,
         "do_causal": causal,
-        302: False,
-        303: False,
+        **dict.fromkeys((302, 303), False),
     }
-    library = compile_shader(
-        MLX_ATTENTION.format(kernel=kernel, instance=instance),
-        include_dirs=[include_dir(MLX)],
-        constants=constants,
-        **options,
-    )
+    text = MLX_ATTENTION.format(kernel=kernel, instance=instance)
+    folders = [include_dir(MLX)]
+    library = compile_shader(text, include_dirs=folders, constants=constants, **options)
     operands = [q, k, v, torch.full_like(q, torch.nan)]
     sizes = (batch, heads, head_dim, q_length, kv_length, heads // k.shape[1], head_dim**-0.5)
     parameters = [

@@ -36,12 +36,9 @@ def test_setuptools_that_is_too_old(tmp_path):
     old.mkdir(parents=True)
     (old.parent / "__init__.py").write_text('__version__ = "65.5.0"\nExtension = setup = None\n')
     (old / "build_py.py").write_text("build_py = object\n")
-    run = subprocess.run(
-        [sys.executable, ROOT / "setup.py", "--version"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, ROOT / "setup.py", "--version"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr == (
         "error: the build needs setuptools 77 or later, and this is 65.5.0: "

@@ -240,12 +240,8 @@ def every_feature(batch, heads, q_length, kv_length):
 @pytest.mark.parametrize(
     ("dropout_p", "last_dropped", "keep_scale"),
     [
-        (2.0**-32, 0, 1),
-        (1e-300, 0, 1),
-        (1.5 * 2**-32, 1, 1),
-        (0.1, 429496729, 1 / 0.9),
-        (1 - 2.0**-53, 2**32 - 1, 2**53),
-        (1, 2**32 - 1, 0),
+        *((2.0**-32, 0, 1), (1e-300, 0, 1), (1.5 * 2**-32, 1, 1), (0.1, 429496729, 1 / 0.9)),
+        *((1 - 2.0**-53, 2**32 - 1, 2**53), (1, 2**32 - 1, 0)),
     ],
 )
 def test_dropout_thresholds(fake, dropout_p, last_dropped, keep_scale):

@@ -173,6 +173,7 @@ print(json.dumps({call: in_child(eval, call, globals()) for call in calls}))
 """
 WORKS = ["", "launched", "", ["probe", "flash_fwd"]]
 GOOD, OLD = ["", ["probe"]], "its GPU is '{}', which is none of Apple's chips from M1 or A14 on"
+OLD_GPUS = ("Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU")
 CASES = {
     "both(only_the_probe)": WORKS,
     "op_first()": WORKS[1::2],
@@ -182,10 +183,7 @@ CASES = {
     "eight_threads()": [[""] * 4 + ["launched"] * 4, 1, 4],
     # Nothing is launched on chips before M1 and A14, which lack SIMD-group functions.
     **{f"named({name!r})": GOOD for name in ("Apple M1", "Apple M4 Max", "Apple A18 Pro", "")},
-    **{
-        f"named({name!r})": [OLD.format(name), []]
-        for name in ("Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU")
-    },
+    **{f"named({name!r})": [OLD.format(name), []] for name in OLD_GPUS},
 }
 FAILURES = {
     "both(then=without_memory)": (r"the first allocation on it failed: .*'MPS' backend.*", []),

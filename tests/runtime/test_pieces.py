@@ -202,11 +202,8 @@ def test_pieces_on_mps_are_the_grid(m1):
     fake = m1("bytes")
     fake.ops.flash_fwd(*long_rows(100_000, heads=2))
     params = [bytes.fromhex(line.split()[2]) for line in fake.log() if line.startswith("bytes 3 ")]
-    sizes = [
-        [int(n) // int(of) for n, of in zip(line.split()[1:4], line.split()[5:], strict=True)]
-        for line in fake.log()
-        if line.startswith("dispatch")
-    ]
+    lines = [line.split() for line in fake.log() if line.startswith("dispatch")]
+    sizes = [[int(n) // int(of) for n, of in zip(x[1:4], x[5:], strict=True)] for x in lines]
     assert (boxes(list(zip(params, sizes, strict=True))) == 1).all()
 
 

@@ -266,11 +266,8 @@ def _padded(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     ]
     # Frames before the first one that may contain padding.
     length = where.sum(-1).min().item() / where.shape[-1]
-    frames = [
-        value[:, : int(value.shape[1] * length) - 1]
-        for value in answer
-        if "input_ids" not in inputs and value.dim() == 3 and len(value) == len(where)
-    ]
+    sounds = [] if "input_ids" in inputs else [x for x in answer if x.dim() == 3]
+    frames = [x[:, : int(x.shape[1] * length) - 1] for x in sounds if len(x) == len(where)]
     return of_tokens or frames or [value for value in answer if value.dim() <= 2]
 
 

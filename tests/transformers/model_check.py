@@ -76,11 +76,8 @@ def gradients(model, inputs):
     answers, where = tiny.run(model, **inputs), tiny.present(inputs)
     weights = normal(*answers.shape)
     (answers * weights)[slice(None) if where is None else where].sum().backward()
-    return {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and parameter.numel()
-    }
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: grad for name, grad in grads.items() if grad is not None and grad.numel()}
 
 
 def assert_same_gradients(actual, expected):

@@ -212,8 +212,7 @@ FAULTS = {
     "window one larger": ("Mistral", "none", change("window_size_left", lambda size: size + 1)),
     "window one smaller": ("Mistral", "none", change("window_size_left", lambda size: size - 1)),
     "window one larger on the right": (
-        "ModernBERT",
-        "none",
+        *("ModernBERT", "none"),
         change("window_size_right", lambda size: size + 1 if size > 0 else size),
     ),
     "chunk one larger": ("Llama4", "none", change("attention_chunk", lambda size: size + 1)),
@@ -223,7 +222,7 @@ FAULTS = {
     "one key past the length": (
         "BERT",
         "right",
-        change("seqused_k", lambda lengths: (lengths + 1).clamp(max=PROMPT)),
+        change("seqused_k", lambda n: (n + 1).clamp(max=PROMPT)),
     ),
 }
 

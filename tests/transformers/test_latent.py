@@ -35,7 +35,7 @@ OTHERS = [
 ]
 # Models with an indexer that test_families.py lacks.
 SELECTING = ["AXK2", "Dots3Note", "HYV4", "MistralLarge4ForConditionalGeneration"]
-SAMPLE = {"do_sample": True, "top_k": 3}
+BEAMS, SAMPLE = {"num_beams": 2}, {"do_sample": True, "top_k": 3}
 LOOKUP = {"prompt_lookup_num_tokens": 3}
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
@@ -130,12 +130,7 @@ def check_rounded(rounded, inputs, options, length, format, **cache_options):
 
 @pytest.mark.parametrize(
     "format, page_size, options",
-    [
-        ("q8_0", None, {"num_beams": 2}),
-        ("fp8_e4m3", None, LOOKUP),
-        ("q4_0", 5, {"num_beams": 2}),
-        ("q3_g32", 16, LOOKUP),
-    ],
+    [("q8_0", None, BEAMS), ("fp8_e4m3", None, LOOKUP), ("q4_0", 5, BEAMS), ("q3_g32", 16, LOOKUP)],
 )
 def test_quantised_rows(format, page_size, options):
     update = DynamicLayer.update
@@ -154,7 +149,7 @@ def test_quantised_rows(format, page_size, options):
 
 @pytest.mark.parametrize(
     "repeats, page_size, options",
-    [(3, None, {}), (16, 16, {}), (16, None, {"num_beams": 2}), (16, 16, LOOKUP)],
+    [(3, None, {}), (16, 16, {}), (16, None, BEAMS), (16, 16, LOOKUP)],
 )
 def test_recent_rows(repeats, page_size, options):
     """All rows except for the last ones are rounded."""

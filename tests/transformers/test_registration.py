@@ -96,11 +96,8 @@ def stub(monkeypatch, tmp_path):
 
 
 def waiting():
-    return [
-        finder
-        for finder in sys.meta_path
-        if isinstance(finder, imports._Finder) and finder.awaited == registration._AWAITED
-    ]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, imports._Finder)]
+    return [finder for finder in finders if finder.awaited == registration._AWAITED]
 
 
 class TestFinder:

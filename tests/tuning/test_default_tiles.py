@@ -19,12 +19,8 @@ LENGTH = 120
 FURTHEST = 2**31 - 1024
 OLD = ("Apple M1 Ultra", "Apple M2", "", "Apple Mx", "apple m3", "Apple A17 Pro")
 NEW = ("Apple M3 Pro", "Apple M4 Max")
-FEATURES = [
-    {},
-    {"causal": True},
-    {"attn_bias": torch.empty(LENGTH, LENGTH)},
-    {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])},
-]
+FEATURES = [{}, {"causal": True}, {"attn_bias": torch.empty(LENGTH, LENGTH)}]
+FEATURES.append({"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])})
 some = settings(max_examples=60, deadline=None)
 
 

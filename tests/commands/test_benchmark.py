@@ -42,7 +42,7 @@ class TestTiming:
         assert result["full"].error == "OutOfMemoryError: MPS backend out of memory"
         assert result["full"].seconds == ()
 
-    def test_a_sample_of_short_calls_takes_10_ms_without_the_wait(self):
+    def test_samples_of_short_calls_take_10_ms(self):
         """Each wait for the device takes 1 ms, 10 times as long as a call."""
         clock, calls = FakeClock(), []
         timer = timing.Timer(clock.timer.now, lambda: (clock.ask(0.001), clock.synchronise()))
@@ -154,7 +154,7 @@ class TestRun:
         assert "the results differ by" in capsys.readouterr().out
 
 
-def test_the_chip_of_a_mac(monkeypatch):
+def test_chip_of_a_mac(monkeypatch):
     ran = []
 
     def sysctl(command, **options):

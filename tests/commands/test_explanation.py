@@ -115,7 +115,7 @@ def test_the_explained_kernels_run(name):
         assert launch.grid == tuple(n * size for n, size in groups)
 
 
-def test_an_op_by_its_overload_and_by_the_names_of_its_arguments():
+def test_overloads_and_named_arguments():
     q, k, v = attention()
     assert explain(ops.flash_decode.default, q, k, v) == explain(ops.flash_decode, q, k, v)
     assert explain(q=q, k=k, v=v) == explain(q, k, v) == explain(ops.flash_fwd, q, k, v)
@@ -154,7 +154,7 @@ def test_objects_that_cannot_be_explained(wrong):
         explain(wrong, 1)
 
 
-def test_an_op_has_no_backward_of_its_own():
+def test_backward_of_an_op_is_refused():
     with pytest.raises(TypeError, match="explain the op flash_bwd"):
         explain(ops.flash_fwd, *attention(), backward=True)
 
@@ -211,7 +211,7 @@ class TestModel:
         assert (seen[0] == 0).all()
         assert seen[0].shape == X.shape
 
-    def test_hooks_are_gone_afterwards(self):
+    def test_hooks_are_removed(self):
         model = stack(2)
         explain(model, X)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -252,7 +252,7 @@ class TestModel:
         assert "as eager attention has" in str(explanation)
         assert explanation.rows[0].shapes == ((1, 2, 7, 7),)
 
-    def test_attention_that_gives_its_weights_is_shown(self):
+    def test_attention_that_returns_its_weights_is_shown(self):
         """nn.MultiheadAttention merges heads and batch into one dimension."""
         layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
         layer.forward = functools.partial(layer.forward, need_weights=True)
@@ -264,7 +264,7 @@ class TestModel:
                 torch.backends.mha.set_fastpath_enabled(True)
         assert [row.shapes for row in explanation.rows] == [((2, 7, 7),)]
 
-    def test_a_softmax_that_is_no_attention(self):
+    def test_other_softmaxes_are_not_shown(self):
         router = module(lambda x: x.softmax(-1).topk(2).values @ torch.ones(2, 3))
         assert explain(router, X).rows == ()
 
@@ -277,7 +277,7 @@ class TestModel:
         assert f"refused: {first.refusal}" in " ".join(str(explanation).split())
         assert "1 of them refused" in str(explanation)
 
-    def test_a_refusal_of_our_python_ends_it(self):
+    def test_a_refusal_by_python_code_ends_the_explanation(self):
         refused = module(lambda x: flash_attn_func(x[0], x, x))
         explanation = explain(torch.nn.Sequential(torch.nn.Identity(), refused), X)
         assert explanation.rows == ()

@@ -127,7 +127,7 @@ def test_outcomes(name, monkeypatch):
     assert (outcome.status, outcome.what[: len(what)]) == (status, what)
 
 
-def test_a_length_that_mps_does_not_read(monkeypatch):
+def test_lengths_that_mps_cannot_check(monkeypatch):
     """mps may run the call, but must write nothing else."""
     fields, mps = {"seqused_k": (4,)}, torch.device("mps")
     assert outcome_of(monkeypatch, fields, lambda *_: None, mps).ok

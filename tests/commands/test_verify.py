@@ -47,7 +47,7 @@ def test_one_case_of_each_family(family):
     assert outcome.measures
 
 
-def test_the_cases_are_many_and_different():
+def test_cases_are_distinct():
     assert len({(str(case), case.dtype) for case in FULL}) == len(FULL) > 500
     assert len({case.case for case in FULL}) == len(FULL)
     assert not [case for case in FULL if case.case.invalid_reason() or case.case.refused()]
@@ -234,7 +234,7 @@ class TestReport:
         assert "It ended after 1 of 2 cases, in this one:\n\ndeadly: plain (float16)" in texts[0]
         assert "1 passed" in texts[0]
 
-    def test_no_paths_and_no_names(self, monkeypatch, tmp_path, broken):
+    def test_reports_contain_no_paths(self, monkeypatch, tmp_path, broken):
         home, package = str(Path.home()), verify.__path__[0]
 
         def instead():

@@ -77,7 +77,7 @@ def test_fake_reference_and_shader_agree(example):
 
 
 @examples()
-def test_explanation_says_what_runs(example):
+def test_explanation_matches_the_launch(example):
     arguments = example.make()
     packed = getattr(torch.ops.metal_attn_explain, example.op)(**arguments)
     (explained,) = extension.launches(packed)
@@ -254,7 +254,7 @@ def test_gradients_by_torch_func(example, backend):
 
 
 @examples(in_place)
-def test_a_leaf_is_not_written(example, backend):
+def test_writing_a_leaf_raises(example, backend):
     for name in set(example.written) & set(floats(example)):
         arguments, before = example.make(), example.make()
         leaf = arguments[name].requires_grad_()

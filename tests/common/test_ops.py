@@ -94,5 +94,5 @@ TEXTS = [
 
 
 @each_case("text, expected", TEXTS)
-def test_words_of_messages(text, expected):
+def test_texts_of_values(text, expected):
     assert text == expected

@@ -155,7 +155,7 @@ def test_models_without_attention_say_so(recwarn):
             assert warned[0].filename == __file__
 
 
-def test_guidance_that_replaces_scores(device, metal_attn):
+def test_guidance_hooks(device, metal_attn):
     query, key, value = problem(keys=9)
     with AttentionScoreSkipFunctionMode():
         assert torch.equal(dispatch_attention_fn(query, key, value), value)

@@ -71,7 +71,7 @@ def planned(bounds, processes, layout, visible, packed):
 @pytest.mark.parametrize("visible", VISIBLE.values(), ids=VISIBLE)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("lengths", [[16], [3], [5, 0, 17, 2], []], ids=str)
-def test_each_visible_pair_is_in_one_call(lengths, layout, visible):
+def test_every_visible_pair_is_in_one_call(lengths, layout, visible):
     bounds = [0, *accumulate(lengths)]
     for processes, packed in product((1, 2, 3, 4), (False, True)):
         if len(lengths) != 1 and not packed:

@@ -80,11 +80,11 @@ for keys in (33, 40, 45):
     }
 
 
-def test_a_script_is_main_with_its_own_arguments(doctor, tmp_path):
-    (tmp_path / "beside.py").write_text("found = 1")
+def test_a_script_runs_as_main_with_its_arguments(doctor, tmp_path):
+    (tmp_path / "sibling.py").write_text("value = 1")
     ended, out, _ = doctor(
-        "import sys, beside\nprint(__name__, sys.argv, __file__, sys.path[0])\n"
-        "print(sys.modules['__main__'].beside.found)",
+        "import sys, sibling\nprint(__name__, sys.argv, __file__, sys.path[0])\n"
+        "print(sys.modules['__main__'].sibling.value)",
         *("script.py", "-m", "--full", "x"),
     )
     assert ended == 0
@@ -136,7 +136,7 @@ def test_the_report_after_a_closed_standard_output(doctor):
     assert REPORTED in err
 
 
-def test_threads_that_run_on(doctor):
+def test_threads_that_outlive_the_script(doctor):
     threaded = "import threading\nthreading.Timer(0.2, lambda: F.softmax(x @ x.mT, -1) @ x).start()"
     _, _, err = doctor(ATTENTION + threaded)
     assert "written out by hand" in err

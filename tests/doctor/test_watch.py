@@ -73,14 +73,14 @@ class TestWrittenOutByHand:
         assert f"in {function.__name__}, call" in attention.change
         assert attention.place.startswith("tests/doctor/test_watch.py:")
 
-    def test_other_softmaxes_are_not(self):
+    def test_other_softmaxes_are_ignored(self):
         experts = X.flatten(1, 2)
         assert not watched(lambda: F.softmax(experts, dim=-1))
         assert not watched(lambda: (X @ X.mT).softmax(1))  # over heads
         assert not watched(lambda: (X[0, 0] @ X[0, 0].mT).softmax(-1))  # of a matrix
 
     @pytest.mark.parametrize("fused", [False, True])
-    def test_of_a_layer_that_returns_its_weights(self, fused):
+    def test_layers_that_return_their_weights(self, fused):
         layer = nn.MultiheadAttention(256, 4, batch_first=True).train(not fused)
         x = X.transpose(1, 2).flatten(2)
         with torch.set_grad_enabled(not fused):

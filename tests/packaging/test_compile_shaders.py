@@ -141,7 +141,7 @@ def test_a_refused_text_fails_and_the_others_are_compiled(run):
     assert f"4 of {2 * TEXTS} compilations failed" in done.out
 
 
-def test_a_torch_without_mps(run):
+def test_torch_without_mps(run):
     done = run(torch_takes=None)
     assert done.status == 2
     assert len(list(done.folder.glob("*.metal"))) == TEXTS

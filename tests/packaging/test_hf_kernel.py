@@ -73,7 +73,7 @@ def test_a_process_loads_one_version(layout):
     assert f"ImportError: {message}" in done.stderr
 
 
-def test_the_variants_have_the_wheels_files_and_names_of_their_own(layout):
+def test_variants_have_the_files_of_the_wheel_and_unique_names(layout):
     names = set()
     for variant in hf_kernel.MACOS_VARIANTS:
         folder = layout / "build" / variant

@@ -86,7 +86,7 @@ def test_torch_is_left_alone():
     with pytest.raises(RuntimeError, match="MPS is not available"):
         torch.mps.compile_shader({KERNEL})
 
-def test_takes_what_torch_takes(compile_shader):
+def test_arguments_match_torch(compile_shader):
     with pytest.raises(TypeError):
         compile_shader({KERNEL}, check=False)
 

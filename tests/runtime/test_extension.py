@@ -57,7 +57,7 @@ BUILD = "`pip install --no-build-isolation -e '{}'`"
 
 
 @pytest.mark.parametrize("module", ["torch_metal_attn", "torch_metal_attn.simulator"])
-def test_a_command_of_source_code_beside_an_installed_package(module, imported, tmp_path):
+def test_unbuilt_source_code_before_an_installed_package(module, imported, tmp_path):
     installed = tmp_path / "site" / "torch_metal_attn"
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("")

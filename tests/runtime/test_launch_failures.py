@@ -100,7 +100,11 @@ def test_the_lookup_of_a_tile_allocates_nothing(counted):
         assert tables["others"][name][0] == tables["own"][name][0] == without > 0, name
     assert tables["own"]["flash_fwd"][1]
     assert tables["own"]["flash_bwd"][1]
-    assert not any(told for table in ("none", "others") for _, told in tables[table].values())
+    assert not any(
+        has_simdgroups
+        for table in ("none", "others")
+        for _, has_simdgroups in tables[table].values()
+    )
 
 
 LOG = "program_source:4:12: error: expected expression\nint eleven(;\n           ^\n"
@@ -150,7 +154,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monke
     any_fake.refuse("")
 
 
-def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(any_fake, monkeypatch):
+def test_a_compile_error_without_a_writable_folder(any_fake, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nowhere")
     any_fake.add_family("broken_too", BROKEN)
     any_fake.fail("create_shader_library", LOG)

@@ -13,30 +13,30 @@ from torch_metal_attn.runtime import device, macos
 
 
 @pytest.fixture
-def tells(monkeypatch):
+def set_versions(monkeypatch):
     """Sets the versions that macOS reports by files, by the kernel, and to system programs."""
 
     def sysctlbyname(name, text, size, new, new_size):
         assert (name, new) == (b"kern.osproductversion", None)
         assert size._obj.value == len(text)
-        text.value = told["kernel"].encode()
-        return -1 if told["kernel"] == "" else 0
+        text.value = fake["kernel"].encode()
+        return -1 if fake["kernel"] == "" else 0
 
     def run(command, *, env, **options):
         assert command == ["/usr/sbin/sysctl", "-n", "kern.osproductversion"]
         assert env["SYSTEM_VERSION_COMPAT"] == "0"
-        if told["program"] == "":
+        if fake["program"] == "":
             raise subprocess.CalledProcessError(1, command)
-        return SimpleNamespace(stdout=told["program"] + "\n")
+        return SimpleNamespace(stdout=fake["program"] + "\n")
 
-    told = {}
+    fake = {}
     monkeypatch.setattr(
-        platform, "mac_ver", lambda: (told["files"], ("", "", ""), "arm64" if told["files"] else "")
+        platform, "mac_ver", lambda: (fake["files"], ("", "", ""), "arm64" if fake["files"] else "")
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
     monkeypatch.setattr(subprocess, "run", run)
     macos.version.cache_clear()
-    yield lambda files, kernel, program: told.update(files=files, kernel=kernel, program=program)
+    yield lambda files, kernel, program: fake.update(files=files, kernel=kernel, program=program)
     macos.version.cache_clear()
 
 
@@ -52,8 +52,8 @@ def tells(monkeypatch):
         ("", "unused", "unused", ""),
     ],
 )
-def test_the_version(files, kernel, program, version, tells):
-    tells(files, kernel, program)
+def test_the_version(files, kernel, program, version, set_versions):
+    set_versions(files, kernel, program)
     assert macos.version() == version
 
 

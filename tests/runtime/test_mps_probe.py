@@ -121,9 +121,9 @@ def best(then):
         for _ in range(2):
             with best_device() as device:
                 devices.append([str(device), torch_metal_attn.runtime.session.active()])
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         main(["info"])
-    lines = [line for line in told.getvalue().splitlines() if line.startswith("backend")]
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("backend")]
     described = torch_metal_attn.runtime.machine.describe(torch.device("cpu"))["backend"]
     return [devices, said.getvalue(), lines, described]
 

@@ -153,18 +153,18 @@ M1 = 8  # cores
 
 @pytest.fixture
 def m1(fakes):
-    told = []
+    changed = []
 
     def tell(variant):
         fake = fakes[variant]
         fake.clear()
         shaders.serve(fake.library)
         fake.library.metal_attn_set_gpu_cores(M1)
-        told.append(fake)
+        changed.append(fake)
         return fake
 
     yield tell
-    for fake in told:
+    for fake in changed:
         fake.library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
         limit_of(fake.library)(0)
 

@@ -213,7 +213,7 @@ COMPARED = ["flash_fwd", *TENSOR_GRADIENTS, *GRADIENTS]
 
 
 def compares(what, more=""):
-    """The line that tells the user what the call waits for."""
+    """The line that explains why the call takes long."""
     return (
         f"torch_metal_attn: {what} now compiles several kernels, once for each version of macOS, "
         "torch and this package: it compares tensor tiles with 8x8 tiles in a few small problems"
@@ -308,7 +308,7 @@ CASES = {
     "side_by_side()": REMEMBERED,
     # Without a place for notes each process compares the tiles.
     'case(note=os.path.join(record, "under a file"))': NEW,
-    "call(flex, {})": None,  # see test_a_score_mod_that_does_not_compile
+    "call(flex, {})": None,  # see test_score_mods_that_do_not_compile
     'backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor("))': fault(
         [*PROBES, *TENSOR_GRADIENTS[:2] * 3, *GRADIENTS * 2],
         *("", ""),
@@ -407,7 +407,7 @@ def test_a_trial_that_hangs(actual, kernel, why, tried, said):
     assert last == REMEMBERED
 
 
-def test_a_score_mod_that_does_not_compile(actual):
+def test_score_mods_that_do_not_compile(actual):
     (*launched, bad, reason), ran, problems, said = actual["call(flex, {})"]
     assert launched == ["launched"] * 6
     assert re.match("metal_attn: compiling flash_fwd .*score [+] 3.0.* failed: ", bad)

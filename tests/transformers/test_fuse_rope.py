@@ -42,7 +42,7 @@ class TestMatchesEager:
     @pytest.mark.parametrize(
         "name", ["Llama", "Gemma3", "gpt-oss", "Phi3", "Cohere2", "GLM", "GPT-NeoX", "StableLM"]
     )
-    def test_tables_that_are_dropped_are_noticed(self, name, monkeypatch):
+    def test_dropped_tables_are_noticed(self, name, monkeypatch):
         options = Unrotated.options
 
         def dropped(unrotated):

@@ -288,7 +288,7 @@ class TestRefused:
             enable(model, absorb=True)
         assert model.config._attn_implementation == "eager"
 
-    def test_a_projection_that_is_more_than_a_weight(self):
+    def test_a_subclassed_projection(self):
         class Adapted(torch.nn.Linear):
             pass
 

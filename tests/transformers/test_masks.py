@@ -130,7 +130,7 @@ class TestMaskFunction:
         options = {"batch_size": 2, "q_length": 1, "kv_length": 16, "device": "cpu"}
         return metal_attention_mask(**options | changes)
 
-    def test_without_numbers(self):
+    def test_masks_without_descriptors(self):
         everywhere = {"attention_mask": torch.ones(2, 16, dtype=torch.bool)}
         chunks = masking_utils.chunked_causal_mask_function(16, torch.zeros(2, dtype=torch.int64))
         static = {"attention_mask": everywhere["attention_mask"][:, :4], "q_length": 4}

@@ -42,8 +42,8 @@ _GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 # index_topk is less than the length of the shorter sequence.
 _INDEXED = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 16}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
-_LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-_LONG_ROPE["partial_rotary_factor"] = 1.0
+_LONG_ROPE: dict[str, Any] = {"rope_type": "longrope", "partial_rotary_factor": 1.0}
+_LONG_ROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 _THREE_AXES: dict[str, Any] = {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}
 
 CORE = {

@@ -47,12 +47,12 @@ def test_calls_that_torch_runs_faster_are_left_to_torch():
 
 
 @pytest.mark.parametrize("ratio, replaced", [(0.98, 0), (0.99, 1)])
-def test_from_a_gain_of_two_percent_on(ratio, replaced):
+def test_gains_below_two_percent_are_ignored(ratio, replaced):
     timed(forward=ratio)
     assert attend() == replaced
 
 
-def test_by_the_features_of_the_call():
+def test_features_select_the_row():
     timed(BAND, forward=0.5)
     assert attend() == 1
     assert attend(is_causal=True) == 0
@@ -61,7 +61,7 @@ def test_by_the_features_of_the_call():
     assert attend(attn_mask=mask) == 1
 
 
-def test_tf32_has_rows_of_its_own(gpu):
+def test_tf32_has_separate_rows(gpu):
     gpu("Apple M5")
     timed(forward=0.5)
     assert attend() == 0
@@ -92,7 +92,7 @@ def test_training_is_judged_by_whole_steps(ratios, replaced):
     assert calls.replaced - replaced == (ratios["forward"] > 1)
 
 
-def test_the_innermost_block_decides():
+def test_the_innermost_block_applies():
     timed(forward=0.1)
     with simulate(record=True), sdpa_replaced(prefer="fastest") as outer:
         with sdpa_replaced() as inner:

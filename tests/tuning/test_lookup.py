@@ -36,7 +36,7 @@ class TestKeys:
         assert key(lengths=(length, 600)).endswith(f"plain q{words} k<=2048")
         assert key(lengths=(600, length)).endswith(f"plain q<=2048 k{words}")
 
-    def test_decoding_has_the_queries_of_a_kv_head_and_the_keys_that_they_read(self):
+    def test_lengths_of_decoding(self):
         sizes = {"lengths": (1, 5000), "heads": (24, 2)}
         assert key("flash_decode", **sizes) == "flash_decode half 64 64 plain q<=16 k<=8192"
         windowed = key("flash_decode", {"causal": True, "window_size_left": 100}, **sizes)
@@ -129,7 +129,7 @@ def in_use(kernel="flash_fwd", **options):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_row_is_for_its_key_only(kernel):
+def test_a_row_applies_to_its_key_only(kernel):
     tile, qkv = in_use(kernel)
     launch = told(kernel, *qkv)
     assert launch["choice"] == "tuned on this machine"

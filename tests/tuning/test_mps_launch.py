@@ -152,7 +152,7 @@ def test_threads_that_meet_a_refused_tile_at_once(fake, capfd):
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_a_refusal_of_which_torch_keeps_no_text(fakes):  # noqa: F811
+def test_refused_tiles_with_a_torch_without_error_texts(fakes):  # noqa: F811
     """Before 2.13 torch refuses a dispatch only for its threads, so the next tile runs."""
     oldest = fakes["tensor"]
     oldest.clear()

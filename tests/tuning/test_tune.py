@@ -96,7 +96,7 @@ class TestOnAFakeClock:
         turns = fake_gpu.calls[len(tiles) * first :][: 2 * first]
         assert len(set(turns)) == 2
 
-    def test_training_has_three_kernels_each_with_its_best(self, fake_gpu, run):
+    def test_training_tunes_each_of_its_kernels(self, fake_gpu, run):
         kernels = explained(backward=True).training.kernels
         tile = kernels["flash_bwd_dq"].candidates[1]
         fake_gpu.seconds = {f"flash_bwd_dq {tile}": 0.5}

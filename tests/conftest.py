@@ -1,4 +1,4 @@
-"""Shared by every test: which tests run, hypothesis' budget, and the fixtures' module."""
+"""The choice of tests, hypothesis' budget, and the module of fixtures."""
 
 import atexit
 import gc
@@ -7,7 +7,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Left out by --first-cases, as is the fake of torch's shims: builds, processes, generated code.
+# --first-cases leaves these out, and tests of the fake shims: builds, processes, generated code.
 SLOW = (
     "/packaging/",
     "commands/test_fuzz_runs.py::test_workers_that_die",
@@ -25,14 +25,14 @@ WHERE = "kernels run in"
 PLACES = pytest.StashKey[set[str]]()
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Inductor's code is not under test: no pool of processes that import torch, and no vector code,
-# which takes its headers longer to compile.
+# Inductor's code is not under test: no pool of compiling processes, and no vector code, whose
+# headers take longer to compile.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
-gc.disable()  # until the tests are collected: there is nothing to find, in 3 s
+gc.disable()  # until the tests are collected, which saves 3 s
 
-# Kernels compile on first use, and machines are slow or paused: no example has a fair deadline, and
-# no draw is too slow. The device serves every example.
+# Kernels compile on first use, and machines may be slow or paused, so there are no deadlines. Every
+# example may use the same device.
 settings.register_profile(
     "default",
     deadline=None,
@@ -48,7 +48,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--first-cases",
         action="store_true",
-        help="of each test function its first case, and nothing that takes many seconds",
+        help="run the first case of each test function, and nothing that takes many seconds",
     )
 
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    # xdist's controller runs no test. Without torch it starts the workers seconds earlier.
+    # xdist's controller runs no tests, and without torch it starts the workers seconds earlier.
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.fixtures")
     config.stash[PLACES] = set()
@@ -75,9 +75,9 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """The place of a worker's kernels, from tests/fixtures.py."""
-    said = getattr(node, "workeroutput", {})  # one that died says nothing
-    node.config.stash[PLACES].update([said[WHERE]] if WHERE in said else [])
+    """Records where a worker's kernels ran, from tests/fixtures.py."""
+    output = getattr(node, "workeroutput", {})  # a worker that died has no output
+    node.config.stash[PLACES].update([output[WHERE]] if WHERE in output else [])
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -86,10 +86,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_finish():
-    """Keep imported objects out of collections, which transformers and torch.compile start.
-
-    They take half a second each otherwise, and with Python's own thresholds a tenth of the time.
-    """
+    """Keep imported objects out of collections, which would take half a second each."""
     gc.freeze()
     gc.callbacks.append(keep)
     gc.set_threshold(20_000, 20, 20)
@@ -105,5 +102,5 @@ def keep(phase, info):
 def pytest_unconfigure():
     if keep in gc.callbacks:  # xdist's controller collects no tests
         gc.callbacks.remove(keep)
-    # At exit, or libraries report that they leak; not yet, as pytest collects once more.
+    # Unfreeze at exit, or libraries report leaks; not earlier, because pytest collects once more.
     atexit.register(gc.unfreeze)

@@ -1,4 +1,4 @@
-"""The device under test, poisoned memory and other fixtures: what tests share that needs torch."""
+"""Fixtures that need torch: the device under test, poisoned memory and others."""
 
 import os
 
@@ -32,10 +32,7 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol():
-    """Uninitialised tensors hold NaN, those that ops allocate too: what stays unwritten shows.
-
-    And a test draws the same numbers on the CPU, whichever tests its process ran before.
-    """
+    """Fill uninitialised tensors with NaN, so that unwritten results show, and seed torch."""
     torch.default_generator.manual_seed(0)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -47,14 +44,13 @@ def pytest_runtest_protocol():
 
 @pytest.fixture
 def device():
-    """mps where there is one; else the CPU with every op in the simulator, every access checked."""
+    """mps if it is usable, else the CPU with every op in the simulator and every access checked."""
     with best_device(check=True) as best:
         yield best
 
 
 @pytest.fixture(params=["reference", "simulator"])
 def backend(request):
-    """CPU tensors without and with the simulator."""
     if request.param == "reference":
         yield request.param
         return
@@ -70,7 +66,6 @@ def unlaunched(monkeypatch):
 
 @pytest.fixture
 def gpu():
-    """Tells the extension which GPU there is; the one that there was is told at the end."""
     library = extension.load()
     yield lambda name: library.metal_attn_set_gpu_name(name.encode())
     library.metal_attn_set_gpu_name(b"")
@@ -86,7 +81,6 @@ def m5(gpu):
 
 @pytest.fixture
 def cores():
-    """Tells the extension how many cores the GPU has."""
     library = extension.load()
     yield library.metal_attn_set_gpu_cores
     library.metal_attn_set_gpu_cores(UNKNOWN_CORES)

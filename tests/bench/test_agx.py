@@ -1,4 +1,4 @@
-"""Our kernels through Mesa's compiler for G13: how its listing is read and judged."""
+"""Mesa's compiler for G13: its listing, the model of a GPU core, and the choice of tiles."""
 
 from dataclasses import replace
 from functools import partial
@@ -65,7 +65,7 @@ def compiled(loop: listing.Loop, threads: int = 1024, threadgroup: int = 0) -> l
     return lens.Compiled(50.5, threads, 128, 0, threadgroup, loop)
 
 
-def test_a_listing_has_its_loops():
+def test_loops_of_a_listing():
     result = listing.parse(LISTING)
     assert (result.halves, result.threads, result.scratch) == (101, 1024, 8)
     assert (result.code, result.threadgroup) == (110, 2048)
@@ -74,12 +74,12 @@ def test_a_listing_has_its_loops():
     assert (outer.blocks, outer.code, outer.opcodes.total()) == (range(1, 4), 94, 9)
 
 
-def test_each_unit_has_its_cycles():
+def test_cycles_of_each_unit():
     _, outer = listing.parse(LISTING).loops()
     # Two products, an exp2 and an ffma; memory, barriers and control flow are free.
     assert outer.arithmetic == 2 * listing.PRODUCT_CYCLES + 2
     assert outer.complex == 4
-    # Four SIMD groups of 32 lanes at 64 bytes a cycle; what was spilled is device memory.
+    # Four SIMD groups of 32 lanes at 64 bytes a cycle. Spills are device memory.
     assert outer.threadgroup == 4 * 32 * 4 / 64
     assert outer.device == 4 * 32 * (8 + 4) / 64
     assert outer.cycles == outer.arithmetic
@@ -93,7 +93,7 @@ def test_threadgroup_memory_limits_what_a_core_holds():
     assert compiled(outer, threadgroup=2048).resident == 32
 
 
-def test_other_groups_fill_the_waits_of_one():
+def test_other_groups_hide_the_waits_of_one():
     _, outer = listing.parse(LISTING).loops()
     by_itself = model.alone(outer)
     assert by_itself == 2 * listing.PRODUCT_CYCLES + 2 * 4 + 2 * model.MEMORY_WAIT
@@ -104,7 +104,7 @@ def test_other_groups_fill_the_waits_of_one():
     assert model.bytes_a_cycle(sparse) == pytest.approx(4 * 32 * 8 / by_itself)
 
 
-def test_bfloats_become_words():
+def test_bfloats_are_converted():
     ir = """define void @f(<2 x bfloat> %p, float %x) {
   %1 = fpext <2 x bfloat> %p to <2 x float>
   %2 = fptrunc float %x to bfloat
@@ -135,7 +135,7 @@ def test_accumulators_take_a_pair_of_registers_each(count, element, spills):
 
 
 @built
-def test_a_fault_is_that_of_one_job_among_many():
+def test_a_failing_job_does_not_end_the_others():
     right = Source(TEXT, "products", 64, {"COUNT": 2, "ELEMENT": "half"})
     wrong = Source(TEXT, "products", 64)
     first, second, third = lens.compile_all([right, wrong, right], workers=2)
@@ -144,7 +144,7 @@ def test_a_fault_is_that_of_one_job_among_many():
     assert first == third
 
 
-def test_a_driver_that_is_not_there(monkeypatch, tmp_path):
+def test_a_missing_driver(monkeypatch, tmp_path):
     monkeypatch.setattr(lens, "DRIVER", tmp_path / "agx_lens")
     with pytest.raises(lens.LensError, match=r"build it with bench/agx/setup\.sh"):
         lens.run_driver("", "gpu_products", 64)
@@ -160,7 +160,7 @@ def candidate(*tile: int, registers: float = 50.5, spills: int = 0) -> choose.Ca
     return choose.Candidate(one, tile, result)
 
 
-# Columns of a slice, block, row fragments, SIMD groups, those that share columns, places of rows.
+# Columns of a slice, block, row fragments, SIMD groups, column SIMD groups, places of rows.
 FAST, SLOW = (576, 32, 1, 4, 1, 1, 0), (576, 16, 1, 4, 1, 1, 0)
 
 
@@ -175,7 +175,7 @@ def test_the_fastest_tile_that_fits_is_chosen():
 
 @built
 def test_a_row_has_the_registers_that_the_generator_finds(tmp_path, monkeypatch):
-    """For a small class and its tile. The second time the result comes from the folder."""
+    """For a small class and its tile. The second result comes from the folder."""
     one = candidates.Class("FLASH_BWD_BIAS", 32, 64, 0, "Rotary", ragged=False)
     rows = table.read_rows(table.TABLE.read_text())["FLASH_BWD_BIAS"]
     row = next(row for row in rows if row.bits == 32 and row.columns >= 64)

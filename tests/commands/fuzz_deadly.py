@@ -18,7 +18,7 @@ class Deadly(Case):
 
 
 def received(call):
-    """A case in the process that it is sent to, which does not know its family yet."""
+    """A case after it was sent to a process, in which its family is registered."""
     FAMILIES[Deadly] = Family(0, prepare)
     return Deadly(call=call)
 

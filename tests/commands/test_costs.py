@@ -42,13 +42,13 @@ def test_visible_pairs(data):
     assert cost.keys == (keys.max() - keys.min() + 1 if len(keys) else 0)
 
 
-def test_long_sequences_cost_no_memory_of_pairs():
+def test_visible_pairs_of_long_sequences():
     n = 10**9
     for triangle in ({"causal": True}, {"window_size_right": 0}):
         assert costs.seen(n, n, **triangle).pairs == n * (n + 1) // 2
 
 
-def test_whole_tiles_do_what_is_counted():
+def test_flops_of_whole_tiles_match_the_counters():
     q, k, v = make_qkv(heads=4, kv_heads=2, q_length=64, kv_length=128, head_dim=64)
     with simulate(count=True) as run:
         torch.ops.metal_attn.flash_fwd(q, k, v)
@@ -56,10 +56,10 @@ def test_whole_tiles_do_what_is_counted():
     assert costs.cost("flash_fwd", {"q": q, "k": k, "v": v}).flops == done
 
 
-def test_each_gradient_kernel_does_its_part():
-    """Three products and four, of which one and two are with values."""
+def test_flops_of_the_gradient_kernels():
+    """dq takes three matrix products, dk and dv four."""
     for kernel, products in (("flash_bwd_dq", 3), ("flash_bwd_dkv", 4)):
-        # Rows that tiles and blocks of any size divide.
+        # All tiles and blocks divide the length.
         counters, _ = run_kernel(kernel, 192, 192, 64, torch.float16)
         assert counters.matrix_operations * MATRIX_FLOPS == 2 * 192 * 192 * 64 * products
     assert costs.gradient_flops(1, 1, 0) == 2 * 4
@@ -86,7 +86,7 @@ def test_bytes_of_a_window_of_a_cache(format):
         scales = {"k_scale": scale, "v_scale": scale}
     options = {"seqused_k": ints(700), "window_size_left": 99, "causal": True, **scales}
     row_bytes = {None: 128, "q8_0": 64 + 4, "q4_0": 32 + 4, "fp8_e4m3": 64}[format]
-    # The same tensor is both, keys and values: it is read once.
+    # Keys and values are the same tensor, which is read once.
     by_head = 2 * 2 * 4 if format == "fp8_e4m3" else 0
     expected = 2 * 100 * row_bytes + by_head + 2 * q.nbytes + 4 * 4 + 4
     cost = costs.cost("flash_decode", {"q": q, "k": cache, "v": cache, **options})
@@ -94,7 +94,7 @@ def test_bytes_of_a_window_of_a_cache(format):
     assert cost.flops == 2 * 4 * 100 * 128
 
 
-def test_latent_rows_are_appended_once():
+def test_latent_rows_are_counted_once():
     k, cache = torch.zeros(2, 1, 5, 96).half(), torch.zeros(2, 1, 16, 96).half()
     seqlens = torch.tensor([0, 3]).int()
     latent = {"k": k, "v": k[..., :64], "k_cache": cache, "v_cache": cache[..., :64]}
@@ -115,7 +115,7 @@ def test_a_rotation_of_some_columns(in_place):
     assert least == 2 * of_heads + cos.nbytes + sin.nbytes
 
 
-def test_packed_sequences_count_by_themselves():
+def test_costs_of_packed_sequences_add_up():
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     packed = dict(zip(names, make_packed([5, 0, 9], [7, 3, 9], heads=4, kv_heads=2), strict=True))
     alone = [
@@ -125,12 +125,12 @@ def test_packed_sequences_count_by_themselves():
     together = costs.cost("flash_varlen_fwd", packed)
     assert together.flops == alone[0].flops + alone[1].flops
     assert together.bytes == alone[0].bytes + alone[1].bytes + 2 * 4 * 4
-    # Without data nobody knows the lengths: all are the longest.
+    # Without data each sequence counts as the longest one.
     meta = {n: x.to("meta") if torch.is_tensor(x) else x for n, x in packed.items()}
     assert costs.cost("flash_varlen_fwd", meta).flops == 3 * 4 * 2 * 9 * 9 * 64
 
 
-def test_trees_count_what_each_token_sees():
+def test_flops_of_trees():
     q, (k, v) = torch.empty(7, 4, 8), torch.empty(2, 2, 2, 40, 8)
     packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 4, 7), "max_seqlen_q": 4}
     packed |= {"seqused_k": ints(30, 20)}
@@ -146,7 +146,7 @@ def test_trees_count_what_each_token_sees():
     assert windowed.flops == 2 * 16 * 4 * 7 * 2
 
 
-def test_listed_keys_of_packed_queries_count_by_sequence():
+def test_listed_keys_of_packed_queries():
     q, (k, v) = torch.empty(5, 4, 8), torch.empty(2, 2, 2, 40, 8)
     packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 3, 5), "max_seqlen_q": 3}
     entries = torch.tensor([[1, 2], [2, -1], [3, 1], [1, 2], [5, 5]]).int()[None, None]
@@ -156,7 +156,7 @@ def test_listed_keys_of_packed_queries_count_by_sequence():
     assert cost.bytes == (3 + 3) * 2 * 2 * 8 * 4 + other
 
 
-def test_pages_are_as_many_keys_as_the_table_has():
+def test_the_page_table_gives_the_number_of_keys():
     q, pages = torch.empty(2, 4, 3, 8), torch.empty(7, 2, 16, 8)
     table = torch.zeros(2, 5, dtype=torch.int32)
     cost = costs.cost("flash_fwd", {"q": q, "k": pages, "v": pages, "block_table": table})
@@ -182,11 +182,10 @@ def test_bytes_of_options_by_hand():
     assert costs.cost("merge_state", state).bytes == 3 * (q.nbytes + row_sums)
 
 
-def test_a_broadcast_mask_is_one_row():
+def test_a_broadcast_mask_is_counted_once():
     q, k, v = make_qkv(q_length=16, kv_length=32)
     mask = torch.ones(32, dtype=torch.bool).expand(1, 2, 16, 32)
-    plain, masked = (
-        costs.cost("flash_fwd", {"q": q, "k": k, "v": v, "attn_mask": m}) for m in (None, mask)
-    )
+    qkv = {"q": q, "k": k, "v": v}
+    plain, masked = (costs.cost("flash_fwd", qkv | {"attn_mask": m}) for m in (None, mask))
     assert masked.bytes - plain.bytes == 32
     assert masked.flops == plain.flops

@@ -27,7 +27,7 @@ def packed():
 
 
 def gradient(operands=attention, whole=False, **options):
-    """A call of an attention's gradient. whole: for q, k and v, not for q alone."""
+    """A call of a gradient op. whole: of q, k and v instead of q alone."""
 
     def call():
         q, k, v, *packing = operands()
@@ -38,7 +38,7 @@ def gradient(operands=attention, whole=False, **options):
     return call
 
 
-# Gradients of one captured tensor by one load, of an element for each head.
+# One captured tensor, from which each head loads one element.
 CAPTURES = {
     "normalisers": None,
     "captures": [torch.ones(4)],
@@ -50,7 +50,7 @@ CAPTURES = {
 
 
 def example(name, *kernels, **more):
-    """The call of tests/common/ops.py, and its kernels if it is not one of the op's name."""
+    """The call of tests/common/ops.py, and its kernels (by default one named like the op)."""
     return lambda: ((), EXAMPLES[name].make() | more), list(kernels or (name,))
 
 
@@ -70,25 +70,21 @@ CALLS = {
     "flex_bwd": (gradient(whole=True, captures=[]), WHOLE),
     "flex_bwd_captures": (gradient(**CAPTURES), ["flash_bwd_captures[0]"]),
     **{
-        name: example(name)
-        for name in ("rope", "rope_tables", "merge_state", "merge_splits", "index_scores")
-    },
-    **{name: example(name) for name in ("softmax", "append_kv", "copy_pages")},
-    **{
         name: example(name, name.removesuffix("_"))
-        for name in ("rope_", "merge_state_", "softmax_", "apply_causal_mask_")
+        for name in """rope rope_tables rope_ merge_state merge_state_ merge_splits index_scores
+        softmax softmax_ apply_causal_mask_ append_kv copy_pages""".split()
     },
 }
 
 
-def test_every_op_that_explains_itself_is_here():
+def test_every_explained_op_has_a_call():
     library = torch._C._dispatch_get_all_op_names()
     explained = [name for name in library if name.startswith("metal_attn_explain::")]
     assert set(explained) == {f"metal_attn_explain::{name}" for name in CALLS}
 
 
 @each_case("name", CALLS)
-def test_of_each_op(name):
+def test_each_op(name):
     arguments, options = CALLS[name][0]()
     explanation = explain(getattr(ops, name), *arguments, **options)
     assert explanation.refusal is None
@@ -104,7 +100,7 @@ def test_of_each_op(name):
 
 
 @each_case("name", [name for name in CALLS if "bwd" not in name])
-def test_those_kernels_run(name):
+def test_the_explained_kernels_run(name):
     arguments, options = CALLS[name][0]()
     with simulate(record=True) as run:
         explanation = explain(getattr(ops, name), *arguments, **options)
@@ -119,7 +115,7 @@ def test_those_kernels_run(name):
         assert launch.grid == tuple(n * size for n, size in groups)
 
 
-def test_an_op_by_its_overload_and_by_the_names_of_its_arguments():
+def test_overloads_and_named_arguments():
     q, k, v = attention()
     assert explain(ops.flash_decode.default, q, k, v) == explain(ops.flash_decode, q, k, v)
     assert explain(q=q, k=k, v=v) == explain(q, k, v) == explain(ops.flash_fwd, q, k, v)
@@ -144,7 +140,7 @@ def test_numbers_that_are_tensors():
     assert explanation == explain(*attention(), window_size_left=3, q_offset=2)
 
 
-def test_nothing_to_do_is_no_kernel():
+def test_an_empty_call_has_no_kernel():
     q, k, v = make_qkv(q_length=0)
     explanation = explain(ops.flash_decode, q, k, v)
     assert explanation.refusal is None
@@ -153,12 +149,12 @@ def test_nothing_to_do_is_no_kernel():
 
 
 @pytest.mark.parametrize("wrong", [3, torch.add, torch.nn.Linear, "flash_fwd"])
-def test_what_cannot_be_explained(wrong):
+def test_objects_that_cannot_be_explained(wrong):
     with pytest.raises(TypeError, match="it must be the tensor q, an op of"):
         explain(wrong, 1)
 
 
-def test_an_op_has_no_backward_of_its_own():
+def test_backward_of_an_op_is_refused():
     with pytest.raises(TypeError, match="explain the op flash_bwd"):
         explain(ops.flash_fwd, *attention(), backward=True)
 
@@ -194,7 +190,7 @@ X = torch.randn(1, 7, 16)
 
 
 class TestModel:
-    def test_alike_layers_are_one_line(self):
+    def test_identical_layers_share_a_line(self):
         explanation = explain(stack(32), X)
         assert [row.layer for row in explanation.rows] == [str(n) for n in range(32)]
         lines = [line for line in str(explanation).splitlines() if line.startswith("{0-31}")]
@@ -204,7 +200,7 @@ class TestModel:
             *(str(explanation.rows[0].explanation.threadgroup_bytes), "57.3", "k", "59.1", "k"),
         ]
 
-    def test_no_kernel_runs_and_the_rest_does(self):
+    def test_no_kernel_runs_but_other_modules_do(self):
         model = stack(2)
         seen = []
         model[1].project.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
@@ -215,7 +211,7 @@ class TestModel:
         assert (seen[0] == 0).all()
         assert seen[0].shape == X.shape
 
-    def test_hooks_are_gone_afterwards(self):
+    def test_hooks_are_removed(self):
         model = stack(2)
         explain(model, X)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -256,8 +252,8 @@ class TestModel:
         assert "as eager attention has" in str(explanation)
         assert explanation.rows[0].shapes == ((1, 2, 7, 7),)
 
-    def test_attention_that_gives_its_weights_is_shown(self):
-        """nn.MultiheadAttention then merges heads and batch into one dimension."""
+    def test_attention_that_returns_its_weights_is_shown(self):
+        """nn.MultiheadAttention merges heads and batch into one dimension."""
         layer = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval()
         layer.forward = functools.partial(layer.forward, need_weights=True)
         with torch.no_grad():
@@ -268,14 +264,12 @@ class TestModel:
                 torch.backends.mha.set_fastpath_enabled(True)
         assert [row.shapes for row in explanation.rows] == [((2, 7, 7),)]
 
-    def test_a_softmax_that_is_no_attention(self):
+    def test_other_softmaxes_are_not_shown(self):
         router = module(lambda x: x.softmax(-1).topk(2).values @ torch.ones(2, 3))
         assert explain(router, X).rows == ()
 
-    def test_a_refusal_does_not_hide_the_layers_behind_it(self):
-        refused = module(
-            lambda x: flash_attn_func(x[:, :, None], x[:, :, None, :3], x[:, :, None])[:, :, 0]
-        )
+    def test_layers_after_a_refused_one_are_shown(self):
+        refused = module(lambda x: flash_attn_func(x[None], x[None, ..., :3], x[None])[0])
         explanation = explain(torch.nn.Sequential(refused, Attention()).eval(), X)
         first, second = explanation.rows
         assert "head dim of 3" in first.refusal
@@ -283,7 +277,7 @@ class TestModel:
         assert f"refused: {first.refusal}" in " ".join(str(explanation).split())
         assert "1 of them refused" in str(explanation)
 
-    def test_a_refusal_of_our_python_ends_it(self):
+    def test_a_refusal_by_python_code_ends_the_explanation(self):
         refused = module(lambda x: flash_attn_func(x[0], x, x))
         explanation = explain(torch.nn.Sequential(torch.nn.Identity(), refused), X)
         assert explanation.rows == ()
@@ -303,8 +297,8 @@ class TestModel:
         assert [row.op for row in explanation.rows] == ["append_kv", "flash_decode", "softmax_"]
         assert (cache == 0).all()
 
-    def test_what_is_compiled_runs_uncompiled(self):
-        """`explain` runs the model uncompiled, to name its layers; compiled code has no names."""
+    def test_compiled_models_run_uncompiled(self):
+        """Compiled code has no names of layers, so `explain` runs the model uncompiled."""
         counter = torch._dynamo.testing.CompileCounter()
         model = torch.compile(stack(2), backend=counter)
         for _ in range(2):

@@ -27,53 +27,28 @@ def drawn():
     return [draw(SEED, 40 * index) for index in range(1000)]
 
 
-# Right results of cases whose bound or expected error is easily wrong.
+# Cases whose bound or expected error is easily wrong.
+SINK = {"call": "flash_attn_func", "softmax_scale": 1.0, "learnable_sink": "float16"}
+EMPTY = {"call": "flash_varlen_fwd", "packed": ((0, 0),), "spare_rows": 1}
 RIGHT = [
-    testing.Attention(
-        call="flash_attn_func",
-        softmax_scale=1.0,
-        learnable_sink="float16",
-        backward=True,
-        values="sharp",
-    ),
-    testing.Attention(
-        call="flash_varlen_fwd",
-        packed=((0, 0),),
-        spare_rows=1,
-        learnable_sink="float32",
-        backward=True,
-    ),
+    testing.Attention(**SINK, backward=True, values="sharp"),
+    testing.Attention(**EMPTY, learnable_sink="float32", backward=True),
     testing.Step(call="append_kv", backward=True),
     testing.Attention(dtype="float64", head_dim=32, v_head_dim=32, kv_length=3, format="q8_0"),
     testing.Copy(shape=(1, 1, 1), copies=(), layout=("order 021", "padded 8")),
 ]
-# Here it is the kernels whose rounding errors are large.
+# Cases in which the kernels' rounding errors are large.
+DROPOUT = {"call": "flash_varlen_bwd", "dtype": "float16", "packed": ((16, 11),)}
+ROTARY = {"call": "flash_varlen_fwd", "dtype": "bfloat16", "packed": ((6, 4),), "rotary": "qk"}
+ROTARY |= {"rotary_columns": 8, "rotary_interleaved": True, "seed": 111443381}
 RIGHT_OF_KERNELS = [
-    testing.Attention(
-        call="flash_varlen_bwd",
-        dtype="float16",
-        packed=((16, 11),),
-        dropout_p=0.6,
-        backward=True,
-        exact_delta=True,
-        values="constant",
-    ),
-    testing.Attention(
-        call="flash_varlen_fwd",
-        seed=111443381,
-        dtype="bfloat16",
-        packed=((6, 4),),
-        causal=True,
-        rotary="qk",
-        rotary_columns=8,
-        rotary_interleaved=True,
-        values="sharp",
-    ),
+    testing.Attention(**DROPOUT, dropout_p=0.6, backward=True, exact_delta=True, values="constant"),
+    testing.Attention(**ROTARY, causal=True, values="sharp"),
 ]
 
 
 class TestDrawing:
-    def test_a_case_is_its_seed_and_index(self):
+    def test_seed_and_index_determine_a_case(self):
         assert [draw(SEED, 40 * i) for i in (999, 0, 77)] == [drawn()[i] for i in (999, 0, 77)]
         assert draw(1, 0) != drawn()[0]
 
@@ -93,39 +68,37 @@ class TestDrawing:
         }
         assert any(0 in pair for case in legal for pair in case.sequences)
 
-    def test_one_in_ten_is_wrong(self):
+    def test_one_case_in_ten_is_illegal(self):
         wrong = [case for case in drawn() if case.refused()]
         assert 0.05 < len(wrong) / len(drawn()) < 0.15
         assert len({case.refused() for case in wrong}) > 20
 
     def test_cases_share_kernels(self):
-        """Compiling takes longer than running: a run has far fewer kinds of calls than cases."""
+        """Compiling takes longer than running, so many cases must share a kernel."""
         cases = [draw(SEED, index) for index in range(1000)]
         kinds = {(type(case), case.call, case.fields().get("dtype")) for case in cases}
         assert len(kinds) < len(cases) / 15
 
-    def test_all_have_a_meaning(self):
+    def test_every_drawn_case_is_valid(self):
         assert not [case for case in drawn() if case.invalid_reason()]
 
     @each_case("case", RIGHT)
-    def test_what_is_right_is_not_reported(self, case):
+    def test_correct_results_are_not_reported(self, case):
         outcome = running.run(case, CPU)
         assert outcome.ok, outcome
 
     @pytest.mark.parametrize("case", RIGHT_OF_KERNELS, ids=lambda case: case.call)
-    def test_what_kernels_do_right_is_not_reported(self, case, device):
+    def test_correct_results_of_kernels_are_not_reported(self, case, device):
         outcome = running.run(case, device)
         assert outcome.ok, outcome
 
-    def test_what_has_no_meaning(self):
+    def test_invalid_cases_have_a_reason(self):
         packed = {"call": "flash_attn_varlen_func", "packed": ((1, 1),)}
+        sdpa = {"call": "scaled_dot_product_attention", "attn_mask": "bfloat16 qk"}
         groups = {"call": "flash_decode", "format": "q2_g64", "v_format": "q2_g64"}
         for fields, reason in (
             (packed | {"cache": "indexed"}, "flash_attn_varlen_func has no cache_batch_idx"),
-            (
-                {"call": "scaled_dot_product_attention", "attn_mask": "bfloat16 qk"},
-                "torch's masks are of bool, float32 or the queries' dtype",
-            ),
+            (sdpa, "torch's masks are of bool, float32 or the queries' dtype"),
             (groups | {"head_dim": 72, "v_head_dim": 64}, "q2_g64 has blocks of 64 columns"),
             (groups | {"head_dim": 64, "v_head_dim": 72}, "q2_g64 has blocks of 64 columns"),
         ):
@@ -133,7 +106,7 @@ class TestDrawing:
 
     @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
     def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):
-        """Every function takes them, so they are not drawn."""
+        """Every function accepts them, so they are not drawn."""
         for name in ("q", "k", "v"):
             sizes = {"q_length": q_length, "kv_length": kv_length}
             case = testing.Attention(**sizes, invalidated=f"strides of {name}")
@@ -141,7 +114,7 @@ class TestDrawing:
             assert bool(case.invalid_reason()) == is_empty
 
     @pytest.mark.parametrize("illegal", testing.Attention().wrong(), ids=str)
-    def test_what_is_illegal_is_refused(self, illegal, device):
+    def test_illegal_options_are_refused(self, illegal, device):
         cases = [testing.Attention(call=call, **{"kv_length": 8, **illegal}) for call in CALLS]
         case = next(case for case in cases if not case.invalid_reason() and case.refused())
         outcome = running.run(case, device)
@@ -167,7 +140,7 @@ class TestJson:
             ({"family": "Attention", "call": "flash_fwd", "num_splits": 2}, "has no num_splits"),
         ],
     )
-    def test_what_is_no_case(self, data, words):
+    def test_json_of_unknown_cases(self, data, words):
         with pytest.raises(ValueError, match=words):
             storage.from_json(data)
 
@@ -177,7 +150,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.bool, torch.float8_e4m3fn])
-    def test_numbers_stay_what_they_are(self, layout, dtype):
+    def test_layouts_keep_values(self, layout, dtype):
         x = torch.randn(3, 2, 5, 4).to(dtype)
         if "repeated 0" in layout:
             x = x[:1].expand(3, -1, -1, -1)
@@ -200,8 +173,8 @@ class TestMemory:
         assert memory.undisturbed(("x",)).error > 0
 
 
-def test_a_gradient_that_gets_lost_is_found(monkeypatch):
-    """In a call that has none, and whose result does not say so."""
+def test_a_lost_gradient_is_noticed(monkeypatch):
+    """A call without a gradient must say so if its result is differentiated."""
     monkeypatch.setattr(differentiation, "without_gradient", lambda message, tensors, run: run())
     drawn_alike = (c for c in drawn() if c.call == "flash_decode" and c.backward)
     case = next(c for c in drawn_alike if not (c.refused() or c.poison or c.differentiable))

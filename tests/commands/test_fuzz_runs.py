@@ -1,4 +1,4 @@
-"""`fuzz` as a command: it shrinks what fails, judges every outcome, and no run loses anything."""
+"""The command `fuzz`: shrinking, outcomes, and complete reports of every run."""
 
 import dataclasses
 import itertools
@@ -27,17 +27,18 @@ CPU = torch.device("cpu")
 SCALE = ("score * params.scale_log2", "0.98f * score * params.scale_log2")
 
 
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 9, "kv_length": 40}
+
+
 class TestShrinking:
     @pytest.fixture(autouse=True)
     def no_hurry(self, monkeypatch):
         monkeypatch.setattr(shrinking, "SHRINK_SECONDS", math.inf)
 
-    # Most fields need no other kernel than the simplest case, as a planted fault is compiled anew.
-    CASE = testing.Attention(
-        batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40, seqused_k=(38, 5), seed=5
-    )
+    # Most fields share a kernel with the simplest case, because a planted fault is compiled again.
+    CASE = testing.Attention(**SIZES, seqused_k=(38, 5), seed=5)
 
-    def test_of_a_planted_fault(self, monkeypatch, tmp_path, capsys):
+    def test_planted_fault(self, monkeypatch, tmp_path, capsys):
         plant(monkeypatch, "flash_fwd", *SCALE)
         with simulate(check=True):
             ran = workers.run_and_shrink(3, self.CASE, CPU)
@@ -56,14 +57,14 @@ class TestShrinking:
         assert "1 of 1 fail" in out
         assert f"Outcome(status='FAILED', what='{outcome.what}'" in out
 
-    def test_keeps_the_way_in_which_it_fails(self):
+    def test_the_failing_result_stays_the_same(self):
         def run(case):
             return Outcome(running.FAILED, "out" if case.heads > 1 else "softmax_lse")
 
         simple, _ = shrinking.shrink(self.CASE, run(self.CASE), run)
         assert simple.fields() == {"call": "flash_fwd", "heads": 2}
 
-    def test_of_every_family(self):
+    def test_every_family(self):
         def run(case):
             assert not case.invalid_reason()
             return Outcome(running.FAILED, "out")
@@ -82,7 +83,7 @@ def raising(error):
 
 
 def writing(name, error=None):
-    """Computes, unless there is an error, and writes an argument."""
+    """Writes an argument, and computes or raises `error`."""
 
     def call(prepared, arguments):
         results = None if error else prepared.function(**arguments)
@@ -126,8 +127,8 @@ def test_outcomes(name, monkeypatch):
     assert (outcome.status, outcome.what[: len(what)]) == (status, what)
 
 
-def test_a_length_that_mps_does_not_read(monkeypatch):
-    """There it may run, and must write nothing else."""
+def test_lengths_that_mps_cannot_check(monkeypatch):
+    """mps may run the call, but must write nothing else."""
     fields, mps = {"seqused_k": (4,)}, torch.device("mps")
     assert outcome_of(monkeypatch, fields, lambda *_: None, mps).ok
     wrote = outcome_of(monkeypatch, fields, lambda _, arguments: arguments["k"].zero_(), mps)
@@ -142,7 +143,7 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
         return drawn[-1]
 
     def clock():
-        """Time passes for the case that hangs alone, however long the others take."""
+        """Time passes only during the case that hangs."""
         return next(looks) if drawn and drawn[-1].call == "hangs" else 0
 
     monkeypatch.setattr(command, "draw", draw)
@@ -162,7 +163,7 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
     assert "print(testing.check(testing.Deadly(call='dies')))" in capsys.readouterr().out
 
 
-def test_a_pause_of_the_watcher_is_no_hang(monkeypatch):
+def test_a_paused_watcher_reports_no_hang(monkeypatch):
     now = iter([5.0, 5.5, 900.0, 900.25])
     monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: next(now)))
     clock = workers._Clock()
@@ -176,7 +177,6 @@ NO_MASK = {"family": "Attention", "call": "scaled_dot_product_attention", "attn_
 class TestCommand:
     @pytest.fixture
     def fuzzing(self, monkeypatch, tmp_path):
-        """Runs `fuzz` with what the workers would have sent."""
 
         def run(sent, *arguments):
             def instead(draw, seed, indices, count, **_):
@@ -195,14 +195,14 @@ class TestCommand:
     SOUND = Ran(0, testing.Copy(), Outcome(running.PASSED))
     BAD = Ran(1, testing.Softmax(seed=3), Outcome(running.FAILED, "weights", "text"))
 
-    def test_all_is_well(self, fuzzing, capsys):
+    def test_a_run_without_failures(self, fuzzing, capsys):
         code, data = fuzzing([self.SOUND, None])
         assert code == 0
         assert (data["seed"], data["cases"], data["failures"]) == (5, 1, [])
         assert data["cases_by_call"] == {"Copy copy_pages": 1}
         assert "1 case ran" in capsys.readouterr().out
 
-    def test_nothing_that_ran_is_no_success(self, fuzzing, tmp_path, capsys):
+    def test_a_run_without_cases_fails(self, fuzzing, tmp_path, capsys):
         path = str(tmp_path / "report.json")
         assert fuzzing([None])[0] == 2
         assert "no case ran, so nothing was tested" in capsys.readouterr().err
@@ -235,7 +235,7 @@ class TestCommand:
         assert out.count("testing.Softmax(call='softmax')") == 1
         assert "case 9: as case 1\n" in out
 
-    def test_an_interrupt_keeps_what_was_found(self, fuzzing, capsys):
+    def test_an_interrupt_keeps_the_failures(self, fuzzing, capsys):
         code, data = fuzzing([self.SOUND, self.BAD, KeyboardInterrupt(), self.BAD])
         assert code == 130
         assert len(data["failures"]) == 1
@@ -249,7 +249,7 @@ class TestCommand:
         ],
         ids=len,
     )
-    def test_what_is_no_report(self, text, tmp_path, capsys):
+    def test_damaged_reports(self, text, tmp_path, capsys):
         path = tmp_path / "x.json"
         path.write_text(text)
         assert main(["fuzz", "--replay", str(path)]) == 2
@@ -286,6 +286,6 @@ class TestCommand:
         ("Quantised", {"call": "q8"}, "call is 'q8'; it must be one of q8_0, q4_0"),
     ],
 )
-def test_fields_that_make_no_case(family, fields, message):
+def test_invalid_fields(family, fields, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         testing.check(getattr(testing, family)(**fields))

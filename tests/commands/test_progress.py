@@ -1,4 +1,4 @@
-"""The line that shows how far a command is, on a terminal and elsewhere."""
+"""The progress line of a command, on a terminal and elsewhere."""
 
 import io
 import os
@@ -27,7 +27,7 @@ class TestProgress:
         assert lines[4].strip() == ""
 
     def test_within_a_narrow_terminal(self, monkeypatch):
-        """A line that wrapped would stay there."""
+        """A wrapped line could not be overwritten."""
         monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((40, 20)))
         stream, now = Terminal(), [0.0]
         monkeypatch.setattr(stream, "fileno", lambda: 1)
@@ -40,7 +40,7 @@ class TestProgress:
         assert max(map(len, lines)) == 39
         assert lines[2] == "[2/2] group a case with a ve  0:30 left"
 
-    def test_until_a_time(self):
+    def test_a_limit_of_time(self):
         stream, now = Terminal(), [0.0]
         for total, lefts in ((None, ["1:30", "1:00"]), (3, ["1:30", "0:50"])):
             progress = Progress(total, stream, lambda: now[0], ends=now[0] + 90.0)
@@ -51,7 +51,7 @@ class TestProgress:
             assert stream.getvalue().rstrip().endswith(f"group   {lefts[1]} left")
         assert "[2] group" in stream.getvalue()
 
-    def test_a_line_a_group_elsewhere(self):
+    def test_one_line_for_each_group_without_a_terminal(self):
         stream = io.StringIO()
         progress = Progress(3, stream)
         for group in ("x", "x", "y"):

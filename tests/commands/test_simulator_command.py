@@ -1,4 +1,4 @@
-"""python -m torch_metal_attn.simulator check: what it lists, and one line for what is wrong."""
+"""python -m torch_metal_attn.simulator check: its list of kernels, and errors of one line."""
 
 import re
 
@@ -37,7 +37,7 @@ kernel void none() {}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """One, so that its file is compiled once."""
+    """Shared, so that its file is compiled once."""
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "kernels.metal").write_text(SOURCE)
     return folder
@@ -69,7 +69,7 @@ WRONG = {
 
 
 @each_case("words, said", WRONG.items())
-def test_what_is_wrong_is_said_in_one_line(words, said, command, folder):
+def test_errors_take_one_line(words, said, command, folder):
     (folder / "binary.metal").write_bytes(b"\xff\x00")
     status, out, err = command(*words.split())
     assert (status, out) == (2, "")
@@ -120,7 +120,7 @@ def test_check_lists_the_kernels(command):
     assert missing in command(*words)[1]
 
 
-def test_check_reports_what_apple_refuses(command, folder):
+def test_check_reports_lint_and_limits(command, folder):
     (folder / "faulty.metal").write_text(
         '#include "faulty.h"\n'
         "kernel void k(device float* x) {\n"
@@ -138,11 +138,8 @@ def test_check_reports_what_apple_refuses(command, folder):
     assert "threadgroup memory: 32772 bytes, over the limit of 32768\n" in out
     assert not [rule for rule in PROJECT_RULES if f" {rule}: " in out]
     strict = command("faulty.metal", "--strict")[1]
-    assert {rule for rule in PROJECT_RULES if f" {rule}: " in strict} == {
-        "cpp17",
-        "implicit-float",
-        "kernel-parameter",
-    }
+    rules = {rule for rule in PROJECT_RULES if f" {rule}: " in strict}
+    assert rules == {"cpp17", "implicit-float", "kernel-parameter"}
 
 
 @pytest.mark.parametrize("words", ["", "check", "play k.metal"])

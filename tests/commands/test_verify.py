@@ -1,4 +1,4 @@
-"""`verify`: its checks notice faults, a broken case hides no other, and the report is complete."""
+"""`verify`: its checks notice faults, every case runs, and the report is complete."""
 
 import dataclasses
 import functools
@@ -29,16 +29,16 @@ FULL = cases.full()
 FAMILY_CASES = {}
 for listed in FULL:
     FAMILY_CASES.setdefault(listed.family, []).append(listed)
-# An early case of each family, as later ones have kernels that no other test compiles.
+# Early cases, because later ones have kernels that no other test compiles.
 SAMPLE = {name: members[len(members) // 5] for name, members in FAMILY_CASES.items()}
 del SAMPLE["offsets beyond 2**31"]  # takes gigabytes
 # Attention's kernels compile for seconds, and tests/attention, cache and decode judge them.
-OF_THE_REFERENCE = re.compile("flash_(?!varlen_fwd)|decode_step|NaN|two runs|threads")
+REFERENCE_FAMILIES = re.compile("flash_(?!varlen_fwd)|decode_step|NaN|two runs|threads")
 
 
 @pytest.mark.parametrize("family", SAMPLE)
-def test_a_case_of_each_family(family):
-    if OF_THE_REFERENCE.search(family):
+def test_one_case_of_each_family(family):
+    if REFERENCE_FAMILIES.search(family):
         outcome = running.run(SAMPLE[family].case, CPU)
     else:
         with best_device(check=True) as device:
@@ -47,7 +47,7 @@ def test_a_case_of_each_family(family):
     assert outcome.measures
 
 
-def test_the_cases_are_many_and_different():
+def test_cases_are_distinct():
     assert len({(str(case), case.dtype) for case in FULL}) == len(FULL) > 500
     assert len({case.case for case in FULL}) == len(FULL)
     assert not [case for case in FULL if case.case.invalid_reason() or case.case.refused()]
@@ -59,8 +59,7 @@ def test_the_cases_are_many_and_different():
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_cache_is_worth_what_it_holds(cache):
-    """The reference gets only the rows that belong to a sequence."""
+def test_caches_match_the_reference(cache):
     case = attention(call="flash_decode", dtype="float16", q_length=3, head_dim=64, cache=cache)
     problem = build(case)
     (k, v), seen = problem.stored, {"seqused_k": torch.full((2,), 65, dtype=torch.int32)}
@@ -70,18 +69,18 @@ def test_a_cache_is_worth_what_it_holds(cache):
 
 
 class TestJudges:
-    def test_nan_is_no_match_for_a_number(self):
+    def test_nan_differs_from_a_number(self):
         actual, exact = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]).double()
         assert not measure.near("out", actual, exact, 1.0).ok
         assert not measure.near("out", exact.float(), actual.double(), 1.0).ok
         assert measure.near("out", actual, actual.double(), 0.0).ok
 
-    def test_infinity_is_no_match_for_a_number(self):
+    def test_infinity_differs_from_a_number(self):
         actual, exact = torch.tensor([-torch.inf]), torch.tensor([-3.0]).double()
         assert not measure.near_statistic("lse", actual, exact, 1e-5).ok
         assert measure.near_statistic("lse", actual, actual, 1e-5).ok
 
-    def test_infinity_is_the_rounding_of_a_number(self):
+    def test_numbers_that_round_to_infinity(self):
         """float16 rounds 65520 to infinity, and 65500 by an error of 20."""
         actual = torch.tensor([torch.inf, -torch.inf]).half()
         for exact, error in ((65949.0, 0), (65500.0, 20), (60000.0, 5520)):
@@ -92,7 +91,7 @@ class TestJudges:
         assert not measure.near("out", actual.float(), torch.tensor([7e4, -7e4]).double(), 9.0).ok
 
     @pytest.mark.parametrize("dtype", measure.DTYPES)
-    def test_twice_torchs_error_and_no_more(self, dtype):
+    def test_the_bound_is_exact(self, dtype):
         exact = torch.tensor([0.0, 1.0]).double()
         near = exact.to(dtype) + torch.tensor([2e-2, 0.0]).to(dtype)
         assert measure.near("out", near, exact, 1.01e-2).ok
@@ -109,8 +108,8 @@ class TestJudges:
         assert measure.same_bits("cache", torch.tensor([-0.0, 1.0]), x).error == 1
 
 
-def test_a_lost_gradient_of_listed_keys_is_seen(monkeypatch):
-    """A list's keys get what its queries give, and so do those of the other lists."""
+def test_a_lost_gradient_of_listed_keys_is_noticed(monkeypatch):
+    """Gradients of keys in several lists must be accumulated."""
     monkeypatch.setattr(torch.Tensor, "index_add_", torch.Tensor.index_copy_)
     cases = [case for case in FULL if case.family == "flash_bwd: lists of keys"]
     outcomes = [running.run(case.case, CPU) for case in cases]
@@ -119,7 +118,7 @@ def test_a_lost_gradient_of_listed_keys_is_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["two runs, the same bits", "threads"])
-def test_a_run_that_differs_is_seen(family, monkeypatch):
+def test_a_different_second_run_is_noticed(family, monkeypatch):
     op, calls = torch.ops.metal_attn.flash_decode, []
 
     def unsteady(*arguments, **options):
@@ -135,7 +134,7 @@ def test_a_run_that_differs_is_seen(family, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["out", "softmax_lse"])
-def test_a_step_has_the_bits_of_its_parts(fault, monkeypatch):
+def test_a_step_that_differs_from_its_parts_is_noticed(fault, monkeypatch):
     op = torch.ops.metal_attn.flash_decode
 
     def other(*arguments, **options):
@@ -169,13 +168,12 @@ def broken(monkeypatch):
 
 
 def causal(dtype="float16"):
-    return cases.listed(
-        "flash_fwd", functools.partial(attention, call="flash_fwd"), dtype, {"feature": "causal"}
-    )
+    make = functools.partial(attention, call="flash_fwd")
+    return cases.listed("flash_fwd", make, dtype, {"feature": "causal"})
 
 
 class TestReport:
-    def test_all_is_well(self, monkeypatch, tmp_path, capsys):
+    def test_a_run_without_failures(self, monkeypatch, tmp_path, capsys):
         code, text = run_full(monkeypatch, tmp_path, [causal(), causal("float32")])
         assert code == 0
         assert "**No failures, 2 passed**" in text
@@ -195,10 +193,10 @@ class TestReport:
         assert "**1 failed, 0 passed**" in text
         assert "### flash_fwd: feature causal (float16)" in text
         assert "| out | " in text
-        assert text.count("FAILED") >= 1
+        assert "FAILED" in text
         assert "FAILED" in capsys.readouterr().out
 
-    def test_an_exception_hides_no_other(self, monkeypatch, tmp_path, broken):
+    def test_other_cases_run_after_an_exception(self, monkeypatch, tmp_path, broken):
         def instead():
             raise RuntimeError("the queue is gone\n" * 100)
 
@@ -209,7 +207,7 @@ class TestReport:
         assert "RuntimeError: the queue is gone" in text
         assert "more lines" in text
 
-    def test_skips_are_no_failures(self, monkeypatch, tmp_path):
+    def test_skips_are_not_failures(self, monkeypatch, tmp_path):
         monkeypatch.setattr(tensors, "memory_of", lambda device: 1e9)
         far = next(case for case in FULL if case.family == "offsets beyond 2**31")
         code, text = run_full(monkeypatch, tmp_path, [far, causal()])
@@ -218,7 +216,7 @@ class TestReport:
         reason = "the machine has 1 GB, and this takes 16"
         assert f"- offsets beyond 2**31: plain (float16): {reason}" in text
 
-    def test_an_interrupt_keeps_what_was_done(self, monkeypatch, tmp_path, capsys, broken):
+    def test_an_interrupt_keeps_the_results(self, monkeypatch, tmp_path, capsys, broken):
         def instead():
             raise KeyboardInterrupt
 
@@ -228,7 +226,7 @@ class TestReport:
         assert "It ended after 1 of 3 cases, in this one:\n\nstop: plain (float16)" in text
         assert "interrupted" in capsys.readouterr().err
 
-    def test_a_process_that_dies_leaves_what_was_done(self, monkeypatch, tmp_path, broken):
+    def test_the_report_is_written_before_each_case(self, monkeypatch, tmp_path, broken):
         texts = []
         report = tmp_path / "report.md"
         last = broken("deadly", lambda: texts.append(report.read_text()), "float16")
@@ -236,7 +234,7 @@ class TestReport:
         assert "It ended after 1 of 2 cases, in this one:\n\ndeadly: plain (float16)" in texts[0]
         assert "1 passed" in texts[0]
 
-    def test_no_paths_and_no_names(self, monkeypatch, tmp_path, broken):
+    def test_reports_contain_no_paths(self, monkeypatch, tmp_path, broken):
         home, package = str(Path.home()), verify.__path__[0]
 
         def instead():

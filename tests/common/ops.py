@@ -1,4 +1,4 @@
-"""Calls of the ops as data: what every op must do in PyTorch is tested over this table."""
+"""Calls of the ops as data. Tests over this table check what PyTorch expects of every op."""
 
 import math
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Example:
 
     @property
     def returns_what_it_writes(self):
-        """Or writes nothing: torch's vmap and its views with a sign know no other ops."""
+        """True also if nothing is written. vmap and negative views need such ops."""
         returns = getattr(torch.ops.metal_attn, self.op).default._schema.returns
         return len(returns) > 0 and (not self.written or returns[0].alias_info is not None)
 
@@ -82,7 +82,7 @@ def _tables(length=9, dtype=torch.float32):
 
 
 def _states(packed=False, transposed=False, **options):
-    """Some rows of each state have no keys, and NaN as their out; some of both have none."""
+    """Some rows of one state, and of both, have no keys and NaN as their out."""
 
     def make(length=5, dtype=torch.float32):
         rows = (length, 3) if packed else (2, 3, length)
@@ -93,10 +93,8 @@ def _states(packed=False, transposed=False, **options):
             out[lse == -math.inf] = math.nan
             if transposed:
                 out = out.transpose(0, 1).contiguous().transpose(0, 1)
-            arguments |= {
-                f"out_{part}": out,
-                f"lse_{part}": lse.t().contiguous() if packed else lse,
-            }
+            lse = lse.t().contiguous() if packed else lse
+            arguments |= {f"out_{part}": out, f"lse_{part}": lse}
         if "mask" in options:
             options["mask"] = torch.arange(2 * length).view(2, length) % 3 > 0
         return arguments | options
@@ -143,6 +141,7 @@ def _masked(scores, q_offset=0):
     return (scores.masked_fill(~visible.tril(q_offset), -math.inf),)
 
 
+_MASK_ = {"written": ("scores",), "differentiable": ("scores",), "definition": _masked}
 _SOFTMAX = {"differentiable": ("x",), "definition": _weights}
 
 
@@ -160,6 +159,8 @@ def _append(call="append_kv", options=(), **fields):
 
 
 _CACHES = ("k_cache", "v_cache")
+_ROTATED = {"lengths": (3, 4), "rotary_columns": 64, "leftpad_k": (1, 2)}
+_PAGED = {"format": "q8_0", "cache": "paged", "lengths": (0, 0)}
 _STEP = _append("decode_step", {"causal": True, "num_splits": 1}, rotary_columns=32)
 
 
@@ -208,6 +209,7 @@ def _listed(length=8, dtype=torch.float32):
     return _attention(causal=True, indices=entries)(length, dtype)
 
 
+_CAUSAL = {"causal": True, "q_offset": 4, "softmax_scale": 0.3}
 _FLASH = {"differentiable": ("q", "k", "v")}
 
 
@@ -224,9 +226,7 @@ def _pages(length=8, dtype=torch.float32):
 
 EXAMPLES = {
     "flash_fwd": Example("flash_fwd", _attention(), **_FLASH),
-    "flash_fwd causal": Example(
-        "flash_fwd", _attention(causal=True, q_offset=4, softmax_scale=0.3), **_FLASH
-    ),
+    "flash_fwd causal": Example("flash_fwd", _attention(**_CAUSAL), **_FLASH),
     "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
     "flash_decode packed": Example("flash_decode", _packed_queries),
     "flash_decode of trees": Example("flash_decode", _tree(_attention(num_splits=1), "parents")),
@@ -250,20 +250,10 @@ EXAMPLES = {
     "merge_splits and a sink": Example("merge_splits", _partials(sink=True)),
     "softmax": Example("softmax", _scores(dim=1), **_SOFTMAX),
     "softmax_": Example("softmax_", _scores(dim=1), ("x",), **_SOFTMAX),
-    "apply_causal_mask_": Example(
-        *("apply_causal_mask_", _scores("scores", q_offset=1), ("scores",), ("scores",), _masked)
-    ),
+    "apply_causal_mask_": Example("apply_causal_mask_", _scores("scores", q_offset=1), **_MASK_),
     "append_kv": Example("append_kv", _append(lengths=(0, 0)), _CACHES),
-    "append_kv rotated": Example(
-        "append_kv",
-        _append(lengths=(3, 4), rotary_columns=64, leftpad_k=(1, 2)),
-        (*_CACHES, "q"),
-    ),
-    "append_kv in pages": Example(
-        "append_kv",
-        _append(format="q8_0", cache="paged", lengths=(0, 0)),
-        (*_CACHES, "k_scale", "v_scale"),
-    ),
+    "append_kv rotated": Example("append_kv", _append(**_ROTATED), (*_CACHES, "q")),
+    "append_kv in pages": Example("append_kv", _append(**_PAGED), (*_CACHES, "k_scale", "v_scale")),
     "append_kv of fp8": Example("append_kv", _append(format="fp8_e4m3", cache="indexed"), _CACHES),
     "decode_step": Example("decode_step", _STEP, _CACHES),
     "decode_step packed": Example("decode_step", _packed_step, _CACHES),
@@ -280,12 +270,9 @@ _QUERIES = {
     "slice of a wider tensor": lambda q: torch.cat([q, q], 3)[..., :16],
     "empty": lambda q: q[:, :, :0],
 }
-# Operands of other strides, whose results must have the same ones on every device.
+# Operands of other strides. Results must have the same strides on every device.
 STRIDED = {
-    **{
-        f"flash_fwd: {name}": Example("flash_fwd", _attention(layout))
-        for name, layout in _QUERIES.items()
-    },
+    **{f"flash_fwd: {n}": Example("flash_fwd", _attention(x)) for n, x in _QUERIES.items()},
     **{f"rope: {name}": Example("rope", _rope(name)) for name in LAYOUTS if name != "contiguous"},
     "merge_state: transposed": Example("merge_state", _states(transposed=True)),
     "softmax: permuted": Example("softmax", _scores(layout=lambda x: x.permute(2, 0, 1))),
@@ -315,7 +302,7 @@ def _of_captures():
     return _of_blocks() | statistics | {"dout": normal(2, 4, 8, 8)}
 
 
-# Calls with a BlockMask, whose results have tests of their own.
+# Calls with a BlockMask. tests/flex checks their results.
 FLEX = {
     "flex_fwd": Example("flex_fwd", _of_blocks),
     "flex_bwd": Example("flex_bwd", _of_blocks_backward),
@@ -324,7 +311,6 @@ FLEX = {
 
 
 def _with_tensors(length=8, dtype=torch.float32):
-    """With one tensor of every kind that is saved for backward."""
     options = {"attn_mask": normal(2, 1, length, 13, seed=3), "learnable_sink": normal(4, seed=4)}
     for i, (side, rows) in enumerate((("q", length), ("k", 13))):
         angles = normal(rows, 4, seed=5 + i)
@@ -342,8 +328,7 @@ def _packed(length=8, dtype=torch.float32):
 # Calls whose backward gets more saved tensors than those of EXAMPLES.
 SAVING = {
     "flash_fwd with tensors": Example(
-        *("flash_fwd", _with_tensors, ()),
-        ("q", "k", "v", "attn_mask", "alibi_slopes", "learnable_sink"),
+        "flash_fwd", _with_tensors, (), (*"qkv", "attn_mask", "alibi_slopes", "learnable_sink")
     ),
     "flash_varlen_fwd": Example("flash_varlen_fwd", _packed, **_FLASH),
     "flex_fwd": Example("flex_fwd", _of_blocks, **_FLASH),

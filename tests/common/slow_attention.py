@@ -21,9 +21,8 @@ def slow_attention(q, k, v, **options):
     group = heads // max(k.shape[1], 1)
     scale = 1 / math.sqrt(head_dim) if o.softmax_scale is None else o.softmax_scale
     whole = (batch, heads, q_length, kv_length)
-    mask, bias = (
-        x if x is None else x.broadcast_to(whole).tolist() for x in (o.attn_mask, o.attn_bias)
-    )
+    added = (o.attn_mask, o.attn_bias)
+    mask, bias = (x if x is None else x.broadcast_to(whole).tolist() for x in added)
     q_rows, k_rows, v_rows = (tensor.double().tolist() for tensor in (q, k, v))
     out = torch.zeros(batch, heads, q_length, v.shape[3], dtype=torch.float64)
     lse = torch.full((batch, heads, q_length), -math.inf, dtype=torch.float64)
@@ -63,9 +62,8 @@ def slow_attention(q, k, v, **options):
     for b in range(batch):
         for h in range(heads):
             for i in range(q_length):
-                weights = {
-                    j: math.exp(score(b, h, i, j)) for j in range(kv_length) if sees(b, h, i, j)
-                }
+                seen = [j for j in range(kv_length) if sees(b, h, i, j)]
+                weights = {j: math.exp(score(b, h, i, j)) for j in seen}
                 terms = list(weights.values())
                 if o.learnable_sink is not None:
                     terms.append(math.exp(float(o.learnable_sink[h])))
@@ -97,7 +95,7 @@ def _rotated(row, b, position, options, side):
 
 
 def slow_varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **options):
-    """`reference.varlen_attention` in float64: each sequence cut out, with its own options."""
+    """`reference.varlen_attention` in float64, by `slow_attention` of each sequence."""
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     batch, heads = len(q_ends) - 1, q.shape[1]
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
@@ -116,12 +114,8 @@ def slow_varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **o
                 alone[name] = x[b if x.shape[0] > 1 else 0]
             elif name == "alibi_slopes" and x.dim() == 2:
                 alone[name] = x[b]
-        part, part_lse = slow_attention(
-            q[rows].transpose(0, 1)[None],
-            k[keys].transpose(0, 1)[None],
-            v[keys].transpose(0, 1)[None],
-            **alone,
-        )
+        operands = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
+        part, part_lse = slow_attention(*operands, **alone)
         out[rows] = part[0].transpose(0, 1)
         lse[:, rows] = part_lse[0]
     return out, lse

@@ -15,11 +15,10 @@ from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing.families import FAMILIES, draw_of
 from torch_metal_attn.testing.judge import normal
 
-CPU = torch.device("cpu")
+CPU, F32 = torch.device("cpu"), torch.float32
 
 
 def examples(condition=lambda example: True, rows=EXAMPLES):
-    """The rows for which the condition holds, as parameters of a test."""
     chosen = {name: example for name, example in rows.items() if condition(example)}
     return pytest.mark.parametrize("example", chosen.values(), ids=chosen)
 
@@ -43,7 +42,7 @@ def equal(actual, expected):
 
 @examples()
 def test_opcheck(example, where):
-    """Schema; fake kernel and autograd's registration only once, as no device changes them."""
+    """Fake kernels and autograd registrations do not depend on the device."""
     op = getattr(torch.ops.metal_attn, example.op)
     checks = ["test_schema"]
     if where == CPU:
@@ -59,7 +58,7 @@ def test_opcheck(example, where):
 
 @examples(rows=EXAMPLES | STRIDED)
 def test_fake_reference_and_shader_agree(example):
-    """In shape, dtype and strides; the latter two in their numbers."""
+    """In shape, dtype and strides; reference and shader also in values."""
     arguments = example.make()
     expected = call(on(CPU, arguments), example)
     with best_device(check=True) as device:
@@ -78,8 +77,7 @@ def test_fake_reference_and_shader_agree(example):
 
 
 @examples()
-def test_explanation_says_what_runs(example):
-    """One launch, of the same kernel, defines and grid."""
+def test_explanation_matches_the_launch(example):
     arguments = example.make()
     packed = getattr(torch.ops.metal_attn_explain, example.op)(**arguments)
     (explained,) = extension.launches(packed)
@@ -88,9 +86,8 @@ def test_explanation_says_what_runs(example):
     (launch,) = run.recorded
     assert (launch.kernel, launch.defines) == (explained["kernel"], explained["defines"])
     assert launch.group_size == tuple(explained["threads"])
-    assert launch.grid == tuple(
-        n * size for n, size in zip(explained["grid"], explained["threads"], strict=True)
-    )
+    sizes = zip(explained["grid"], explained["threads"], strict=True)
+    assert launch.grid == tuple(n * size for n, size in sizes)
 
 
 @examples()
@@ -101,7 +98,7 @@ def test_two_runs_give_the_same_bits(example, device):
 
 @examples()
 def test_modes_change_nothing(example, where):
-    """Autocast, inference mode, and views whose sign is a flag and not in memory."""
+    """Autocast, inference mode, and views with torch's negative bit."""
     arguments = example.make()
     expected = call(on(where, arguments), example)
     with torch.autocast(where.type, dtype=torch.bfloat16):
@@ -109,7 +106,7 @@ def test_modes_change_nothing(example, where):
     with torch.inference_mode():
         equal(call(on(where, arguments), example), expected)
     if not example.returns_what_it_writes:
-        return  # torch cannot negate what an op without results has written
+        return  # torch cannot negate tensors that an op without results writes
     for name in {*example.differentiable, *example.written}:
         negated = on(where, arguments)
         if negated[name] is not None and negated[name].is_floating_point():
@@ -131,7 +128,7 @@ def cases_of_compile():
 
 @pytest.mark.parametrize("example, grad", [*cases_of_compile()])
 def test_compile(example, grad, device):
-    """On inputs of the graph, or on results in it, for a static and then for a dynamic length."""
+    """On graph inputs and on intermediate tensors; for a static, then for a dynamic length."""
     torch._dynamo.reset()
     leaves = [n for n in example.differentiable if grad]
 
@@ -154,13 +151,11 @@ def test_compile(example, grad, device):
 
 
 def derivatives(example, function, device, dtype, order):
-    """First or second derivatives of a sum over results; in place, through views of one tensor."""
+    """First or second derivatives of a sum over results. Written tensors are views of one."""
     arguments = on(device, example.make(dtype=torch.float32 if dtype == torch.float64 else dtype))
     if dtype == torch.float64:
-        arguments = {
-            n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
-            for n, x in arguments.items()
-        }
+        floating = {n for n, x in arguments.items() if torch.is_tensor(x) and x.is_floating_point()}
+        arguments |= {n: arguments[n].double() for n in floating}
     leaves = [arguments[n].requires_grad_() for n in example.differentiable]
     passed = dict(arguments)
     if example.written:
@@ -180,12 +175,9 @@ def derivatives(example, function, device, dtype, order):
     return [x.detach().cpu().double() for x in actual]
 
 
-@pytest.mark.parametrize(
-    "dtype, order", [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)], ids=str
-)
+@pytest.mark.parametrize("dtype, order", [(F32, 1), (F32, 2), (torch.bfloat16, 1)], ids=str)
 @examples(attrgetter("definition"))
 def test_gradients(example, dtype, order, device):
-    """Against autograd through the definition in float64."""
     exact = derivatives(example, lambda x: example.definition(**x), CPU, torch.float64, order)
     actual = derivatives(example, lambda x: call(x, example), device, dtype, order)
     bound = 1e-4 if dtype == torch.float32 else 2**-5
@@ -196,7 +188,7 @@ def test_gradients(example, dtype, order, device):
 
 @examples(differentiable, EXAMPLES | SAVING)
 def test_saved_tensors_of_other_strides(example, device):
-    """A hook may return equal values of other strides, with which the op itself may be refused."""
+    """Hooks may change the strides of saved tensors to strides that the op refuses."""
 
     def restrided(x):
         return torch.stack([x, x], -1)[..., 0] if x.dim() == 1 else x.mT.contiguous().mT
@@ -245,7 +237,7 @@ def test_vmap(example, backend):
 
 @examples(differentiable)
 def test_gradients_by_torch_func(example, backend):
-    """Right, or refused: by softmax, and in place, where the argument is a leaf."""
+    """Gradients are right. softmax, and in-place ops on a leaf, refuse."""
     for name in example.differentiable:
         arguments = example.make()
 
@@ -262,7 +254,7 @@ def test_gradients_by_torch_func(example, backend):
 
 
 @examples(in_place)
-def test_a_leaf_is_not_written(example, backend):
+def test_writing_a_leaf_raises(example, backend):
     for name in set(example.written) & set(floats(example)):
         arguments, before = example.make(), example.make()
         leaf = arguments[name].requires_grad_()
@@ -276,7 +268,7 @@ def test_a_leaf_is_not_written(example, backend):
 
 
 @examples(in_place)
-def test_what_backward_saved_is_not_written_silently(example, where):
+def test_writing_a_saved_tensor_raises(example, where):
     for name in set(example.written) & set(floats(example)):
         arguments = on(where, example.make())
         weight = torch.ones_like(arguments[name], requires_grad=True)
@@ -287,8 +279,8 @@ def test_what_backward_saved_is_not_written_silently(example, where):
 
 
 @examples()
-def test_what_has_no_gradient(example):
-    """An error names the argument; at the call, or in place in the backward of what was written."""
+def test_arguments_without_a_gradient(example):
+    """The error names the argument: in the call, or in the backward of a written tensor."""
     if example.written and not set(example.written) & set(floats(example)):
         return  # bytes have no backward
     for name in set(floats(example)) - {*example.differentiable, *example.written}:
@@ -308,11 +300,10 @@ def test_a_device_without_a_kernel_is_named(example):
         op._op_dk(elsewhere, **example.make())
 
 
-@pytest.mark.parametrize(
-    "name, count",
-    [("Merge", 30), ("Softmax", 30), ("Rotation", 8), ("Copy", 20), ("Quantised", 40)],
-)
+COUNTS = {"Merge": 30, "Softmax": 30, "Rotation": 8, "Copy": 20, "Quantised": 40}
+
+
+@pytest.mark.parametrize("name, count", COUNTS.items())
 def test_drawn_cases(name, count, device):
-    """Random cases as `fuzz` draws them: values, gradients, refusals, and memory around."""
     (family,) = (family for family in FAMILIES if family.__name__ == name)
     hold([draw_of(family, random.Random(seed)) for seed in range(count)], device)

@@ -15,6 +15,7 @@ from torch_metal_attn.ops import fast_path
 from torch_metal_attn.testing.judge import normal
 
 Q = normal(1, 3, 2, 16)
+AUTOCAST = partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 class Subclass(torch.Tensor):
@@ -36,17 +37,15 @@ class Functions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def bhld(q):
-    return torch.ops.metal_attn.flash_fwd(*[q.transpose(1, 2)] * 3)[0].transpose(1, 2)
+def bhld(q, function=lambda *qkv: torch.ops.metal_attn.flash_fwd(*qkv)[0]):
+    return function(*[q.transpose(1, 2)] * 3).transpose(1, 2)
 
 
 CALLS = {
     "flash_attn": lambda q: metal_attn.flash_attn_func(q, q, q),
     "flash_attn_cached": lambda q: metal_attn.flash_attn_with_kvcache(q, q, q),
-    "sdpa": lambda q: metal_attn.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(
-        1, 2
-    ),
-    "flash_fwd": bhld,
+    "sdpa": lambda q: bhld(q, metal_attn.scaled_dot_product_attention),
+    "flash_fwd": lambda q: bhld(q),
 }
 
 
@@ -66,7 +65,7 @@ def used(monkeypatch):
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", CALLS)
-def test_where_nothing_is_differentiated(name, mode, used):
+def test_fast_path_without_gradients(name, mode, used):
     with mode():
         out = CALLS[name](Q)
     assert used == ([] if (name, mode) == ("flash_fwd", torch.inference_mode) else [name])
@@ -78,21 +77,15 @@ def test_where_nothing_is_differentiated(name, mode, used):
 
 @pytest.mark.parametrize(
     "context",
-    [
-        contextlib.nullcontext,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        Watched,
-        Functions,
-        forward_ad.dual_level,
-    ],
+    [contextlib.nullcontext, AUTOCAST, Watched, Functions, forward_ad.dual_level],
     ids=["requires grad", "autocast", "dispatch mode", "function mode", "forward mode"],
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_where_it_is_or_where_somebody_watches(name, context, used):
+def test_no_fast_path_with_gradients_or_modes(name, context, used):
     q = Q.bfloat16().requires_grad_(context is contextlib.nullcontext)
     with context() as entered:
         out = CALLS[name](q)
-    # A mode of functions has seen the call when the op runs.
+    # The mode handles the call before the op runs.
     seen = context is Functions and name == "flash_fwd"
     assert used == (["flash_fwd"] if seen else [])
     assert out.requires_grad == q.requires_grad
@@ -101,24 +94,21 @@ def test_where_it_is_or_where_somebody_watches(name, context, used):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_traced_keeps_its_derivative(name, used):
-    """A graph has the op that has one, whoever makes it."""
-    graphs = [
-        make_fx(CALLS[name])(Q).code,
-        str(torch.jit.trace(CALLS[name], Q, check_trace=False).graph),
-    ]
+def test_traced_graphs_keep_the_differentiable_op(name, used):
+    traced = torch.jit.trace(CALLS[name], Q, check_trace=False)
+    graphs = [make_fx(CALLS[name])(Q).code, str(traced.graph)]
     torch.compile(CALLS[name], backend=lambda g, _: graphs.append(g.code) or g, fullgraph=True)(Q)
     for graph in graphs:
         assert "metal_attn.flash_" in graph.replace("::", ".")
         assert "metal_attn_fast" not in graph
     torch.func.vmap(CALLS[name])(Q[None])
     assert type(CALLS[name](Q.as_subclass(Subclass))) is Subclass
-    assert set(used) <= {"flash_fwd", "flash_decode"}, "of an op that runs in a graph"
+    assert set(used) <= {"flash_fwd", "flash_decode"}, "while a traced op runs"
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_autograd_knows_of_new_keys(mode, used):
-    """As of any write in place, and inference tensors have no versions."""
+def test_appended_keys_change_the_version(mode, used):
+    """As any write in place does. Inference tensors have no versions."""
     caches = [torch.zeros(1, 8, 2, 16) for _ in range(2)]
     versions = [cache._version for cache in caches]
     lengths = torch.tensor([2], dtype=torch.int32)
@@ -141,9 +131,7 @@ def test_autograd_knows_of_new_keys(mode, used):
         (metal_attn.flash_attn_with_kvcache, (Q, Q, Q[:, :2]), "v_cache has a length of 2"),
     ],
 )
-def test_what_a_plain_op_refuses_is_refused_in_the_functions_words(
-    function, tensors, message, used
-):
+def test_refusals_use_names_of_the_public_function(function, tensors, message, used):
     with pytest.raises(ValueError, match=message):
         function(*tensors)
     assert len(used) == 1

@@ -1,4 +1,4 @@
-"""How CPU tensors find their kernel, and what explain says of it; test_every_op.py has the rest."""
+"""The kernels of CPU tensors, and names and texts in error messages."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ flash_fwd = torch.ops.metal_attn.flash_fwd
 
 
 def test_outputs_are_poisoned(monkeypatch):
-    """A kernel that writes nothing is noticed, which the other tests rely on."""
+    """The other tests rely on it to notice a kernel that writes nothing."""
     assert torch.empty(3).isnan().all()
     monkeypatch.setattr(engine, "run", lambda *arguments, **options: engine.Counters())
     with torch_metal_attn.simulate(check=True):
@@ -51,18 +51,18 @@ KV_NAMES = ArgumentNames({"k_cache": "kv[0]"})
 def test_marked_words_are_replaced(message, expected, kind):
     error = NAMES.error(kind(unmarked(message)))
     assert (type(error), str(error)) == (kind, expected)
-    # By the names of a function that calls the function, too.
+    # A function that calls the function renames its arguments again.
     assert str(KV_NAMES.error(error)) == expected.replace("k_cache", "kv[0]")
 
 
-def test_what_is_not_the_last_refusal_stays():
+def test_other_errors_keep_their_text():
     unmarked("`k` is wrong")
     assert str(NAMES.error(ValueError("k is something else"))) == "k is something else"
     other = RuntimeError("k is wrong")
     assert NAMES.error(other) is other
 
 
-def test_checks_in_cpp_mark_what_they_say():
+def test_errors_of_cpp_checks_are_renamed():
     q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 9, 16)
     for arguments, message in (
         ((q, k, k), "q has 2 heads and k_cache 3; k_cache's must divide q's"),
@@ -94,5 +94,5 @@ TEXTS = [
 
 
 @each_case("text, expected", TEXTS)
-def test_words_of_messages(text, expected):
+def test_texts_of_values(text, expected):
     assert text == expected

@@ -1,4 +1,4 @@
-"""The oracle itself, against formulas written out naively and torch's own attention."""
+"""The reference, against naive formulas and torch's attention."""
 
 import math
 from functools import partial
@@ -38,7 +38,7 @@ def check(q, k, v, **options):
 # Shapes that broadcast to (2, 4, 5, 7).
 BROADCASTS = [(7,), (1,), (5, 7), (5, 1), (1, 7), (4, 1, 1), (4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 1)]
 LENGTHS = [((7, 3), (0, 0)), ((7, 7), (0, 5)), ((0, 6), (0, 2)), ((2, 7), (4, 7))]
-# Cases that draws of all features at once seldom reach.
+# Cases that random draws of all features seldom reach.
 CASES = [
     *({"causal": True, "q_offset": n} for n in (None, 0, 2, -2, -9, 9, FURTHEST, -FURTHEST)),
     *(
@@ -84,10 +84,8 @@ more_examples = settings(max_examples=max(100, settings().max_examples))
 
 def every_option(draw, batch, heads, q_length, kv_length, head_dim):
     seed = draw(st.integers(0, 2**31))
-    on = {
-        name: draw(st.booleans())
-        for name in ("mask", "bias", "alibi", "sink", "seqused_k", "leftpad_k", "q", "k")
-    }
+    features = ("mask", "bias", "alibi", "sink", "seqused_k", "leftpad_k", "q", "k")
+    on = {name: draw(st.booleans()) for name in features}
     causal = draw(st.booleans())
     options = {
         "causal": causal,
@@ -133,7 +131,6 @@ def test_all_features_at_once(data):
 @more_examples
 @given(data=st.data())
 def test_all_features_at_once_in_packed_sequences(data):
-    """Lengths of 0 included, and rows behind the last sequence."""
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=4))
     q_lengths, kv_lengths = [n for n, _ in lengths], [n for _, n in lengths]
     kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
@@ -156,14 +153,9 @@ def test_all_features_at_once_in_packed_sequences(data):
 @pytest.mark.parametrize("masks", [(), ("attn_mask",), ("attn_bias",)])
 def test_blocks_change_nothing(monkeypatch, causal, masks):
     q, k, v = qkv(2, 4, 2, 67, 97, 8, 8)
-    options = {
-        "causal": causal,
-        "window_size_left": 40,
-        "seqused_k": ints(97, 80),
-        "leftpad_k": ints(3, 0),
-        "alibi_slopes": normal(2, 4).abs(),
-        "softcap": 5.0,
-    }
+    options = {"causal": causal, "window_size_left": 40, "softcap": 5.0}
+    options |= {"seqused_k": ints(97, 80), "leftpad_k": ints(3, 0)}
+    options |= {"alibi_slopes": normal(2, 4).abs()}
     options |= {name: normal(2, 1, 67, 97, seed=3) for name in masks}
     if "attn_mask" in masks:
         options["attn_mask"] = options["attn_mask"] > 0
@@ -173,7 +165,7 @@ def test_blocks_change_nothing(monkeypatch, causal, masks):
 
 
 def test_long_sequences_need_little_memory():
-    """All scores at once would take 17 GB; `view` of a block that large would be seen here."""
+    """All scores at once would take 17 GB."""
     largest = 0
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -205,11 +197,11 @@ def test_nan_stays_nan():
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_nan_that_is_not_listed(heads):
-    """No query sees keys of no list, nor those of other queries' lists, as in the kernels."""
+    """A query sees no key outside of its list, as in the kernels."""
     q, k, v = qkv()
     indices = torch.arange(5).view(1, 1, 5, 1).repeat(2, heads, 1, 2).int()
     mask = torch.ones(4, 1, 1, dtype=torch.bool)
-    mask[::2] = False  # of query heads that share keys with others
+    mask[::2] = False  # these query heads share keys with the others
     right, _ = attention(q, k, v, indices=indices)
     k[:, :, 5], v[:, :, 5], v[:, :, 6], v[:, :, 1] = *[torch.nan] * 2, -torch.inf, torch.nan
     out, _ = attention(q.requires_grad_(), k, v, indices=indices)

@@ -1,4 +1,4 @@
-"""Refusals are ValueErrors: those of ops also with torch 2.15, which raises another type."""
+"""Refusals are ValueErrors, also with torch 2.15, in which ops raise another type."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ MESSAGE = "q has 2 heads and k 3; k's must divide q's"
 
 
 def renamed():
-    """The error of torch 2.15 when the op refuses; with another torch its text in that type."""
+    """A refusal as the RuntimeError of torch 2.15."""
     try:
         torch.ops.metal_attn_explain.flash_fwd(Q, K, K)
     except (ValueError, RuntimeError) as error:
@@ -40,8 +40,8 @@ def test_ops_and_functions(mode, backend):
     assert torch_metal_attn.explain(Q, K, K).refusal == MESSAGE
 
 
-def test_a_function_tells_what_an_op_below_python_raises(monkeypatch):
-    """As on mps, where no kernel of the op is Python."""
+def test_functions_convert_errors_of_cpp_ops(monkeypatch):
+    """On mps the kernels of the op are C++."""
 
     def op(*arguments, **options):
         raise renamed()
@@ -57,8 +57,7 @@ def test_a_function_tells_what_an_op_below_python_raises(monkeypatch):
         torch_metal_attn.flash_attn_with_kvcache(q, q, q)
 
 
-def test_python_kernels_tell(monkeypatch):
-    """A kernel below which an op raises as with torch 2.15."""
+def test_python_kernels_convert_errors(monkeypatch):
     monkeypatch.setattr(refusals, "_torch_hides_value_errors", lambda: True)
     library = torch.library.Library("refusals_test", "DEF")
     library.define("op(Tensor x) -> Tensor")
@@ -115,7 +114,7 @@ def test_calls_do_not_load_the_compiler():
 
 
 def test_where_torch_compile_skips_a_frame():
-    """It then looks into the Python that the frame calls, and is kept out of the kernels."""
+    """Dynamo then compiles the frame's callees, but must not compile the kernels."""
     run_alone(COMPILED)
 
 

@@ -1,7 +1,7 @@
 """Each kernel of the source documents, by its name, through our ops.
 
-Where one of them departs from its paper, ours follows the paper, and the test says so. The tests of
-softmax, rope and merge have the names of the kernels that they cover.
+Where one of them departs from its paper, ours follows the paper, and a comment says so. The tests
+of softmax, rope and merge have the names of the kernels that they cover.
 """
 
 import re
@@ -27,14 +27,17 @@ apply_causal_mask flash_attn_vec_reduce apply_rope_qk_inplace precompute_rope_ta
 
 SQUARE = {"heads": 4, "q_length": 128, "kv_length": 128, "head_dim": 64} | FORWARD
 SHORT = SQUARE | {"q_length": 64, "kv_length": 64}
+SHORT32 = SHORT | {"dtype": "float32", "causal": True}
 GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 64, "kv_length": 96} | FORWARD
 TRAINED = GROUPED | {"dtype": "bfloat16", "head_dim": 256}
 FEW = {"call": "flash_decode", "heads": 4, "kv_heads": 2, "q_length": 2, "kv_length": 77}
+ONE = FEW | {"batch": 4, "heads": 8, "q_length": 1, "kv_length": 100, "head_dim": 64}
+F16_CACHE = FEW | {"dtype": "float32", "cache_dtype": "float16", "causal": True}
 GEMMA = {"window_size_left": 20, "softcap": 50.0, "softmax_scale": 1.0, "num_splits": 2}
 KERNELS = {
     "flash_attention_v2": [case(**SQUARE, dtype="float32", causal=True)],
     "flash_attention_f16": [case(**SQUARE, causal=True)],
-    # Any length: a source kernel leaves query registers uninitialised behind its bounds test.
+    # Any length: the source kernel leaves query registers beyond its bounds uninitialised.
     "flash_attention": [case(**FORWARD, dtype="float32", q_length=70, kv_length=70, head_dim=64)],
     "flash_attn_train_fwd": [
         *(case(**TRAINED, causal=True, q_offset=offset) for offset in (0, 32, 40)),
@@ -42,42 +45,23 @@ KERNELS = {
         # A source kernel turns the mask's values into booleans; here they are added.
         case(**TRAINED, attn_mask="bfloat16 bqk"),
     ],
-    "rope_then_attention": [
-        case(**SHORT, dtype="float32", causal=True, rotary="qk", rotary_columns=64),
-    ],
+    "rope_then_attention": [case(**SHORT32, rotary="qk", rotary_columns=64)],
     # The source kernel adds the slope with the wrong sign; the paper penalises distance.
-    "fused_attention": [case(**SHORT, dtype="float32", causal=True, alibi_slopes="h")],
+    "fused_attention": [case(**SHORT32, alibi_slopes="h")],
     "fused_attention_f16": [case(**SHORT, causal=True, alibi_slopes="h")],
-    "fused_attention_batched": [
-        case(**SHORT, batch=4, dtype="float32", causal=True, alibi_slopes="bh")
-    ],
-    # One query a sequence over pages in any order, of lengths that end inside a page.
-    "paged_attention": [
-        case(
-            **FEW | {"batch": 4, "heads": 8, "q_length": 1, "kv_length": 100, "head_dim": 64},
-            seqused_k=(100, 1, 33, 64),
-            cache="paged",
-            page=16,
-        )
-    ],
-    # Its nwg is our num_splits. Its two-pass form reads past the last block, and keeps partials in
-    # half; here every read is checked, and partials are float32.
+    "fused_attention_batched": [case(**SHORT32, batch=4, alibi_slopes="bh")],
+    # One query for each sequence. Pages are in any order, and lengths end inside of a page.
+    "paged_attention": [case(**ONE, seqused_k=(100, 1, 33, 64), cache="paged", page=16)],
+    # nwg is our num_splits. The source's two-pass form reads past the last block and keeps partial
+    # results in half; ours are float32, and the simulator checks every read.
     "flash_attn_vec": [
         case(**FEW, head_dim=512, dtype="float32", causal=True, num_splits=4),
         # A cap of 50 acts as 50, in natural units.
         case(**FEW, head_dim=256, causal=True, **GEMMA),
     ],
-    # Float32 queries on a float16 cache, as llama.cpp has them: no query is rounded.
-    **{
-        f"flash_attn_vec_f16kv_dk{head_dim}": [
-            case(
-                **FEW | {"head_dim": head_dim, "dtype": "float32", "cache_dtype": "float16"},
-                causal=True,
-                num_splits=splits,
-            )
-        ]
-        for head_dim, splits in ((256, 1), (512, 4))
-    },
+    # Float32 queries on a float16 cache, as in llama.cpp: queries are not rounded.
+    "flash_attn_vec_f16kv_dk256": [case(**F16_CACHE, head_dim=256, num_splits=1)],
+    "flash_attn_vec_f16kv_dk512": [case(**F16_CACHE, head_dim=512, num_splits=4)],
 }
 
 
@@ -86,11 +70,9 @@ def test_source_kernel(name, device):
     hold(KERNELS[name], device)
 
 
-def test_no_source_kernel_is_missing():
-    """Each has a row in the page, and a test that bears its name."""
-    rows = re.findall(
-        r"^\| (\w+)(?: \(.*?\))? \| .*`(?:[\w/.]+::)?([^`]+)` \|$", PAGE.read_text(), re.M
-    )
+def test_every_source_kernel_has_a_test():
+    row = re.compile(r"^\| (\w+)(?: \(.*?\))? \| .*`(?:[\w/.]+::)?([^`]+)` \|$", re.M)
+    rows = row.findall(PAGE.read_text())
     assert [name for name, _ in rows] == NAMES
     tests = {f"test_source_kernel[{name}]" for name in KERNELS} | {*globals(), *vars(rope_op)}
     for module in (merge, rope_op, softmax):

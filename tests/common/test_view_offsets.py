@@ -10,7 +10,7 @@ ops = torch.ops.metal_attn
 
 
 def step(packed, caches, outs, lses, lengths, cos, sin):
-    """Every op that writes in place, into views that start where dynamic sizes say."""
+    """Every op that writes in place, into views whose offsets depend on dynamic sizes."""
     q, k, v = packed.unbind(1)
     ops.rope_(k, None, cos, sin)
     ops.rope_(q, k, cos, sin, seqlen_offset=1)
@@ -24,7 +24,6 @@ def step(packed, caches, outs, lses, lengths, cos, sin):
 
 @torch._inductor.config.patch(force_disable_caches=True)
 def test_inductor_writes_into_views():
-    """Two sizes by one graph, of nothing but these ops."""
     torch._dynamo.reset()
     compiled = torch.compile(step, dynamic=True, fullgraph=True)
     lengths = torch.tensor([1, 0], dtype=torch.int32)

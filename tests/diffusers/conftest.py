@@ -1,4 +1,4 @@
-"""diffusers keeps its active backend for the process: each test restores it."""
+"""diffusers' active backend belongs to the process, so each test restores it."""
 
 import pytest
 from diffusers.models.attention_dispatch import attention_backend

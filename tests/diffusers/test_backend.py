@@ -1,4 +1,4 @@
-"""The backend "metal_attn" called as diffusers' dispatcher calls it, and its registration."""
+"""The backend "metal_attn" of diffusers: calls by diffusers' dispatcher, and registration."""
 
 import runpy
 import sys
@@ -28,7 +28,7 @@ def problem(queries=9, keys=7, heads=2, kv_heads=2, dtype=torch.float32):
     return [torch.randn(2, length, h, 16, dtype=dtype) for length, h in shapes]
 
 
-def by_torchs_name(*tensors):
+def sdpa_of_diffusers(*tensors):
     functional = diffusers.models.attention_processor.F
     bhld = (x.transpose(1, 2) for x in tensors)
     return functional.scaled_dot_product_attention(*bhld).transpose(1, 2)
@@ -89,7 +89,7 @@ def test_strided_operands_are_copied(device, metal_attn):
     assert all(x.stride(-1) != 1 for x in strided)
     expected = dispatch_attention_fn(*tensors)
     assert torch.equal(dispatch_attention_fn(*strided), expected)
-    assert torch.equal(by_torchs_name(*strided), expected)
+    assert torch.equal(sdpa_of_diffusers(*strided), expected)
 
 
 def test_refusals(device, metal_attn):
@@ -123,12 +123,12 @@ def test_names(metal_attn):
 def test_a_diffusers_that_is_too_old(monkeypatch):
     monkeypatch.setattr(diffusers, "__version__", "0.36.0")
     with pytest.raises(ImportError, match=r"needs diffusers 0\.42 or later .*: this is 0\.36\.0"):
-        # By its path: where pytest rewrites the package, runpy finds no code by its name.
+        # By its path, because runpy finds no code of modules that pytest rewrites.
         runpy.run_path(find_spec("torch_metal_attn.integrations.diffusers.backend").origin)
 
 
 def test_set_attention_backend(device):
-    """It is the model's own with diffusers' dispatcher, and diffusers' active one without."""
+    """It sets the model's backend, or the active one if the model has no dispatcher."""
     with attention_backend("native"), torch.no_grad():
         for family in (FAMILIES["Flux"], FAMILIES["UNet XL"]):
             model = family.build()
@@ -140,12 +140,9 @@ def test_set_attention_backend(device):
 
 def test_models_without_attention_say_so(recwarn):
     unet, flux = FAMILIES["UNet XL"].build(), FAMILIES["Flux"].build()
-    tiny = diffusers.AutoencoderTiny(
-        encoder_block_out_channels=(8,),
-        decoder_block_out_channels=(8,),
-        num_encoder_blocks=(1,),
-        num_decoder_blocks=(1,),
-    )
+    parts = ("encoder", "decoder")
+    sizes = {f"{part}_block_out_channels": (8,) for part in parts}
+    tiny = diffusers.AutoencoderTiny(**sizes, **{f"num_{part}_blocks": (1,) for part in parts})
     with attention_backend("native"):
         for model in (unet, flux):
             model.set_attention_backend("metal_attn")
@@ -158,11 +155,11 @@ def test_models_without_attention_say_so(recwarn):
             assert warned[0].filename == __file__
 
 
-def test_guidance_that_replaces_scores(device, metal_attn):
+def test_guidance_hooks(device, metal_attn):
     query, key, value = problem(keys=9)
     with AttentionScoreSkipFunctionMode():
         assert torch.equal(dispatch_attention_fn(query, key, value), value)
-        assert torch.equal(by_torchs_name(query, key, value), value)
+        assert torch.equal(sdpa_of_diffusers(query, key, value), value)
         attend = torch.compile(dispatch_attention_fn, backend="eager", fullgraph=True)
         assert torch.equal(attend(query, key, value), value)
 
@@ -171,7 +168,7 @@ def test_compiled(device, metal_attn):
     tensors = problem()
     expected = dispatch_attention_fn(*tensors)
 
-    for call in (dispatch_attention_fn, by_torchs_name):
+    for call in (dispatch_attention_fn, sdpa_of_diffusers):
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         before = launches()
         assert torch.equal(compiled(*tensors), expected)

@@ -1,4 +1,4 @@
-"""Tiny models of diffusers with random weights and inputs, of each way to call attention."""
+"""Tiny random models of diffusers and their inputs, one for each way to call attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ import diffusers
 import torch
 from torch import Tensor
 
-TEXT = 7  # tokens of a prompt, of which the last two are padding where a model takes a mask
+TEXT = 7  # tokens of a prompt; the last two are padding if the model takes a mask
+STATES = "encoder_hidden_states"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def latents(*shape: int, **text: Any) -> dict[str, Any]:
 
 
 def prompt(channels: int, mask: str = "") -> dict[str, Tensor]:
-    text = {"encoder_hidden_states": torch.randn(1, TEXT, channels)}
+    text = {STATES: torch.randn(1, TEXT, channels)}
     return text | ({mask: torch.arange(TEXT)[None] < TEXT - 2} if mask else {})
 
 
@@ -43,7 +44,6 @@ FAMILIES = {
     "UNet XL": Family(
         "UNet2DConditionModel",
         {
-            "sample_size": 8,
             "layers_per_block": 1,
             "cross_attention_dim": 32,
             "norm_num_groups": 8,
@@ -67,11 +67,7 @@ FAMILIES = {
     ),
     "VAE": Family(
         "AutoencoderKL",
-        {
-            "block_out_channels": (512,),
-            "norm_num_groups": 8,
-            "sample_size": 8,
-        },
+        {"block_out_channels": (512,), "norm_num_groups": 8},
         lambda: {"sample": torch.randn(1, 3, 8, 8)},
         calls=2,
     ),
@@ -101,16 +97,13 @@ FAMILIES = {
             "joint_attention_dim": 16,
             "axes_dims_rope": (8, 4, 4),
         },
-        lambda: latents(
-            1, 16, 16, **prompt(16, "encoder_hidden_states_mask"), img_shapes=[(1, 4, 4)]
-        ),
+        lambda: latents(1, 16, 16, **prompt(16, f"{STATES}_mask"), img_shapes=[(1, 4, 4)]),
         calls=1,
     ),
-    # Its head dim is split among queries' heads three times as many as keys' heads.
+    # Three query heads share a KV head.
     "Lumina 2": Family(
         "Lumina2Transformer2DModel",
         {
-            "sample_size": 8,
             "in_channels": 4,
             "hidden_size": 48,
             "num_layers": 1,

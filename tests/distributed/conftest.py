@@ -1,4 +1,4 @@
-"""Four processes, started once: the results of each of them in every case."""
+"""The results of every case in four processes, which are started once."""
 
 import pytest
 import torch

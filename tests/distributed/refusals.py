@@ -1,4 +1,4 @@
-"""Calls that ring_attention and its helpers refuse: on all processes, if on one."""
+"""Calls that ring_attention and its helpers refuse, on all processes if on one."""
 
 import inspect
 
@@ -13,7 +13,7 @@ def qkv(dtype=torch.float32, q_heads=2, heads=2, length=2, kv_length=None, grad=
 
 
 def ring(elsewhere=None, packed=False, **arguments):
-    """ring_attention with `arguments` on rank 1; elsewhere: those of other ranks if they differ."""
+    """ring_attention with `arguments`. elsewhere: other arguments for ranks other than 1."""
 
     def call(rank):
         options = dict(arguments if elsewhere is None or rank == 1 else elsewhere)
@@ -25,7 +25,7 @@ def ring(elsewhere=None, packed=False, **arguments):
 
 
 def unshard(grad=False, dtype=torch.float32, length=2, **options):
-    """unshard_sequence of such a tensor on rank 1, and of a plain one on the other ranks."""
+    """unshard_sequence; on ranks other than 1 of a float32 tensor with 2 rows."""
 
     def call(rank):
         x = torch.ones(1, 2)
@@ -40,9 +40,10 @@ def shard(cu_seqlens):
     return lambda rank: shard_sequence(torch.ones(7), cu_seqlens=torch.tensor(cu_seqlens))
 
 
+ONES = {"alibi_slopes": torch.ones(2)}
 WHOLE, SPLIT = ({"cu_seqlens": torch.tensor(bounds)} for bounds in ([0, 8], [0, 5, 8]))
 
-# By the error on rank 1: the call.
+# The call by the error on rank 1.
 REFUSED = {
     "q's dtype is torch.float16 on rank 1": ring({}, dtype=torch.float16),
     "causal is True on rank 1 and False on rank 0": ring({}, causal=True),
@@ -60,9 +61,7 @@ REFUSED = {
         lambda rank: (unshard() if rank == 1 else ring())(rank)
     ),
     "learnable_sink .* on rank 1 and None on rank 0": ring({}, learnable_sink=torch.zeros(2)),
-    "alibi_slopes .* on rank 1 and .* on rank 0": ring(
-        {"alibi_slopes": torch.ones(2)}, alibi_slopes=torch.tensor([1.0, 2.0])
-    ),
+    "alibi_slopes .* on rank 1 and .* on rank 0": ring(ONES, alibi_slopes=torch.arange(2.0)),
     "learnable_sink has shape": ring(learnable_sink=torch.ones(3)),
     "alibi_slopes has shape": ring(alibi_slopes=torch.ones(3)),
     "alibi_slopes has 3 rows; cu_seqlens has 1 sequence": ring(
@@ -99,7 +98,7 @@ REFUSED = {
     "cu_seqlens decreases": shard([0, 9, 7]),
     "cu_seqlens has dtype torch.float32": shard([0.0, 7.0]),
 }
-# Those of which the other ranks say where they were refused, and for which function.
+# Errors for which other ranks name rank 1 and this function.
 ON_RANK_1 = {
     r"q has shape \(1, 2, 2, 16\); it must be \(T, H, D\)": "ring_attention",
     "layout is 'stripes'; it must be": "ring_attention",
@@ -119,7 +118,7 @@ def errors(rank, calls=REFUSED):
 
 
 def of_groups(rank, pair):
-    """Errors of groups: without this process, and of a mesh. pair: the group of ranks 0 and 1."""
+    """Errors of a mesh, and of a group without this process. pair: the group of ranks 0 and 1."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     groups = {"mesh": mesh, "pair": pair}
     calls = {name: ring(group=group) for name, group in groups.items()}

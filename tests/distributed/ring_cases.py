@@ -1,4 +1,4 @@
-"""Problems of ring attention, what a process does with one, and the judge in one process."""
+"""Problems of ring attention, their run in each process, and the check in one process."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
 
 @dataclass(frozen=True)
 class Case:
-    """processes: the first ones of the four. lengths: the number of rows of each."""
+    """processes: how many of the four take part. lengths: the number of rows of each."""
 
     processes: int = 4
     layout: str = "contiguous"
@@ -31,6 +31,7 @@ class Case:
 CAUSAL = {"causal": True}
 SINK = torch.tensor([0.5, 2.0, -torch.inf, -1.0])
 SLOPES = torch.tensor([[0.1, 0.5, 0.0, 1.0], [0.3, 0.7, -0.2, 0.4]]).repeat(2, 1)  # of sequences
+ALIBI = {"alibi_slopes": SLOPES[:2]}
 _BOTH_LAYOUTS = {
     "causal": {"options": CAUSAL},
     "odd": {"length": 19, "options": CAUSAL | {"softcap": 1.5, "softmax_scale": 0.3}},
@@ -38,10 +39,7 @@ _BOTH_LAYOUTS = {
     "packed causal": {"packed": True, "options": CAUSAL},
     "simulated": {"processes": 2, "simulated": True, "options": CAUSAL},
     "simulated packed": {"processes": 2, "simulated": True, "packed": True, "options": CAUSAL},
-    "ALiBi and sink": {
-        "length": 19,
-        "options": CAUSAL | {"alibi_slopes": SLOPES[:2], "learnable_sink": SINK},
-    },
+    "ALiBi and sink": {"length": 19, "options": CAUSAL | ALIBI | {"learnable_sink": SINK}},
     "packed ALiBi": {"packed": True, "options": {"alibi_slopes": SLOPES}},
 }
 CASES = {
@@ -59,7 +57,7 @@ CASES = {
 
 
 def problem(case):
-    """q, k, v, dout and dlse of the whole sequence; (B, H, L, D), packed ones with B = 1."""
+    """q, k, v, dout and dlse of the whole sequence, (B, H, L, D). B is 1 if packed."""
     sizes = HOME if case.simulated else SMALL
     length = BOUNDS[-1] if case.packed else case.length
     q, k, v = flash_fwd_check.make_qkv(
@@ -69,7 +67,7 @@ def problem(case):
 
 
 def run(case, group):
-    """The whole out, log-sum-exp and gradients, the sink's last; the launches; both runs here."""
+    """Unsharded out, log-sum-exp and gradients; launches; this process' results of both runs."""
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32) if case.packed else None
     sharing = {"layout": case.layout, "cu_seqlens": cu_seqlens}
     rank = torch.distributed.get_rank(group)
@@ -85,10 +83,9 @@ def run(case, group):
         q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
     along, along_lse = (0, 1) if case.packed else (1, 2)
     results = []
-    # Backward gets equal values, so the second run must give the same bits.
-    other_strides = torch.autograd.graph.saved_tensors_hooks(
-        lambda x: x, lambda x: x.mT.contiguous().mT
-    )
+    # Saved tensors of other strides have equal values, so the second run must give the same bits.
+    hooks = (lambda x: x, lambda x: x.mT.contiguous().mT)
+    other_strides = torch.autograd.graph.saved_tensors_hooks(*hooks)
     with simulate(check=True) if case.simulated else nullcontext() as simulation:
         for again in range(2 if case.simulated else 1):
             leaves = [share(x, along).detach().requires_grad_() for x in (q, k, v)]
@@ -103,10 +100,8 @@ def run(case, group):
             results.append([out.detach(), lse.detach(), *gradients])
     launched = [launch.kernel for launch in simulation.launches] if case.simulated else []
     dims = [along, along_lse, *[along] * 3]
-    whole = [
-        unshard_sequence(x, group, dim=dim, **sharing)
-        for x, dim in zip(results[0], dims, strict=False)
-    ]
+    pairs = zip(results[0], dims, strict=False)
+    whole = [unshard_sequence(x, group, dim=dim, **sharing) for x, dim in pairs]
     for of_sink in results[0][len(dims) :]:
         whole.append(of_sink.clone())
         torch.distributed.all_reduce(whole[-1], group=group)
@@ -136,7 +131,6 @@ def alibi(case):
 
 
 def check(case, whole):
-    """Twice torch's error against float64, for results of whole sequences."""
     q, k, v, dout, dlse = problem(case)
     same = ("softcap", "softmax_scale", "learnable_sink")
     options = {name: case.options[name] for name in case.options if name in same}

@@ -1,4 +1,4 @@
-"""The plan of a ring: every visible pair of a query and a key is in one call of one process."""
+"""The plan of a ring: each visible pair of query and key is in one call of one process."""
 
 from itertools import accumulate, pairwise, product
 
@@ -31,7 +31,7 @@ def visible_pairs(bounds, visible):
 
 
 def pairs_of(call, queries, keys):
-    """(query, key) rows that the kernel sees. queries, keys: the rows that two processes hold."""
+    """(query, key) rows that the kernel sees. queries, keys: rows of the two processes."""
     if call.packing is None:
         bounds = [[0, len(queries[call.q])], [0, len(keys[call.k])]]
     else:
@@ -53,7 +53,7 @@ def pairs_of(call, queries, keys):
 
 
 def planned(bounds, processes, layout, visible, packed):
-    """By process: its visitors' calls, and the pairs in them."""
+    """For each process the numbers of its calls, and the pairs in them."""
     spans = [shares(bounds, processes, rank, layout) for rank in range(processes)]
     held = [[row for span in in_packed(s, bounds) for row in span] for s in spans]
     assert sorted(row for each in held for row in each) == list(range(bounds[-1]))
@@ -71,7 +71,7 @@ def planned(bounds, processes, layout, visible, packed):
 @pytest.mark.parametrize("visible", VISIBLE.values(), ids=VISIBLE)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("lengths", [[16], [3], [5, 0, 17, 2], []], ids=str)
-def test_each_visible_pair_is_in_one_call(lengths, layout, visible):
+def test_every_visible_pair_is_in_one_call(lengths, layout, visible):
     bounds = [0, *accumulate(lengths)]
     for processes, packed in product((1, 2, 3, 4), (False, True)):
         if len(lengths) != 1 and not packed:
@@ -105,13 +105,9 @@ def test_contiguous_shares_have_any_lengths():
     "lengths, bounds, message",
     [
         ([4, 2], None, "q has 4 rows on rank 0; its zigzag share of the sequence has 3"),
-        (
-            [4, 4],
-            [0, 2, 7],
-            "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens",
-        ),
+        ([4, 4], [0, 2, 7], "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens"),
     ],
 )
-def test_lengths_that_are_no_shares(lengths, bounds, message):
+def test_lengths_that_do_not_match_the_layout(lengths, bounds, message):
     with pytest.raises(ValueError, match=message):
         shares_of_all("q", lengths, "zigzag", bounds)

@@ -1,4 +1,4 @@
-"""Ring attention over processes is attention in one, gradients included."""
+"""Ring attention over processes equals attention in one process, including gradients."""
 
 import re
 from contextlib import nullcontext
@@ -10,17 +10,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
 from torch.utils.checkpoint import checkpoint
 
+import torch_metal_attn as metal_attn
 from tests.attention import flash_fwd_check
 from tests.common.ops import EXAMPLES
 from tests.distributed import refusals, ring_cases, training
-from torch_metal_attn import (
-    explain,
-    flash_attn_func,
-    flash_attn_with_kvcache,
-    flex_attention,
-    scaled_dot_product_attention,
-    sdpa_replaced,
-)
 from torch_metal_attn.distributed import ring_attention
 from torch_metal_attn.integrations.transformers.attention import metal_attention
 
@@ -77,11 +70,11 @@ SHARDED = r"{0} is a DTensor, .* pass {0}\.to_local\(\), .*local_map"
 @pytest.mark.parametrize(
     "function, names",
     [
-        (flash_attn_func, "qkv"),
+        (metal_attn.flash_attn_func, "qkv"),
         (ring_attention, "qkv"),
-        (scaled_dot_product_attention, ("query", "key", "value")),
-        (flex_attention, ("query", "key", "value")),
-        (flash_attn_with_kvcache, ("q", "k_cache", "v_cache")),
+        (metal_attn.scaled_dot_product_attention, ("query", "key", "value")),
+        (metal_attn.flex_attention, ("query", "key", "value")),
+        (metal_attn.flash_attn_with_kvcache, ("q", "k_cache", "v_cache")),
         (lambda *qkv: metal_attention(torch.nn.Identity().eval(), *qkv, None), "qkv"),
     ],
 )
@@ -95,8 +88,8 @@ def test_functions_refuse_sharded_tensors(function, names, mode, alone):
                 function(*tensors)
 
 
-def test_what_else_refuses_sharded_tensors(alone):
-    """Every op, masks, and tensors that are captured. sdpa_replaced() leaves them to torch."""
+def test_ops_and_masks_refuse_sharded_tensors(alone):
+    """Every op, masks and captured tensors. sdpa_replaced() leaves such calls to torch."""
     mesh = init_device_mesh("cpu", (1,))
     for example in EXAMPLES.values():
         arguments = example.make()
@@ -106,13 +99,13 @@ def test_what_else_refuses_sharded_tensors(alone):
                 getattr(torch.ops.metal_attn, example.op)(**arguments | sharded)
     q, bias = torch.zeros(1, 4, 8, 16), distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])
     with pytest.raises(NotImplementedError, match=SHARDED.format("attn_mask")):
-        scaled_dot_product_attention(q, q, q, bias)
+        metal_attn.scaled_dot_product_attention(q, q, q, bias)
     with pytest.raises(NotImplementedError, match=SHARDED.format("bias")):
-        flex_attention(q, q, q, lambda score, b, h, i, j: score + bias[i, j])
+        metal_attn.flex_attention(q, q, q, lambda score, b, h, i, j: score + bias[i, j])
     sharded = distribute_tensor(q, mesh, [Replicate()])  # which torch's function runs at once
-    assert re.match(SHARDED.format("k"), explain(q, sharded, q).refusal)
+    assert re.match(SHARDED.format("k"), metal_attn.explain(q, sharded, q).refusal)
     with pytest.warns(UserWarning, match=r"to torch: an argument is a DTensor: .*local_map"):
-        with sdpa_replaced():
+        with metal_attn.sdpa_replaced():
             torch.nn.functional.scaled_dot_product_attention(sharded, sharded, sharded)
 
 
@@ -121,12 +114,12 @@ def test_local_map(alone):
     qkv = flash_fwd_check.make_qkv(q_length=7, kv_length=7)
     sharded = [distribute_tensor(x, mesh, [heads]) for x in qkv]
     places = {"out_placements": [heads], "in_placements": ([heads],) * 3, "device_mesh": mesh}
-    out = local_map(flash_attn_func, **places)(*sharded)
-    assert torch.equal(out.full_tensor(), flash_attn_func(*qkv))
+    out = local_map(metal_attn.flash_attn_func, **places)(*sharded)
+    assert torch.equal(out.full_tensor(), metal_attn.flash_attn_func(*qkv))
 
 
 def test_second_derivatives(alone):
-    """They raise also where the rest of the loss has one, and dout requires no grad."""
+    """They raise also if dout requires no grad and the rest of the loss has a second derivative."""
     q = flash_fwd_check.make_qkv(q_length=7, kv_length=7)[0].requires_grad_()
     sink = torch.zeros(q.shape[2], requires_grad=True)
     for scale in (1.0, q):
@@ -156,7 +149,7 @@ def expected():
 
 
 @pytest.mark.parametrize("way", training.WAYS)
-def test_training_is_that_of_one_process(way, processes, expected):
+def test_training_matches_one_process(way, processes, expected):
     for results in processes:
         torch.testing.assert_close(results["trained"][way], expected, rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Commands in pages: cheap ones are run, and the parser of the others checks their arguments."""
+"""Commands in pages: cheap ones are run, and the arguments of the others are parsed."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ COMMAND_LINES = {"torch_metal_attn": command_line, "torch_metal_attn.tools.lint"
 PIP_FLAGS = {"--no-build-isolation", "-e", "--index-url=https://download.pytorch.org/whl/cpu"}
 # The platforms of the wheels that `make wheel wheel-macos` puts into one folder.
 PLATFORMS = ["linux_x86_64", "macosx_14_0_arm64"]
-# Actions that a workflow may use; nothing here can run them.
+# Actions that a workflow may use. They are not run.
 ACTIONS = {"actions/checkout", "actions/setup-python"}
 
 
@@ -32,8 +32,8 @@ class Parsed(Exception):
     """The parser accepted the arguments."""
 
 
-def check_commands(text, where, folder):
-    """The output of the commands that are run; AssertionError for a wrong or unknown line."""
+def check_commands(text, where):
+    """The output of the commands. Raises AssertionError for a wrong or unknown line."""
     printed = ""
     for line in text.replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
@@ -41,17 +41,17 @@ def check_commands(text, where, folder):
             words = words[1:]
         if words:
             assert words[0] in RULES, f"{where}: no rule says how to check {line!r}"
-            printed += RULES[words[0]](words[1:], f"{where}: {line!r}", folder) or ""
+            printed += RULES[words[0]](words[1:], f"{where}: {line!r}") or ""
     return printed
 
 
-def _make(arguments, where, folder):
+def _make(arguments, where):
     assert arguments, f"{where}: which target?"
     done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{where}: {done.stderr}"
 
 
-def _python(arguments, where, folder):
+def _python(arguments, where):
     if arguments[0].startswith("docs/examples/"):
         assert (ROOT / arguments[0]).is_file(), where
         return _parsed_by(importlib.import_module(Path(arguments[0]).stem), arguments[1:], where)
@@ -87,7 +87,7 @@ def _parsed_by(module, arguments, where):
     raise AssertionError(f"{where}: the arguments were not read")
 
 
-def _pip(arguments, where, folder):
+def _pip(arguments, where):
     assert arguments[:1] == ["install"], f"{where}: only install can be checked"
     packages = [word for word in arguments[1:] if word not in PIP_FLAGS]
     assert packages, f"{where}: install what?"
@@ -105,12 +105,12 @@ def _pip(arguments, where, folder):
             assert requirement.extras <= extras(), f"{where}: {requirement.extras - extras()}"
 
 
-def _git(arguments, where, folder):
+def _git(arguments, where):
     url = repository.url() or repository.PLACEHOLDER
     assert arguments == ["clone", url], f"{where}: the repository is {url}"
 
 
-def _cd(arguments, where, folder):
+def _cd(arguments, where):
     assert arguments == [repository.PLACEHOLDER.split("/")[-1]], where
 
 
@@ -120,29 +120,22 @@ def extras():
     return set(re.findall(r"^(\w+) = \[", table, re.M))
 
 
-def _echo(arguments, where, folder):
+def _echo(arguments, where):
     command = re.fullmatch(r"(\S+) > (\w+\.txt)", " ".join(arguments))
     assert command, f"{where}: echo writes one requirement to a file"
     Requirement(command[1])
 
 
-def _compiler(arguments, where, folder):
+def _compiler(arguments, where):
     """Checks that the sources exist; tests/simulator/test_alone.py compiles them."""
     assert all(list(ROOT.glob(name)) for name in arguments if name.endswith(".cpp")), where
 
 
-RULES = {
-    "make": _make,
-    "python": _python,
-    "pip": _pip,
-    "echo": _echo,
-    "c++": _compiler,
-    "git": _git,
-    "cd": _cd,
-}
+RULES = {"make": _make, "python": _python, "pip": _pip, "echo": _echo, "c++": _compiler}
+RULES |= {"git": _git, "cd": _cd}
 
 
-def check_yaml(text, where, folder):
+def check_yaml(text, where):
     """A GitHub workflow, whose steps are known actions or commands as in `sh` blocks."""
     jobs = yaml.safe_load(text)["jobs"]
     for name, job in jobs.items():
@@ -152,7 +145,7 @@ def check_yaml(text, where, folder):
                 assert step["uses"].split("@")[0] in ACTIONS, f"{where}: {step['uses']}"
                 continue
             for matrix in job.get("strategy", {}).get("matrix", {}).get("include", [{}]):
-                command = re.sub(
-                    r"\$\{\{ matrix\.(\w+) \}\}", lambda m, of=matrix: of[m[1]], step["run"]
-                )
-                check_commands(command, f"{where}, {name}", folder)
+                command = step["run"]
+                for variable, value in matrix.items():
+                    command = command.replace(f"${{{{ matrix.{variable} }}}}", str(value))
+                check_commands(command, f"{where}, {name}")

@@ -1,9 +1,9 @@
-"""Markdown pages as programs: every fenced block of a page is run or checked, or the page fails.
+"""Markdown pages as programs: every fenced block of a page is run or checked.
 
 - ```python: executed, all blocks of a page in one namespace and an empty folder. A block that
   begins with `# test_<name>.py` is written to that file, which pytest runs.
-- ```text: the output of the python block or command before it; `...` matches anything. Of several
-  text blocks in a row one must match.
+- ```text: the output of the python block or command before it; `...` matches anything. One of
+  several consecutive text blocks must match.
 - ```metal: compiled for the simulator, and linted, as Metal 4.0 if it has tensor operations. The
   first line, `// <name>.metal`, names the file for later blocks.
 - ```sh and ```yaml: see `doc_commands`.
@@ -44,7 +44,7 @@ class Block:
 
 
 def blocks_of(text):
-    """The blocks of a page; AssertionError for a fence without an end or with options."""
+    """The blocks of a page. Raises AssertionError for a fence without an end or with options."""
     blocks, opened, lines = [], None, text.split("\n")
     for number, line in enumerate(lines, 1):
         if not line.lstrip().startswith("```"):
@@ -67,7 +67,6 @@ def run_page(path, folder, model=None):
     printed = None
     blocks = blocks_of(path.read_text(encoding="utf-8"))
     rows = [list(row) for _, row in groupby(blocks, key=lambda block: block.language == "text")]
-    # With each block its row of consecutive blocks, which are one if they are `text`.
     for block, outputs in [(block, row) for row in rows for block in row]:
         where = f"{path.name}:{block.line}"
         first = block.text.split("\n")[0]
@@ -95,9 +94,9 @@ def run_page(path, folder, model=None):
             assert re.fullmatch(r"// \w+\.metal", first), f"{where}: {first!r} names no file"
             (folder / first.removeprefix("// ")).write_text(block.text, encoding="utf-8")
         elif block.language == "sh":
-            printed = check_commands(block.text, where, folder) or None
+            printed = check_commands(block.text, where) or None
         elif block.language == "yaml":
-            check_yaml(block.text, where, folder)
+            check_yaml(block.text, where)
         else:
             raise AssertionError(f"{where}: no rule says how to run a block of {block.language!r}")
 

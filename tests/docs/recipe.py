@@ -1,8 +1,8 @@
-"""Two new score options, place by place, as docs/adding-a-kernel.md explains them.
+"""The edits for two new score options, as docs/adding-a-kernel.md explains them.
 
 `temperature` is a tensor (H,) with a gradient: a factor of each head's scores, before the other
-rules. `score_clamp` is a number c > 0: scores are clamped to -c..c after the other rules, and their
-slope beyond is 0. test_recipe.py makes the edits in a copy of the sources, builds it and runs
+rules. `score_clamp` is a number c > 0: scores are clamped to -c..c after the other rules, with
+slope 0 beyond. test_recipe.py makes the edits in a copy of the sources, builds it and runs
 recipe_case.py with it. temperature shares a buffer slot with the gradient of a bias.
 """
 

@@ -1,4 +1,4 @@
-"""A program: every op of a copy that has the options of recipe.py, against a formula in float64."""
+"""A program that checks the ops of a copy with the options of recipe.py against float64."""
 
 import pytest
 import torch
@@ -81,10 +81,9 @@ with torch_metal_attn.simulate(check=True) as run:
     check([out], [expected[:, :, -1:]])
 assert {"flash_fwd", "flash_decode", "flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
 
-# Tuned tiles: such a call shares no row with a call without the options.
-explained = launches(
-    torch.ops.metal_attn_explain.flash_fwd(*(x.detach() for x in (q, k, v)), **every)
-)
+# The key of tuned tiles contains the options.
+qkv = [x.detach() for x in (q, k, v)]
+explained = launches(torch.ops.metal_attn_explain.flash_fwd(*qkv, **every))
 assert " softcap temperature score_clamp " in explained[0]["tuning"]["key"]
 
 # The cases of `verify` and `fuzz` have the number.

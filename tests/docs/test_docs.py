@@ -10,13 +10,14 @@ import torch
 
 import torch_metal_attn
 from tests.docs import doc_commands, doc_pages
+from tests.docs.doc_pages import ROOT
 from tests.helpers.cases import each_case
 
-PAGES = [doc_pages.ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
-PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
-DESIGN = sorted((doc_pages.ROOT / "docs" / "design").glob("*.md"))
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 PAGES += DESIGN
-NOTEBOOKS = sorted((doc_pages.ROOT / "docs" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 ID = operator.attrgetter("name")
 
 
@@ -42,7 +43,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """Runs a page, a path or its text, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     before = set(sys.modules)
@@ -60,13 +60,11 @@ def page(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-# Pages that print results of kernels. Other tests cover the options of the other pages.
-ON_KERNELS = [doc_pages.ROOT / name for name in ("README.md", "docs/numerics.md")]
+# Pages that print results of kernels.
+ON_KERNELS = [ROOT / name for name in ("README.md", "docs/numerics.md")]
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in PAGES if path not in ON_KERNELS], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", [path for path in PAGES if path not in ON_KERNELS], ids=ID)
 def test_blocks(path, page, request):
     model = request.getfixturevalue("model") if doc_pages.MODEL in path.read_text() else None
     page(path, model)
@@ -81,7 +79,7 @@ def test_blocks_on_kernels(path, page, device, request):
 def test_notebooks(path, page, device):
     text = docs_site.notebook_page(path)
     page(text)
-    assert str(doc_pages.ROOT) not in text
+    assert str(ROOT) not in text
 
 
 @each_case("path", PAGES)
@@ -100,14 +98,14 @@ def test_every_op_and_public_name_is_on_a_page():
 
 
 def test_every_report_has_a_test():
-    """The page has each number once, and its test has the number in its name or its id."""
-    page = (doc_pages.ROOT / "docs" / "mps-issues.md").read_text()
-    tests = (doc_pages.ROOT / "tests" / "sdpa" / "test_reported.py").read_text()
+    """Each number is once on the page, and in the name or the id of its test."""
+    page = (ROOT / "docs" / "mps-issues.md").read_text()
+    tests = (ROOT / "tests" / "sdpa" / "test_reported.py").read_text()
     numbers = re.findall(r"\[\w*#(\d+)\]:", page)
     assert sorted(numbers) == sorted(re.findall(r"(?<=[a-zA-Z_])\d{4,6}(?=[(=_:])", tests))
 
 
-TROUBLE = (doc_pages.ROOT / "docs" / "troubleshooting.md").read_text()
+TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text()
 ROWS = [line.split(" | ")[0] for line in TROUBLE.splitlines() if line[:3] == "| `"]
 # Cells that quote the package, not variables or other programs.
 SAID = [row for row in ROWS if "from Xcode" not in row and not re.match(r"\| `[A-Z_]+=", row)]
@@ -116,8 +114,8 @@ SAID = [row for row in ROWS if "from Xcode" not in row and not re.match(r"\| `[A
 @each_case("row", SAID)
 def test_the_package_says_what_troubleshooting_quotes(row):
     folders = ("torch_metal_attn", "csrc")
-    files = [path for folder in folders for path in (doc_pages.ROOT / folder).rglob("*.[pch]*")]
-    files += [doc_pages.ROOT / "setup.py"]
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.[pch]*")]
+    files += [ROOT / "setup.py"]
     text = "".join(path.read_text() for path in files if path.suffix in (".py", ".cpp", ".h"))
     text = re.sub(r'"\s*(//[^\n]*)?\n\s*f?"', "", text).replace('\\"', '"')
     quoted = re.search("`(.*?)`", row)[1].replace(" or later", "").split("...")
@@ -125,18 +123,16 @@ def test_the_package_says_what_troubleshooting_quotes(row):
 
 
 def test_the_extras_are_on_the_page():
-    text = (doc_pages.ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     table = text.split("## Extras")[1].split("## ")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.M)) == doc_commands.extras()
 
 
 def test_requirements_are_those_of_the_package():
-    readme, install = (
-        (doc_pages.ROOT / name).read_text(encoding="utf-8")
-        for name in ("README.md", "docs/install.md")
-    )
+    pages = (ROOT / name for name in ("README.md", "docs/install.md"))
+    readme, install = (page.read_text(encoding="utf-8") for page in pages)
     assert "**No Mac has run this yet.**" in readme.split("\n## ")[0]
-    wanted = (doc_pages.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    wanted = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     needed = dict(re.findall(r"(python|torch|transformers|diffusers)[ =\">]+([\d.]+)\"", wanted))
     shown = {"python": "Python", "torch": "PyTorch"}
     for name, version in needed.items():
@@ -144,7 +140,7 @@ def test_requirements_are_those_of_the_package():
         assert text in install, text
         assert name not in shown or text in readme, text
         if name in shown:
-            badge = doc_pages.ROOT / "docs" / "images" / f"{shown[name].lower()}.svg"
+            badge = ROOT / "docs" / "images" / f"{shown[name].lower()}.svg"
             assert f">{version}+<" in badge.read_text(encoding="utf-8")
     oldest = re.search(r"macosx_(\d+)_0_arm64", install)[1]
     assert all(f"macOS {oldest} or later" in page for page in (install, readme.replace("| ", "")))
@@ -185,7 +181,7 @@ def test_every_page_is_linked():
     for page, linked in ((PAGES[0], PAGES[2 : -len(DESIGN)]), (PAGES[1], DESIGN)):
         text = page.read_text(encoding="utf-8")
         for path in linked:
-            assert f"({path.relative_to(doc_pages.ROOT)})" in text
+            assert f"({path.relative_to(ROOT)})" in text
 
 
 METAL = "```metal\n// k.metal\nkernel void k(device float* o [[buffer(0)]]) {{ o[0] = {}; }}\n```\n"

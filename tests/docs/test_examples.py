@@ -20,12 +20,8 @@ from torch_metal_attn.tools.doctor.attention import OURS
 from torch_metal_attn.tools.doctor.watch import Watch
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))
-NEEDED = {
-    "chat": ["transformers"],
-    "serve": ["transformers", "psutil"],
-    "train_lora": ["diffusers", "peft"],
-    "image_pipeline": ["diffusers"],
-}
+NEEDED = {"chat": ["transformers"], "serve": ["transformers", "psutil"]}
+NEEDED |= {"train_lora": ["diffusers", "peft"], "image_pipeline": ["diffusers"]}
 PROMPTS = [[72, 105], [65], [1, 2, 3, 4, 5]]
 
 
@@ -185,7 +181,7 @@ def test_serve():
 
 
 def test_serve_takes_many_clients(capfd, monkeypatch):
-    """All connect before the first is accepted. Requests of clients that leave are cancelled."""
+    """All connect before the first is accepted. Requests of closed clients are cancelled."""
     accepting = threading.Event()
     kind = example("serve").Server
     monkeypatch.setattr(kind, "verify_request", lambda *_: accepting.wait(HANG_SECONDS))
@@ -289,7 +285,7 @@ def test_train_gpt(capsys, tmp_path):
     torch.testing.assert_close(logits[0], torch.cat(logits[1:]))
 
 
-def count_calls(watch):
+def calls_by_target(watch):
     ours = sum(calls for call, calls in watch.seen.items() if call.goes_to == OURS)
     return ours, watch.seen.total() - ours
 
@@ -301,7 +297,7 @@ def test_train_lora(tmp_path):
         with Watch() as watch:
             options = ["--steps", "2", "--backend", backend, "--out", str(tmp_path / backend)]
             losses[backend] = train_lora.main(options)
-        assert count_calls(watch) == expected
+        assert calls_by_target(watch) == expected
     assert losses["metal_attn"] == pytest.approx(losses["native"], abs=1e-4)
     safetensors = pytest.importorskip("safetensors.torch")
     weights = safetensors.load_file(tmp_path / "metal_attn" / "pytorch_lora_weights.safetensors")
@@ -313,7 +309,7 @@ def test_image_pipeline(tmp_path):
     with Watch() as watch:
         comparison = image_pipeline.main(["--size", "16", "--out", str(tmp_path)])
     # Two steps and the decoder each way, and the step that is explained.
-    assert count_calls(watch) == (2 * 8 + 1 + 8, 2 * 8 + 1)
+    assert calls_by_target(watch) == (2 * 8 + 1 + 8, 2 * 8 + 1)
     assert comparison.difference < 1e-4
     assert comparison.calls == 8
     # 4 heads of 4 x 4 queries and keys, in float32

@@ -21,24 +21,20 @@ DEFINED = re.compile(
 
 
 def test_two_new_score_options(tmp_path):
-    """One after the other in a copy of the sources, of which the files that changed are built."""
     copy = tmp_path / "copy"
     for folder in ("csrc", "shaders", "torch_metal_attn"):
-        shutil.copytree(
-            ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__")
-        )
+        ignore = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
     build(copy, set().union(*(recipe.apply(copy, option) for option in recipe.OPTIONS)))
-    # The program's folder comes first among those in which Python looks for modules.
-    program = shutil.copy(CASE, copy)
+    # Python looks for modules in the program's folder first.
+    command = [sys.executable, shutil.copy(CASE, copy)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def build(copy, changed):
-    """The extension of `copy`: the objects of files that no edit reaches are the checkout's own."""
+    """The extension of `copy`. Objects of unaffected files are those of the checkout."""
     rules = [
         f"rule compile\n  command = {' '.join(compile_command(copy))} -c $in -o $out",
         f"rule link\n  command = {' '.join(map(str, link_command('$in')))} -o $out",
@@ -56,16 +52,12 @@ def build(copy, changed):
     library = copy / "torch_metal_attn" / "_C.abi3.so"
     rules.append(f"build {library}: link {' '.join(objects)}")
     (copy / "build.ninja").write_text("\n".join(rules) + "\n", encoding="utf-8")
-    jobs = os.environ.get("MAX_JOBS", "2")
-    subprocess.run(
-        [sys.executable, "-m", "ninja", "-C", copy, "-j", jobs, "-k", "0"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    ninja = [sys.executable, "-m", "ninja", "-C", copy, "-j", os.environ.get("MAX_JOBS", "2")]
+    subprocess.run([*ninja, "-k", "0"], check=True, stdout=subprocess.DEVNULL)
 
 
 def together(sources):
-    """Lists of files that define nothing twice: one list compiles in a third of its files' time."""
+    """Lists of files without equal definitions. As one unit they compile in a third of the time."""
     units = [(set(), []), (set(), [])]
     for source in sources:
         names = {"".join(x.split()) for x in DEFINED.findall(source.read_text(encoding="utf-8"))}

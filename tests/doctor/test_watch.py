@@ -1,4 +1,4 @@
-"""`doctor` sees each attention of a process, and a run is the same with and without it."""
+"""`doctor` sees each attention of a process, and does not change the run."""
 
 import threading
 
@@ -36,7 +36,7 @@ def everything_put_back():
 
 
 def watched(function):
-    """The attentions of a call, whose result is the same bits outside."""
+    """The attentions of a call, whose result must be the same without `Watch`."""
     expected = function()
     with Watch() as watch:
         actual = function()
@@ -73,14 +73,14 @@ class TestWrittenOutByHand:
         assert f"in {function.__name__}, call" in attention.change
         assert attention.place.startswith("tests/doctor/test_watch.py:")
 
-    def test_other_softmaxes_are_not(self):
+    def test_other_softmaxes_are_ignored(self):
         experts = X.flatten(1, 2)
         assert not watched(lambda: F.softmax(experts, dim=-1))
         assert not watched(lambda: (X @ X.mT).softmax(1))  # over heads
         assert not watched(lambda: (X[0, 0] @ X[0, 0].mT).softmax(-1))  # of a matrix
 
     @pytest.mark.parametrize("fused", [False, True])
-    def test_of_a_layer_that_returns_its_weights(self, fused):
+    def test_layers_that_return_their_weights(self, fused):
         layer = nn.MultiheadAttention(256, 4, batch_first=True).train(not fused)
         x = X.transpose(1, 2).flatten(2)
         with torch.set_grad_enabled(not fused):
@@ -162,7 +162,7 @@ class TestOfOurs:
         x = X.to(device)
         assert only(lambda: flex_attention(x, x, x)).options == "flex_fwd"
 
-    def test_a_block_that_takes_the_call(self, device):
+    def test_sdpa_replaced(self, device):
         x = X.to(device)
 
         def call():
@@ -172,7 +172,7 @@ class TestOfOurs:
         assert only(call).goes_to == OURS
 
     @pytest.mark.filterwarnings("ignore:sdpa_replaced")
-    def test_a_block_on_the_cpu_is_what_mps_would_do(self):
+    def test_sdpa_replaced_on_the_cpu_counts_as_ours(self):
         def call():
             with sdpa_replaced():
                 return F.scaled_dot_product_attention(X, X, X)
@@ -180,13 +180,13 @@ class TestOfOurs:
         attention = only(call)
         assert (attention.goes_to, attention.why) == (OURS, "on the CPU torch ran it")
 
-    def test_a_name_that_was_taken_before_the_block(self):
+    def test_a_function_imported_before_sdpa_replaced(self):
         with Watch() as watch:
             taken = F.scaled_dot_product_attention
             with simulate(), sdpa_replaced():
                 taken(X, X, X)
         assert [attention.goes_to for attention in watch.seen.elements()] == [OURS]
-        taken(X, X, X)  # it works, and is not seen
+        taken(X, X, X)  # works, but is not recorded
         assert watch.seen.total() == 1
 
     @pytest.mark.filterwarnings("ignore:sdpa_replaced")
@@ -202,7 +202,7 @@ class TestOfOurs:
 
 
 class TestLibraries:
-    def test_modes_see_nothing_of_it(self):
+    def test_modes_are_unaffected(self):
         ops = []
 
         class Mode(TorchDispatchMode):
@@ -220,8 +220,8 @@ class TestLibraries:
             assert (call().shape, len(ops)) == expected
         assert watch.seen.total() == 1
 
-    def test_torchscript_takes_the_functions(self):
-        def scripted():  # anew each time: torch keeps what it has scripted
+    def test_torchscript_compiles_the_functions(self):
+        def scripted():  # a new function each time, because torch caches scripted ones
             def function(x):
                 scores = torch.softmax(x, -1) + x.softmax(-1)
                 return scores + F.scaled_dot_product_attention(x, x, x)
@@ -230,7 +230,7 @@ class TestLibraries:
 
         watched(scripted)
 
-    def test_torch_compile_runs_nothing_else(self):
+    def test_compiled_functions_run_eagerly(self):
         def forbidden(graph, inputs):
             raise AssertionError("compiled")
 

@@ -1,4 +1,4 @@
-"""Many small cases in one test: pytest and xdist take longer for a test than a refusal does."""
+"""Many small cases in one test, because each test costs pytest more time than a small case."""
 
 import functools
 import inspect
@@ -8,9 +8,9 @@ import pytest
 
 
 def each_case(names, cases):
-    """Like `pytest.mark.parametrize`, but one test runs all the cases and lists those that fail.
+    """Like `pytest.mark.parametrize`, but one test runs all cases and lists those that fail.
 
-    Fixtures are made once. A case that skips fails, as it would hide the cases after it.
+    The cases share fixtures. A case must not skip, because later cases would not run.
     """
     names = [name.strip() for name in names.split(",")]
     cases = [case if len(names) > 1 else (case,) for case in cases]

@@ -1,4 +1,4 @@
-"""Fresh processes by forks: one import of torch serves all of them, and takes seconds itself."""
+"""Fresh processes by forks, which share one import of torch."""
 
 import json
 import multiprocessing
@@ -11,21 +11,20 @@ from pathlib import Path
 
 from tests.helpers.patience import HANG_SECONDS
 
-# A server process that has done nothing else. It has no torch_metal_attn: how that is imported,
-# and under which settings, is what some programs look at. macOS forks no process that loaded Metal.
+# The server process does not import torch_metal_attn, because some programs test that import. macOS
+# cannot fork a process that loaded Metal.
 context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
 context.set_forkserver_preload(["torch", "torch._dynamo", "pytest"])
 
 
 def run_alone(program, *arguments, **environment):
-    """The standard output of `program` in a process of its own, which must end well by itself."""
     done = run_program(program, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def run_program(program, *arguments, folder=None, **environment):
-    """`program`, Python's text, as `python -c` runs it in `folder`, with torch imported before."""
+    """Runs Python text like `python -c` in `folder`, with torch already imported."""
     with tempfile.TemporaryDirectory() as place:
         outputs = [Path(place) / name for name in ("stdout", "stderr")]
         options = [str(argument) for argument in arguments]
@@ -47,7 +46,7 @@ def _execute(program, arguments, environment, folder, outputs):
     for number, path in enumerate(outputs, 1):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
-    # A suite that was started in the background may have been told to ignore interrupts.
+    # A shell may start background jobs with interrupts ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.clear()
@@ -57,15 +56,15 @@ def _execute(program, arguments, environment, folder, outputs):
 
 
 def in_child(function, *arguments):
-    """The result of `function` after a trip through JSON, or the text of its exception."""
+    """The result of `function`, converted to JSON and back, or the repr of its exception."""
     return in_children(1, function, *arguments)[0]
 
 
 def in_children(count, function, *arguments):
-    """The same of several children at once.
+    """The results of several children at once.
 
-    Call it in the main thread: where another one forks, the child drops what the main thread had
-    in torch, and with a process group of gloo it waits for threads that it does not have.
+    Call it in the main thread: a child that another thread forks loses the main thread's state in
+    torch, and waits for missing threads if there is a process group of gloo.
     """
     children = []
     for _ in range(count):

@@ -1,7 +1,7 @@
-"""The problem of tests whose subject is no size: alike, so that they share specialisations."""
+"""Common sizes of tests that do not depend on sizes, so that they share specialisations."""
 
 import torch
 
 HOME = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 PAGE = 16
-UNKNOWN_CORES = 40  # what csrc/runtime/callbacks.cpp begins with
+UNKNOWN_CORES = 40  # the default of csrc/runtime/callbacks.cpp

@@ -9,7 +9,6 @@ def memory_of(tensor):
 
 
 def same_memory(tensor):
-    """A copy of the tensor and of all that its storage holds."""
     storage = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -25,8 +25,8 @@ class Mutant(NamedTuple):
 
     problem: a check that passes with the unchanged text, and fails with the fault.
     pattern: a part of the text with its changes marked; blanks match any blanks.
-    everywhere: the text may stand at several places, which change alike.
-    fault: the kinds that the simulator may report; None if the numbers may show it.
+    everywhere: the text may occur at several places, which all change.
+    fault: the kinds that the simulator may report; None if the check may fail.
     """
 
     problem: object
@@ -43,8 +43,6 @@ class Mutant(NamedTuple):
 
 
 class repeated(str):
-    """An `old` text that stands at several places, which change alike."""
-
     __slots__ = ()
 
 
@@ -58,7 +56,7 @@ def changed(pattern, text):
             if i % 3 == 0:
                 expression += f"({words(part.strip())})"
             elif i % 3 == 1:
-                # Blanks at an end of the pattern are no part of it.
+                # Blanks at the ends of the pattern do not count.
                 before, after = (r"(\s*)" if parts[j].strip() else "()" for j in (i - 1, i + 2))
                 expression += before + words(part.strip()) + after
         actual = list(re.finditer(expression, text))
@@ -68,10 +66,9 @@ def changed(pattern, text):
         return None
     groups = actual[0].groups()
     new = groups[0]
-    for before, after, kept, inserted in zip(
-        groups[1::3], groups[2::3], groups[3::3], parts[2::3], strict=True
-    ):
-        new += f"{before} {inserted.strip()} {after}{kept}"
+    kept = zip(groups[1::3], groups[2::3], groups[3::3], strict=True)
+    for (before, after, text), inserted in zip(kept, parts[2::3], strict=True):
+        new += f"{before} {inserted.strip()} {after}{text}"
     return actual[0].group(), new
 
 
@@ -89,28 +86,27 @@ def read(table, family, problem, fault):
         for kernel in kernels.split(", "):
             full_name = f"{kernel}: {name}" if kernel else name
             assert full_name not in mutants, f"two mutants are {full_name!r}"
-            mutants[full_name] = Mutant(
-                problem, family.format(kernel), pattern.strip(), EVERYWHERE in words, kinds
-            )
+            place = family.format(kernel), pattern.strip()
+            mutants[full_name] = Mutant(problem, *place, EVERYWHERE in words, kinds)
     return mutants
 
 
 def mutant_tests(
     table, family="{}", run=lambda problem: problem(), fault=(None,), together=False, fixtures=()
 ):
-    """Two tests: each mutant is caught, and with no fault chosen its problem passes.
+    """Two tests: each mutant is caught, and its problem passes if no fault is chosen.
 
-    table: {problem: text}, in which a line, or several, are a mutant:
+    table: {problem: text}, in which one or several lines are a mutant:
 
         name [everywhere, race or wrong]: part of the text, {~old => new~}, and more
 
-        The words in brackets are fields of Mutant. Without them the text stands once, and the
-        numbers show the fault. If `family` has a {}, the line begins with what fills it and a
-        colon; "dq, dkv: " plants the same fault in two kernels.
+        The words in brackets are fields of Mutant. By default the text occurs once, and the check
+        fails. If `family` has a {}, the line begins with its value and a colon. "dq, dkv: " plants
+        the same fault in two kernels.
     run: runs a problem.
-    fault: of mutants that name none.
-    together: one text has the faults of all problems, which share a specialisation; else of one.
-    fixtures: names of those that the problems need.
+    fault: the default of mutants without one.
+    together: one text has the faults of all problems, which share a specialisation.
+    fixtures: names of fixtures that the problems need.
     """
     mutants = {
         f"{_name(problem)}: {name}": mutant
@@ -119,7 +115,7 @@ def mutant_tests(
     }
 
     def among(mutant):
-        """The changes that share a text with this mutant's."""
+        """The changes that share a text with this mutant."""
         return tuple(
             other.change
             for other in mutants.values()
@@ -127,7 +123,7 @@ def mutant_tests(
         )
 
     def changes_of(problem):
-        """Those of each family that the problem's mutants are in."""
+        """The changes of the problem by family."""
         return {m.family: among(m) for m in mutants.values() if m.problem == problem}
 
     @pytest.mark.parametrize("mutant", mutants.values(), ids=mutants)
@@ -135,7 +131,7 @@ def mutant_tests(
         kernels = KERNEL_NAME.findall(shaders.source(mutant.family))
         changes = changes_of(mutant.problem)
         others = changes.pop(mutant.family)
-        # The problem's other kernels are those of its other mutants, with no fault chosen.
+        # Other kernels of the problem have the texts of its other mutants, with no fault chosen.
         _use(monkeypatch, _texts(changes), 0)
         _require(mutant.family, mutant.change[0])
         text, numbers = _switched(shaders.source(mutant.family), others)
@@ -169,9 +165,7 @@ def plant(monkeypatch, family, old, new):
 
 
 def _texts(changes):
-    return {
-        family: _switched(shaders.source(family), tuple(of))[0] for family, of in changes.items()
-    }
+    return {family: _switched(shaders.source(family), of)[0] for family, of in changes.items()}
 
 
 def _require(family, old):
@@ -188,7 +182,7 @@ def _use(monkeypatch, texts, number):
 
 
 def use_fault(monkeypatch, number, kernels=None):
-    """Choose this fault in each text that holds several, or in that of these kernels."""
+    """Choose this fault in the texts of `kernels`, or in all texts with several faults."""
     image = Program.image
 
     def chosen(program, name):
@@ -204,7 +198,7 @@ _switched = lru_cache(maxsize=None)(switched)
 
 
 def expect_caught(check, *, fault=None, kernel=None):
-    """`check` fails, or the simulator stops a kernel, one of `kernel`, with one kind of `fault`."""
+    """`check` fails, or the simulator stops one of the kernels with one of the kinds of fault."""
     kinds, kernels = (x if isinstance(x, tuple | list) else (x,) for x in (fault, kernel))
     errors = tuple(AssertionError if kind is None else SimulatorFault for kind in kinds)
     with simulate(check=True), pytest.raises(errors) as raised:

@@ -1,3 +1,3 @@
-"""How long tests wait: it ends a test that would wait forever, and no machine is too slow."""
+"""The time after which a test that hangs is ended. It is ample for slow machines."""
 
 HANG_SECONDS = 600

@@ -11,7 +11,7 @@ from tests.helpers.shared import locked
 
 
 def run_in_processes(function, processes, path):
-    """The results of `function(rank)`, once for all workers; they are kept in `path`."""
+    """The results of `function(rank)`, which are kept in `path` for all workers."""
     results = [path / f"{rank}.pt" for rank in range(processes)]
     with locked(path):
         if not all(result.exists() for result in results):
@@ -26,7 +26,7 @@ def run_in_processes(function, processes, path):
 
 def _run(rank, function, processes, path, meeting):
     torch.set_num_threads(1)
-    # They find each other by a file: a port that was free may be taken by now.
+    # A file and not a port, because another process may take a free port.
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{meeting}/store",

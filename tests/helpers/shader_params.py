@@ -7,7 +7,7 @@ from torch_metal_attn.runtime import shaders
 
 
 def struct(name):
-    """The struct as a ctypes.Structure, structs inside it included."""
+    """The struct as a ctypes.Structure, including nested structs."""
     body = re.search(rf"struct {name} {{(.*?)\n}};", _text(), re.DOTALL)[1]
     fields = re.findall(r"^  (\w+) (\w+)(?:\[(\w+)\])?;", body, re.MULTILINE)
     types = []
@@ -27,7 +27,7 @@ def slots(enum, prefix):
 
 
 def values(structure):
-    """The fields as numbers and, of structs and arrays inside, as tuples of all their numbers."""
+    """The fields by name; structs and arrays as tuples of all their numbers."""
     results = {name: getattr(structure, name) for name, _ in structure._fields_}
     return {
         name: field if isinstance(field, int | float) else tuple(_numbers(field))

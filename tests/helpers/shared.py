@@ -1,4 +1,4 @@
-"""Shared by the suite's workers: the first that needs it makes it, and the others wait."""
+"""Resources that one of the suite's workers makes, while the others wait."""
 
 import fcntl
 import os

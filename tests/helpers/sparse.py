@@ -1,4 +1,4 @@
-"""Tensors of more than 2**31 elements that take memory only where they are written."""
+"""Tensors of more than 2**31 elements, of which only written pages take memory."""
 
 import mmap
 import sys
@@ -9,6 +9,5 @@ NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40  # older Pythons have n
 
 
 def sparse(elements, dtype=torch.float16):
-    """Zeros, in a mapping of which pages that nothing touches cost no memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | NO_RESERVE
     return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)

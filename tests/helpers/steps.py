@@ -31,7 +31,7 @@ def tensors_of(**fields):
 
 
 def special(x):
-    """The numbers with rows that are hard to store: extremes, ties, equals, zeros of both signs."""
+    """A copy with rows that are hard to quantise: extremes, ties, equal values, signed zeros."""
     x = x.clone()
     if x.shape[2] < 16:
         return x
@@ -62,7 +62,7 @@ def check_special(**fields):
 
     def numbers(*shape, **options):
         x = special(tensors.numbers(*shape, **options))
-        # Any NaN of half precision is right there.
+        # In half precision any NaN is right.
         return x.masked_fill(x.isnan(), 0.5) if "cache_dtype" in fields else x
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,9 +1,9 @@
-"""Several faults in one text, chosen as the kernel runs: one compilation serves many mutants.
+"""Several faults in one text, chosen at run time, so that many mutants share a compilation.
 
-"Mutant schemata" (Untch, Offutt and Harrold, 1993). Where a fault changes an expression, the text
-becomes `(mutant(3) ? (changed) : (original))`, and where it changes statements
-`if (mutant(3)) { changed } else { original }`. What can be neither, such as a constant expression,
-a type or a declaration, is compiled alone.
+These are "mutant schemata" (Untch, Offutt and Harrold, 1993). An expression becomes
+`(mutant(3) ? (changed) : (original))`, and statements become
+`if (mutant(3)) { changed } else { original }`. Other changes, such as of a constant expression, a
+type or a declaration, are compiled alone.
 """
 
 import re
@@ -52,9 +52,8 @@ class Place:
 
 def tokens_of(text):
     matches = TOKEN.finditer(text)
-    return [
-        Token(m.lastgroup, m.group(), m.start(), m.end()) for m in matches if m.lastgroup != "blank"
-    ]
+    tokens = [Token(m.lastgroup, m.group(), m.start(), m.end()) for m in matches]
+    return [token for token in tokens if token.kind != "blank"]
 
 
 def _is_value(tokens):
@@ -72,7 +71,7 @@ def _is_value(tokens):
 
 
 def _declares(tokens):
-    """True if one of these statements declares a name, whose scope would be its branch."""
+    """True if one of these statements declares a name, which would be local to its branch."""
     for index, (before, name) in enumerate(pairwise(tokens)):
         after = tokens[index + 2].text if index + 2 < len(tokens) else ""
         if name.kind != "name" or before.text in ("return", "else") or before.kind == "number":
@@ -93,7 +92,7 @@ class Text:
         self.text = text
         self.tokens = tokens_of(text)
         self.ends = [token.end for token in self.tokens]
-        self.around = []  # of each token: the index of the bracket that is open, or -1
+        self.around = []  # for each token the index of the innermost open bracket, or -1
         self.closing = {}
         opened = [-1]
         for index, token in enumerate(self.tokens):
@@ -107,7 +106,7 @@ class Text:
         return self.tokens[index].text if 0 <= index < len(self.tokens) else ""
 
     def place(self, begin, end, new):
-        """The place of a choice between text[begin:end] and `new`, and its new text; or None."""
+        """(place, new text) of a choice between text[begin:end] and `new`, or None."""
         first = bisect_right(self.ends, begin)
         last = bisect_left(self.ends, end)
         # The old text may end within a token: compare whole ones.
@@ -122,9 +121,9 @@ class Text:
         return self._statements(first, last, changed) or self._expression(first, last, changed)
 
     def _expression(self, first, last, changed):
-        """The largest expression around tokens first to last: its use converts both alike.
+        """The largest expression around tokens first to last.
 
-        Between smaller ones `?:` would choose a type too, and change what has no fault.
+        In a smaller one the common type of both operands of `?:` could change the original.
         """
         actual = None
         level = self._level(first, last)
@@ -179,7 +178,7 @@ class Text:
         return self._found(begin, end, new, statement=True)
 
     def _ends_before(self, index, around):
-        """True if a statement ends before the token and the directives in front of it."""
+        """True if a statement ends before the token and its preceding directives."""
         index -= 1
         while index > 0 and self.tokens[index].kind == "directive":
             index -= 1
@@ -198,7 +197,7 @@ class Text:
         return (self.at(begin - 1) == "," and more < 0) or (self.at(end) == "," and more > 0)
 
     def _runs(self, begin, end):
-        """True if this is in a function that is not constexpr, with no directive inside."""
+        """True if the tokens are in a function that is not constexpr, without directives."""
         if any(token.kind == "directive" for token in self.tokens[begin:end]):
             return False
         brace = begin
@@ -216,7 +215,7 @@ class Text:
         return False
 
     def _constant(self, begin):
-        """True if the statement around is constexpr, or a static_assert."""
+        """True if the enclosing statement is constexpr or a static_assert."""
         head = begin
         around = self.around[begin]
         while self.at(around) not in ("{", ""):

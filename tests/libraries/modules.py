@@ -1,4 +1,4 @@
-"""How libraries that are not installed call attention: the function, its layout and switches."""
+"""Attention of libraries that are not installed: the function, its layout and its options."""
 
 import torch
 from torch import nn
@@ -16,10 +16,8 @@ class NanoGPT(nn.Module):
         self.dropout = dropout
 
     def forward(self, x):
-        q, k, v = (
-            each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for each in self.c_attn(x).split(WIDTH, dim=2)
-        )
+        parts = self.c_attn(x).split(WIDTH, dim=2)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
         out = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=None, dropout_p=self.dropout if self.training else 0, is_causal=True
         )
@@ -68,7 +66,7 @@ class FlashAttention(NanoChat):
 
 
 class Language(nn.Module):
-    """A model of two blocks with a given attention, which predicts the next token."""
+    """A language model with one block for each attention."""
 
     def __init__(self, *attentions):
         super().__init__()

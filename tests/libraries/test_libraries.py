@@ -1,4 +1,4 @@
-"""Trainers that call torch's attention or flash-attn's: the same losses, from the kernels."""
+"""Trainers that call torch's or flash-attn's attention have the same losses with our kernels."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -7,10 +7,9 @@ import accelerate
 import pytest
 import torch
 
-import torch_metal_attn
 from tests.libraries import modules
 from tests.libraries.modules import FlashAttention, Language, NanoChat, NanoGPT
-from torch_metal_attn import sdpa_replaced, simulate
+from torch_metal_attn import install_flash_attn, sdpa_replaced, simulate
 
 
 @contextmanager
@@ -32,11 +31,7 @@ def build(factory):
 
 @pytest.mark.parametrize(
     "attention, context",
-    [
-        (NanoGPT, sdpa_replaced),
-        (NanoChat, sdpa_replaced),
-        (FlashAttention, torch_metal_attn.install_flash_attn),
-    ],
+    [(NanoGPT, sdpa_replaced), (NanoChat, sdpa_replaced), (FlashAttention, install_flash_attn)],
     ids=["nanoGPT", "nanochat", "flash_attn"],
 )
 def test_training(attention, context):
@@ -51,7 +46,7 @@ def test_training(attention, context):
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_nanogpts_dropout():
+def test_dropout_of_nanogpt():
     model = build(lambda: Language(NanoGPT(0.3)))
     losses = []
     for _ in range(2):

@@ -24,7 +24,7 @@ def new_caches(dtype=HOME["dtype"]):
 
 @pytest.mark.parametrize("kv_cache_dtype, dtype", [("auto", HOME["dtype"]), ("fp8", torch.uint8)])
 def test_reshape_and_cache_flash(kv_cache_dtype, dtype):
-    """Slots out of order, of which a negative one is padding, as are tokens after the slots."""
+    """Slots are out of order. A negative slot is padding, as are tokens after the last slot."""
     slots = torch.randperm(BLOCKS * PAGE, generator=torch.Generator().manual_seed(3))[:50]
     slots[40] = -1
     scale = torch.tensor([0.25])
@@ -44,13 +44,13 @@ def test_reshape_and_cache_flash(kv_cache_dtype, dtype):
     assert [launch.kernel for launch in run.launches] == ["append_kv"]
 
 
-def test_argument_order_is_vllms():
+def test_argument_order_matches_vllm():
     expected = ["key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype"]
     expected += ["k_scale", "v_scale"]
     assert list(inspect.signature(vllm.reshape_and_cache_flash).parameters) == expected
 
 
-def test_sglangs_tables_are_pages_of_one_row():
+def test_tables_of_sglang():
     """SGLang keeps (slots, kv_heads, head_size) and for each request the slot of each token."""
     keys, values = (normal(40, *SHAPE, seed=seed) for seed in (1, 2))
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(5))[:33].int()
@@ -59,9 +59,8 @@ def test_sglangs_tables_are_pages_of_one_row():
     with simulate(check=True) as run:
         pages = keys[:, None], values[:, None]
         out = flash_attn_with_kvcache(query, *pages, cache_seqlens=lengths, block_table=slots[None])
-    k, v = (
-        x[slots.long()].repeat_interleave(2, 1).transpose(0, 1).double() for x in (keys, values)
-    )
+    rows = (x[slots.long()].repeat_interleave(2, 1) for x in (keys, values))
+    k, v = (x.transpose(0, 1).double() for x in rows)
     exact = (query[0].transpose(0, 1).double() @ k.mT * 64**-0.5).softmax(-1) @ v
     assert (out[0].transpose(0, 1) - exact).abs().max() <= 2**-11 * exact.abs().max()
     assert run.launches[0].kernel == "flash_decode"

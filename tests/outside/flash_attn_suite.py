@@ -5,10 +5,10 @@
     python -m tests.outside.flash_attn_suite flash-attention --minutes 20
 
 It runs tests/test_flash_attn.py and tests/test_rotary.py of that checkout. The only edit is the
-device: "cuda" becomes --device. torch.cuda reports an A100, and `flash_attn` is
-`install_flash_attn()`'s. --seed draws cases whose size (queries times keys times head dim) is at
-most --size. Each test starts with one of its smallest cases, and all tests share the time equally.
-Outcomes go to stderr at once, and a table of counts in Markdown to stdout.
+device: "cuda" becomes --device. torch.cuda reports an A100, and `flash_attn` is the module of
+`install_flash_attn()`. --seed draws cases whose size (queries times keys times head dim) is at most
+--size. Each test starts with one of its smallest cases, and all tests share the time equally.
+Outcomes are printed to stderr, and a Markdown table of counts to stdout.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Test:
         return parameters
 
     def drawn(self, largest: int, rng: random.Random) -> list[int]:
-        """One of the smallest cases, then all that are small enough, in random order."""
+        """One of the smallest cases, then all others that are small enough, in random order."""
         sizes = [size(self.case(index)) for index in range(len(self))]
         cases = sorted(range(len(self)), key=lambda _: rng.random())
         first = min(cases, key=sizes.__getitem__)

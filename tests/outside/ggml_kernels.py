@@ -1,4 +1,4 @@
-"""ggml's kernels, unmodified, in the simulator: their results, and those of formulas in float64."""
+"""ggml's kernels, unmodified, in the simulator, and the same results by formulas in float64."""
 
 import re
 import struct
@@ -31,17 +31,13 @@ DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 FORMATS = {"int32_t": "i", "uint64_t": "Q", "int16_t": "h", "float": "f", "bool": "?"}
 
 Outcome = tuple[Tensor, Tensor]
-RUNS: dict[str, Callable[..., Outcome]] = {}  # by name of the kernel; check= is compile_shader's
+RUNS: dict[str, Callable[..., Outcome]] = {}  # by kernel; check is passed to compile_shader
 # A lane reads a mask that another lane wrote, after SIMD operations but without a barrier.
 RACES = frozenset({"flash_attn_ext_vec_f16_dk64_dv64"})
 # Bounds relative to the largest value, for kernels that round to 16 bits internally.
-BOUNDS = dict.fromkeys(
-    (
-        *("rope_neox_f16", "mul_mm_q4_K_f32", "flash_attn_ext_f16_dk64_dv64"),
-        *("flash_attn_ext_f32_dk64_dv64", "flash_attn_ext_vec_f16_dk64_dv64"),
-    ),
-    2.0**-11,
-) | {"flash_attn_ext_bf16_dk64_dv64": 2.0**-8}
+BOUNDS = {f"flash_attn_ext_{kind}_dk64_dv64": 2.0**-11 for kind in ("f16", "f32", "vec_f16")}
+BOUNDS |= {"flash_attn_ext_bf16_dk64_dv64": 2.0**-8}
+BOUNDS |= dict.fromkeys(("rope_neox_f16", "mul_mm_q4_K_f32"), 2.0**-11)
 
 
 @lru_cache
@@ -207,12 +203,7 @@ def _(name: str, check: bool) -> Outcome:
     return out, matrix[rows.long()]
 
 
-@family(
-    "flash_attn_ext_f16_dk64_dv64",
-    "flash_attn_ext_bf16_dk64_dv64",
-    "flash_attn_ext_f32_dk64_dv64",
-    "flash_attn_ext_vec_f16_dk64_dv64",
-)
+@family(*(name for name in BOUNDS if name.startswith("flash")))
 def _(name: str, check: bool) -> Outcome:
     dtype = DTYPES[name.split("_")[-3]]
     q = torch.randn(1, HEADS, QUERIES, HEAD_DIM)

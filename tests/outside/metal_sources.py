@@ -1,4 +1,4 @@
-"""Kernels of MLX and PyTorch, unmodified, in the simulator: their results, and torch's."""
+"""Kernels of MLX and PyTorch, unmodified, in the simulator, and the same results by torch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,10 @@ from . import peers
 FOLDERS = {peers.MLX: "mlx/backend/metal/kernels", peers.TORCH: "c10/metal"}
 UTILS = ("defines.h", "utils.h")
 GEMM = (*UTILS, "steel/gemm/gemm.h")
+QUANTIZED = (*GEMM, "quantized_utils.h")
 CONV = (*UTILS, "steel/gemm/mma.h", "steel/conv/conv.h", "steel/conv/params.h")
+REDUCE = (*UTILS, "atomic.h", "reduction/ops.h", "reduce.h")
+FFT = "fft<64, complex_t<float>, complex_t<float>>"
 FFT_CONSTANTS = dict.fromkeys(range(3, 23), 0) | {0: False, 1: True, 2: 8, 6: 2, 22: False}
 IGAMMA = """
 kernel void k0(const device float* x, device float* out, uint i [[thread_position_in_grid]]) {
@@ -33,7 +36,7 @@ def family(
     wheel: str = peers.MLX,
     constants: Mapping[Any, bool | int] | None = None,
 ) -> Callable[[Callable[[ShaderLibrary], Outcome]], None]:
-    """Adds a family: runs `kernel`, an instance of a template or a text, as k0 of the library."""
+    """Adds a family, whose library has `kernel` (an instance of a template or a text) as k0."""
     lines = ["#include <metal_stdlib>", "#include <metal_simdgroup>", "using namespace metal;"]
     lines += [f'#include "{FOLDERS[wheel]}/{header}"' for header in headers]
     template = f'template [[host_name("k0")]] [[kernel]] decltype({kernel}) {kernel};'
@@ -41,9 +44,9 @@ def family(
 
     def add(run: Callable[[ShaderLibrary], Outcome]) -> None:
         def compiled_and_run() -> Outcome:
-            include = [peers.include_dir(wheel)]
+            folders = [peers.include_dir(wheel)]
             return run(
-                compile_shader(source, include_dirs=include, constants=constants, check=True)
+                compile_shader(source, include_dirs=folders, constants=constants, check=True)
             )
 
         FAMILIES[name] = compiled_and_run
@@ -51,9 +54,7 @@ def family(
     return add
 
 
-@family(
-    "unary, complex", (*UTILS, "unary_ops.h", "unary.h"), "unary_v<complex64_t, complex64_t, Exp>"
-)
+@family("unary", (*UTILS, "unary_ops.h", "unary.h"), "unary_v<complex64_t, complex64_t, Exp>")
 def _(library: ShaderLibrary) -> Outcome:
     x = torch.randn(33, dtype=torch.complex64)
     out = torch.empty_like(x)
@@ -70,11 +71,7 @@ def _(library: ShaderLibrary) -> Outcome:
     return out, x.T.bfloat16()
 
 
-@family(
-    "reduce",
-    (*UTILS, "atomic.h", "reduction/ops.h", "reduce.h"),
-    "all_reduce<float, float, Sum<float>>",
-)
+@family("reduce", REDUCE, "all_reduce<float, float, Sum<float>>")
 def _(library: ShaderLibrary) -> Outcome:
     x, out = torch.randn(1000), torch.empty(1)
     library.k0(x, out, 1000, 1000, threads=(64, 1, 1), group_size=(64, 1, 1))
@@ -113,12 +110,7 @@ def _(library: ShaderLibrary) -> Outcome:
     return out, matrix @ x
 
 
-@family(
-    "fft",
-    ("defines.h", "fft.h"),
-    "fft<64, complex_t<float>, complex_t<float>>",
-    constants=FFT_CONSTANTS,
-)
+@family("fft", ("defines.h", "fft.h"), FFT, constants=FFT_CONSTANTS)
 def _(library: ShaderLibrary) -> Outcome:
     x = torch.randn(64, dtype=torch.complex64)
     out = torch.empty_like(x)
@@ -126,7 +118,7 @@ def _(library: ShaderLibrary) -> Outcome:
     return torch.view_as_real(out), torch.view_as_real(torch.fft.fft(x))
 
 
-@family("quantized", (*GEMM, "quantized_utils.h", "quantized.h"), "affine_dequantize<float, 64, 4>")
+@family("quantized", (*QUANTIZED, "quantized.h"), "affine_dequantize<float, 64, 4>")
 def _(library: ShaderLibrary) -> Outcome:
     codes = torch.randint(0, 16, (4, 64))
     packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
@@ -136,11 +128,7 @@ def _(library: ShaderLibrary) -> Outcome:
     return out, codes * scales[:, None] + biases[:, None]
 
 
-@family(
-    "fp_quantized",
-    (*GEMM, "quantized_utils.h", "fp_quantized.h"),
-    "fp_dequantize<bfloat16_t, 32, 8, false>",
-)
+@family("fp_quantized", (*QUANTIZED, "fp_quantized.h"), "fp_dequantize<bfloat16_t, 32, 8, false>")
 def _(library: ShaderLibrary) -> Outcome:
     values = torch.randn(64).to(torch.float8_e4m3fn)
     exponents = torch.tensor([126, 129], dtype=torch.uint8)

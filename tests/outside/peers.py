@@ -1,6 +1,6 @@
 """MLX's and PyTorch's attention kernels, unmodified, in the simulator.
 
-Their text, and ggml's, comes from the macOS wheels on PyPI, which pip downloads once.
+The text, also of ggml's kernels, is in macOS wheels on PyPI, which pip downloads once.
 """
 
 import fcntl
@@ -151,7 +151,7 @@ def _mlx(
     lane_map: str | int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Counters]:
-    """MLX's attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal."""
+    """MLX's attention of q (B, H, Lq, D), k and v (B, Hkv, Lk, D); bottom-right causal."""
     batch, heads, q_length, head_dim = q.shape
     kv_length, element = k.shape[2], METAL_TYPES[q.dtype]
     mask_type = "bool" if mask is not None and mask.dtype == torch.bool else element
@@ -162,15 +162,11 @@ def _mlx(
         "align_K": kv_length % block_k == 0,
         "has_mask": mask is not None,
         "do_causal": causal,
-        302: False,
-        303: False,
+        **dict.fromkeys((302, 303), False),
     }
-    library = compile_shader(
-        MLX_ATTENTION.format(kernel=kernel, instance=instance),
-        include_dirs=[include_dir(MLX)],
-        constants=constants,
-        **options,
-    )
+    text = MLX_ATTENTION.format(kernel=kernel, instance=instance)
+    folders = [include_dir(MLX)]
+    library = compile_shader(text, include_dirs=folders, constants=constants, **options)
     operands = [q, k, v, torch.full_like(q, torch.nan)]
     sizes = (batch, heads, head_dim, q_length, kv_length, heads // k.shape[1], head_dim**-0.5)
     parameters = [

@@ -1,4 +1,4 @@
-"""The parts of the compute-sanitizer tool that need no GPU: recording, compiling, packing."""
+"""The parts of the compute-sanitizer tool that need no GPU."""
 
 import ast
 import ctypes
@@ -53,15 +53,15 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
     assert packed.read(tmp_path / "plain") == contents
 
 
-def test_faults_of_a_text_are_told_apart():
+def test_errors_of_shader_texts():
     with pytest.raises(ShaderCompileError, match="missing"):
         pack.compile_ptx(Source("kernel void k() { missing(); }", "k", 32))
     with pytest.raises(ValueError, match="no kernel sums; it has k"):
         pack.compile_ptx(Source("kernel void k() {}", "sums", 32))
 
 
-def test_small_problems_have_every_kernel():
-    """Exceptions: probes, Metal 4, and flash_bwd_captures, which adds to zeros of torch's."""
+def test_small_problems_cover_every_kernel():
+    """Except for probes, Metal 4, and flash_bwd_captures, which adds to zeros from torch."""
     launched = set()
     for case in problems.cases():
         with simulate(record=True) as run:
@@ -94,8 +94,8 @@ def test_faults_are_planted_in_every_kernel():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_random_inputs_are_made_from_a_seed(dtype):
-    """Both machines make the same numbers. Keys that contain the values are stored once."""
+def test_random_inputs_are_replaced_by_seeded_noise(dtype):
+    """Keys that contain the values are stored once."""
     keys, few = torch.randn(20, 64).to(getattr(torch, dtype)), torch.ones(3)
     stored = pack.inputs({"k": keys, "v": keys[:, :32], "few": few})
     assert stored == {"v": packed.Noise(0, dtype, 1280), "few": pack.contents(few)}
@@ -168,7 +168,7 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
         assert sanitize.replay(driver.Programs(tmp_path, every), problem) == right
     assert fake.launched == [(2, 1, 1, 32, 1, 1)] * 2
     assert fake.arguments[:3] == [(b"1234", 0), (b"ab", 0), (bytes(8), 4)]
-    assert len(fake.arguments) == 4  # an argument that the op leaves out has memory too
+    assert len(fake.arguments) == 4  # absent arguments have memory too
     assert "WRONG: out, float32, error 1.0e+00" in capsys.readouterr().out
     short = packed.Fault("memcheck", "half", "out")
     problem = packed.Problem("fault", "float32", [], {}, {}, {"out": 8}, "k", short)
@@ -176,7 +176,7 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
     assert len([*fake.memory.values()][-1]) == 4
 
 
-def test_the_gpus_side_needs_numpy_only():
+def test_the_modules_on_the_gpu_machine_need_only_numpy():
     for module in ("__init__", "driver", "packed", "sanitize"):
         text = (Path(sanitize.__file__).parent / f"{module}.py").read_text()
         for node in ast.walk(ast.parse(text)):

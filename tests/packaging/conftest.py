@@ -1,4 +1,4 @@
-"""The wheel of this tree, which takes seconds to build."""
+"""The wheel of this tree."""
 
 import shutil
 import sys
@@ -12,14 +12,14 @@ from torch_metal_attn.runtime import extension
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
-    """Of the extension that is already built."""
+    """The wheel, with the extension that is already built."""
     folder = tmp_path_factory.mktemp("wheel")
     base = folder / "build"
     lib = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     built = base / lib / "torch_metal_attn"
     built.mkdir(parents=True)
     shutil.copy(extension.PATH, built)
-    # As an option of `build` on the command line it would run `build`, and so compile.
+    # As an option on the command line it would run `build`, which compiles.
     config = folder / "setup.cfg"
     config.write_text(f"[build]\nbuild_base = {base}\n")
     bdist = ["bdist_wheel", "--skip-build", "--bdist-dir", folder / "bdist", "--dist-dir", folder]

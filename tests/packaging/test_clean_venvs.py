@@ -1,4 +1,4 @@
-"""The check that runs the README's blocks: what it runs, and what makes it fail."""
+"""The check that runs the blocks of the README."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The check of the shaders by Apple's compilers, with a stand-in for each of them."""
+"""The check of the shaders by Apple's compilers, with a fake of each compiler."""
 
 import platform
 import re
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout b
 compile_shaders = pytest.importorskip("compile_shaders", reason="no .ci folder")
 
 NEWER = set(shaders.LANGUAGES)
-# In place of the lint's, which take seconds to find.
+# Instead of the lint's variants, which take seconds to find.
 VARIANTS = [{}, {"ELEMENT": "half"}, {"ELEMENT": "float"}]
 SPECIALISATIONS = dict.fromkeys(shaders.families(), VARIANTS)
 TEXTS = len(VARIANTS) * (len(SPECIALISATIONS) - len(NEWER))
 
-# Notes its arguments; refuses the text whose file is named in $REFUSED and warns of each other.
+# Logs its arguments, refuses the text of the file $REFUSED, and warns about all others.
 # If $MISSING exists, the Metal toolchain is not installed.
 XCRUN = """#!/bin/sh
 echo "$@" >> "$CALLS"
@@ -65,9 +65,8 @@ def run(tmp_path, monkeypatch, capsys):
         status = compile_shaders.main([str(folder)])
         called = calls.read_text().splitlines() if calls.exists() else []
         log, out = (folder / "log.txt").read_text(), capsys.readouterr().out
-        return SimpleNamespace(
-            status=status, calls=called, torch_texts=texts, folder=folder, log=log, out=out
-        )
+        done = {"status": status, "calls": called, "torch_texts": texts, "log": log, "out": out}
+        return SimpleNamespace(**done, folder=folder)
 
     return run
 
@@ -115,7 +114,7 @@ def test_newer_languages_for_the_newest_macos_that_the_sdk_knows(run, sdk, oldes
     ],
     ids=["no toolchain", "no Xcode", "no version"],
 )
-def test_torch_alone_judges_where_xcode_cannot(run, machine, reason):
+def test_torch_compiles_alone_without_xcode(run, machine, reason):
     done = run(**machine)
     assert done.status == 0
     assert len(done.torch_texts) == TEXTS
@@ -126,7 +125,7 @@ def test_torch_alone_judges_where_xcode_cannot(run, machine, reason):
     assert f"\n::warning::{alone}" in done.out
 
 
-def test_what_one_compiler_refuses_fails_and_the_rest_is_compiled_too(run):
+def test_a_refused_text_fails_and_the_others_are_compiled(run):
     def torch_takes(text):
         if "void softmax(" in text:
             raise SyntaxError("program_source:9:1: error: no such thing")
@@ -142,7 +141,7 @@ def test_what_one_compiler_refuses_fails_and_the_rest_is_compiled_too(run):
     assert f"4 of {2 * TEXTS} compilations failed" in done.out
 
 
-def test_a_torch_without_mps(run):
+def test_torch_without_mps(run):
     done = run(torch_takes=None)
     assert done.status == 2
     assert len(list(done.folder.glob("*.metal"))) == TEXTS

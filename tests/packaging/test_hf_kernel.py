@@ -64,7 +64,7 @@ def test_loads_through_local_kernels(layout):
     assert ON_MPS or "kernels: flash_fwd" in done.stdout
 
 
-def test_a_process_has_one_version(layout):
+def test_a_process_loads_one_version(layout):
     other = "import sys, types; m = types.ModuleType('torch_metal_attn'); m.__version__ = '9'\n"
     other += "m.__file__ = '/elsewhere'; sys.modules['torch_metal_attn'] = m\n"
     done = run(layout, other + USE, "cpu")
@@ -73,7 +73,7 @@ def test_a_process_has_one_version(layout):
     assert f"ImportError: {message}" in done.stderr
 
 
-def test_the_variants_have_the_wheels_files_and_names_of_their_own(layout):
+def test_variants_have_the_files_of_the_wheel_and_unique_names(layout):
     names = set()
     for variant in hf_kernel.MACOS_VARIANTS:
         folder = layout / "build" / variant

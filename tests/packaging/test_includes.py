@@ -1,4 +1,4 @@
-"""No include from low to high, by the orders that docs/design describes."""
+"""Includes follow the order of layers in docs/design."""
 
 import re
 import subprocess
@@ -40,7 +40,7 @@ def test_a_folder_includes_lower_ones_only(includes):
             assert rank[folder(other)] <= rank[folder(file)], f"{file} includes {other}"
 
 
-def test_headers_include_each_other_in_no_circle(includes):
+def test_headers_have_no_circular_includes(includes):
     headers = {file: others for file, others in includes.items() if file.endswith(".h")}
     assert len(list(TopologicalSorter(headers).static_order())) == len(headers)
 

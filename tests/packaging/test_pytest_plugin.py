@@ -1,4 +1,4 @@
-"""The pytest plugin, as the wheel brings it to projects that know nothing of this one."""
+"""The pytest plugin of the installed wheel, in projects that do not import this one."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def run(installed, tmp_path):
     return run
 
 
-def test_projects_without_kernels_pay_nothing(installed, tmp_path):
+def test_projects_without_kernels_import_no_torch(installed, tmp_path):
     (tmp_path / "test_nothing.py").write_text(
         "import sys\n"
         "def test_nothing(pytestconfig):\n"
@@ -86,7 +86,7 @@ def test_torch_is_left_alone():
     with pytest.raises(RuntimeError, match="MPS is not available"):
         torch.mps.compile_shader({KERNEL})
 
-def test_takes_what_torch_takes(compile_shader):
+def test_arguments_match_torch(compile_shader):
     with pytest.raises(TypeError):
         compile_shader({KERNEL}, check=False)
 

@@ -21,7 +21,7 @@ def faults(wheel):
     return check_wheel.faults(wheel, wheel.stem.split("-")[-1])
 
 
-def test_the_wheel_is_whole(wheel):
+def test_the_wheel_is_complete(wheel):
     assert faults(wheel) == []
 
 

@@ -36,7 +36,7 @@ extern "C" __attribute__((visibility("default"))) long metal_attn_call(const cha
 // As csrc/runtime/params_text.cpp: its symbol for debuggers has no section.
 asm(".section __TEXT,__const\\n.globl _metal_attn_text\\n_metal_attn_text:\\n.byte 0\\n.text\\n");
 """
-# Its imports from macOS: exceptions from the one libc++ of the process, and no hash function.
+# Its imports from macOS: exceptions of libc++, and no hash function.
 LIBCXX = [
     *("___cxa_allocate_exception", "___cxa_free_exception", "___cxa_throw", "___cxa_begin_catch"),
     *("___gxx_personality_v0", "__ZTISt13runtime_error", "__ZSt9terminatev"),
@@ -51,11 +51,11 @@ def torch_with(*symbols, version="2.10.0"):
 
 
 def built(folder, source=SOURCE):
-    """The library, compiled and linked as setuptools asks for it; None if that fails."""
+    """The library, compiled and linked with setuptools' arguments; None if that fails."""
     macos_cc.write_stub(folder, torches.TORCH_CPU, [THERE])
     macos_cc.write_stub(folder, torches.LIBCXX, LIBCXX)
     (folder / "lib.cpp").write_text(source)
-    # Options for this machine's compiler, which must not reach the one for a Mac.
+    # Options for this machine's compiler, which the compiler for a Mac must not get.
     here = ["-march=native", "-specs=/no/such/file", "-L/no/such/folder", "-ltorch_cpu", "-shared"]
     options = [*here, "-std=c++20", "-fvisibility=hidden"]
     compiled, library = str(folder / "lib.o"), folder / "_C.abi3.so"
@@ -66,9 +66,8 @@ def built(folder, source=SOURCE):
 
 
 def faults(library, *known):
-    return check_library.faults(
-        macho.read(library.read_bytes(), library.name), known or [torch_with(THERE)]
-    )
+    binary = macho.read(library.read_bytes(), library.name)
+    return check_library.faults(binary, known or [torch_with(THERE)])
 
 
 @pytest.fixture(scope="module")
@@ -96,28 +95,19 @@ def test_the_linker_refuses_what_the_oldest_torch_lacks(tmp_path, capfd):
     assert "undefined symbol: _aoti_torch_new" in capfd.readouterr().err
 
 
+OWN = """void own() __asm__("__ZNSt13runtime_errorD1Ev");
+__attribute__((used)) void own() {}
+namespace metal_attn {"""
+LEAKED = '__attribute__((visibility("default"))) int leaked;\nextern "C" __attribute__'
+BOXED = "__ZN10metal_attn2OpIXadL_ZNS_17simulator_backendEvEEE8boxed_fnEv"
 OTHER = "/opt/lib/libother.dylib"
-# In two libraries, as compiling one takes seconds: what is changed in the text, and its fault.
+# Changes of the text and their faults, in two libraries, because compiling takes seconds.
 PLANTED = [
     [
         ("text);", 'text + getenv("HOME")[0]);', "macOS libSystem lacks _getenv"),
-        (
-            "namespace metal_attn {",
-            'void own() __asm__("__ZNSt13runtime_errorD1Ev");\n'
-            "__attribute__((used)) void own() {}\nnamespace metal_attn {",
-            "it has a __ZNSt13runtime_errorD1Ev of its own, which is libc++'s",
-        ),
-        (
-            'extern "C" __attribute__',
-            '__attribute__((visibility("default"))) int leaked;\nextern "C" __attribute__',
-            "it exports _leaked, which is not a name of this package",
-        ),
-        (
-            "template struct Op<mps_backend>;",
-            "",
-            "not registered for mps: "
-            "__ZN10metal_attn2OpIXadL_ZNS_17simulator_backendEvEEE8boxed_fnEv",
-        ),
+        ("namespace metal_attn {", OWN, "it has a __ZNSt13runtime_errorD1Ev of its own, which is"),
+        ('extern "C" __attribute__', LEAKED, "it exports _leaked, which is not a name of this pac"),
+        ("template struct Op<mps_backend>;", "", f"not registered for mps: {BOXED}"),
     ],
     [
         ("metal_attn_MPS_0", "metal_attn_CPU_0", "no op is registered for mps"),

@@ -1,4 +1,4 @@
-"""The fake of torch's shims for mps, which takes a minute to build."""
+"""The fake of torch's shims for mps."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A process that takes the fake of torch's shims for mps, if it is imported before the package."""
+"""Installs the fake of torch's shims for mps in a process; import it before the package."""
 
 import torch
 
@@ -6,7 +6,7 @@ from tests.runtime.fake_mps.build import FakeMps
 
 
 def fake_mac(name, cores, library):
-    """The shim of `library` in the extension's place, on a GPU of this name."""
+    """Replaces the extension by the shim of `library`, on a GPU of this name."""
     torch.backends.mps.is_available = lambda: True
     torch.backends.mps.get_name = lambda: name
     torch.backends.mps.get_core_count = lambda: cores

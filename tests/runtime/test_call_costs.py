@@ -59,7 +59,7 @@ EXPECTED = {
 }
 
 
-# The same call as a plain op and as one with every option.
+# Each call on the fast path and with the op of all options.
 COMPARE = """
 torch.manual_seed(0)
 q, k, v = (torch.randn(2, length, 4, 32) for length in (3, 40, 40))
@@ -88,10 +88,8 @@ calls = {
     "flash_attn_cached": lambda **o: kvcache(q, k, v, **o),
     "flash_attn_step": lambda **o: kvcache(q, k, v, new_k, new_v, **o),
 }
-for name, paged in (("flash_attn_cached", ()), ("flash_attn_step", (new_k, new_v))):
-    calls[f"{name}, paged"] = lambda paged=paged, **o: kvcache(
-        q, *pages, *paged, block_table=table, **o
-    )
+for name, new in (("flash_attn_cached", ()), ("flash_attn_step", (new_k, new_v))):
+    calls[f"{name}, paged"] = lambda new=new, **o: kvcache(q, *pages, *new, block_table=table, **o)
     options[f"{name}, paged"] = options[name][-2:]
 bhld = [x.transpose(1, 2) for x in (q, k, v)]
 calls["sdpa"] = lambda **o: metal_attn.scaled_dot_product_attention(*bhld, **o)
@@ -104,12 +102,12 @@ for name in ("flash_fwd", "flash_decode"):
     ]
 known = {x.data_ptr() for x in (q, k, v, new_k, new_v, *pages, table, lengths, cos, sin)}
 
-def launched(call, given, used):
+def launched(call, arguments, used):
     # New tensors have another address each time.
     fake.clear()
     before = used[0]
     with torch.no_grad():
-        out = call(**given)
+        out = call(**arguments)
     out = out[0] if isinstance(out, tuple) else out
     words = [line.split() for line in fake.log()]
     assert any(line[0] == "dispatch" for line in words)
@@ -127,29 +125,27 @@ for name in fast_path._NAMES:
         return result
     setattr(fast_path, own, through)
 is_usable = fast_path.is_usable
-found = []
+outcomes = []
 for name, call in calls.items():
-    for given in options[name]:
-        for _ in range(2):  # compiled the first time
+    for arguments in options[name]:
+        for _ in range(2):  # the first time compiles
             fast_path.is_usable = is_usable
-            short = launched(call, given, used)
+            short = launched(call, arguments, used)
             fast_path.is_usable = lambda *tensors: False
-            whole = launched(call, given, used)
+            whole = launched(call, arguments, used)
         same = short[:3] == whole[:3]
-        bare = name in ("flash_fwd", "flash_decode")
-        found.append([name, repr(list(given)), same, short[3] if not bare else 1, whole[3]])
+        count = 1 if name in ("flash_fwd", "flash_decode") else short[3]
+        outcomes.append([name, repr(list(arguments)), same, count, whole[3]])
 """
 
 
 @pytest.fixture(scope="module")
 def outcome(libraries):
-    """`rows` and `found`, of a process that loads the counter first."""
-    return run_counted(
-        SETUP + COUNT + COMPARE + "print(json.dumps([rows, found]))", libraries["bytes"]
-    )
+    program = SETUP + COUNT + COMPARE + "print(json.dumps([rows, outcomes]))"
+    return run_counted(program, libraries["bytes"])
 
 
-def test_what_a_call_costs(outcome):
+def test_tensors_and_frames_of_each_call(outcome):
     for name, modes in outcome[0].items():
         for mode, counts in modes.items():
             frameless = name.startswith("torch.ops") and mode == "inference_mode"
@@ -157,12 +153,11 @@ def test_what_a_call_costs(outcome):
             assert counts == expected, (name, mode)
 
 
-def test_what_is_timed_compiles():
-    """bench_launch builds it, and no other test does."""
+def test_the_benchmark_source_compiles():
     check_quiet()
 
 
-def test_a_plain_op_launches_what_the_other_does(outcome):
+def test_the_fast_path_launches_the_same(outcome):
     actual = outcome[1]
     assert len(actual) > 50
     assert [row for row in actual if row[2:] != [True, 1, 0]] == []

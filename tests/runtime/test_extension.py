@@ -1,4 +1,4 @@
-"""Errors of the import where the extension cannot work, and strings to and from ops."""
+"""Errors of the import if the extension cannot work, and strings to and from ops."""
 
 import _ctypes
 import ctypes
@@ -18,9 +18,8 @@ from torch_metal_attn.runtime import extension
 
 
 def test_torch_that_is_too_old():
-    """Before anything else of the package is imported, which may use what it has not."""
-    source = "import torch; torch.__version__ = '2.9.1'; import torch_metal_attn"
-    done = run_program(source)
+    """The check comes first, because the package uses newer functions."""
+    done = run_program("import torch; torch.__version__ = '2.9.1'; import torch_metal_attn")
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1] == (
         "ImportError: torch_metal_attn needs torch 2.10 or later, and this is 2.9.1: "
@@ -58,48 +57,39 @@ BUILD = "`pip install --no-build-isolation -e '{}'`"
 
 
 @pytest.mark.parametrize("module", ["torch_metal_attn", "torch_metal_attn.simulator"])
-def test_a_command_of_source_code_beside_an_installed_package(module, imported, tmp_path):
+def test_unbuilt_source_code_before_an_installed_package(module, imported, tmp_path):
     installed = tmp_path / "site" / "torch_metal_attn"
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("")
     status, lines = imported("-m", module, "info", path=installed.parent)
     root = imported.package.parent
-    assert (status, lines) == (
-        2,
-        [
-            f"error: Python found {imported.package}, source code that is not built, before the "
-            f"installed package in {installed}: start Python in another folder than {root}, or "
-            f"run {BUILD.format(root)}"
-        ],
+    expected = (
+        f"error: Python found {imported.package}, source code that is not built, before the "
+        f"installed package in {installed}: start Python in another folder than {root}, or "
+        f"run {BUILD.format(root)}"
     )
+    assert (status, lines) == (2, [expected])
     code = ["-c", "import torch_metal_attn"]
     status, actual = imported(*code, path=installed.parent)
     assert (status, actual[-1]) == (1, lines[0].replace("error", "ImportError", 1))
     assert imported(*code, path=installed.parent, folder=tmp_path) == (0, [])
 
 
+UNBUILT = (
+    "{package} is source code that is not built: run "
+    "`pip install 'torch>=2.10' 'setuptools>=77' ninja` and {build}"
+)
+INCOMPLETE = "{package} has no _C.abi3.so, so it is not complete: install the package again"
+# With a Python of another environment.
+NO_TORCH = (
+    "torch_metal_attn needs torch, which {python} does not have: pip install -U 'torch>=2.10'"
+)
+
+
 @pytest.mark.parametrize(
     ("is_source", "has_extension", "message"),
-    [
-        (
-            True,
-            False,
-            "{package} is source code that is not built: run "
-            "`pip install 'torch>=2.10' 'setuptools>=77' ninja` and {build}",
-        ),
-        (
-            False,
-            False,
-            "{package} has no _C.abi3.so, so it is not complete: install the package again",
-        ),
-        # As with another Python than that of the environment.
-        (
-            True,
-            True,
-            "torch_metal_attn needs torch, which {python} does not have: "
-            "pip install -U 'torch>=2.10'",
-        ),
-    ],
+    [(True, False, UNBUILT), (False, False, INCOMPLETE), (True, True, NO_TORCH)],
+    ids=["source", "incomplete", "no torch"],
 )
 def test_a_package_that_cannot_work(imported, is_source, has_extension, message):
     if has_extension:
@@ -119,7 +109,7 @@ import torch_metal_attn
 
 @pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 def test_a_build_that_is_older_than_the_source_code():
-    """As after `git pull`: an op of the Python code is missing."""
+    """As after `git pull`: an op of the Python code is missing in the extension."""
     done = run_program(OLDER)
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: {extension.PATH} was built from other source code than ")
@@ -136,7 +126,7 @@ def test_built_for_another_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
-def test_what_the_build_loads_needs_no_package():
+def test_modules_of_the_build_need_only_the_standard_library():
     """setup.py loads these modules by their paths before the package is built."""
     names = re.findall(r'load\("(\w+)"\)', (ROOT / "setup.py").read_text(encoding="utf-8"))
     assert set(names) == {"macos", "shaders"}
@@ -152,13 +142,13 @@ def test_what_the_build_loads_needs_no_package():
         (lambda text: text, extension.load, True),
         (lambda text: "// New.\n" + text.replace("  int32_t", "\tint32_t "), extension.load, True),
         (lambda text: text.replace("int32_t", "int64_t", 1), extension.load, False),
-        # Older than the check; and without shaders/, an installed package.
+        # A library that is older than the check; an installed package, without shaders/.
         (lambda text: text, lambda: ctypes.CDLL(_ctypes.__file__), False),
         (None, lambda: ctypes.CDLL(_ctypes.__file__), True),
     ],
 )
 def test_a_checkout_of_other_params(change, library, fits, tmp_path, monkeypatch):
-    """A host that fills structs of another version would look like races in the kernels."""
+    """Structs of another version would look like races in the kernels."""
     monkeypatch.setattr(extension, "PATH", tmp_path / "torch_metal_attn" / "_C.abi3.so")
     text = ctypes.c_char.in_dll(extension.load(), "metal_attn_params_text")
     params = tmp_path / "shaders" / "params"
@@ -195,5 +185,5 @@ def test_ops_free_the_strings_that_they_take_and_return(op, texts):
         before = memory(200)
         return memory(2000) - before
 
-    # A leak grows each time; what the system had paged out comes back once.
+    # A leak grows each time. Memory that was paged out returns once.
     assert any(grown() < 2 << 20 for _ in range(5))

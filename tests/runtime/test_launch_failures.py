@@ -100,7 +100,11 @@ def test_the_lookup_of_a_tile_allocates_nothing(counted):
         assert tables["others"][name][0] == tables["own"][name][0] == without > 0, name
     assert tables["own"]["flash_fwd"][1]
     assert tables["own"]["flash_bwd"][1]
-    assert not any(told for table in ("none", "others") for _, told in tables[table].values())
+    assert not any(
+        has_simdgroups
+        for table in ("none", "others")
+        for _, has_simdgroups in tables[table].values()
+    )
 
 
 LOG = "program_source:4:12: error: expected expression\nint eleven(;\n           ^\n"
@@ -141,7 +145,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monke
     assert errors[0] == errors[1] != errors[2]
     assert compiled == [f"#define N {n}\n{BROKEN}" for n in (1, 2)]
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == compiled
-    # The same text of another library: of another process.
+    # Another library with the same text, as in another process.
     path = re.search(r"The shader's text is in (\S+)", errors[0])[1]
     any_fake.add_family("twice", "#define N 1\n" + BROKEN)
     with pytest.raises(RuntimeError, match=re.escape(path)):
@@ -150,7 +154,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monke
     any_fake.refuse("")
 
 
-def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(any_fake, monkeypatch):
+def test_a_compile_error_without_a_writable_folder(any_fake, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nowhere")
     any_fake.add_family("broken_too", BROKEN)
     any_fake.fail("create_shader_library", LOG)
@@ -159,8 +163,8 @@ def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(any_fake, mon
     assert BROKEN in str(raised.value)
 
 
-def test_a_torch_that_keeps_no_error_text(fakes):
-    """Before 2.13 the reason is on stderr, and the message says so."""
+def test_torch_without_error_texts(fakes):
+    """Before 2.13 torch prints the reason to stderr."""
     silent = fakes["tensor"]  # the variant of the oldest torch
     silent.clear()
     silent.add_family("silent", TEXT)
@@ -197,9 +201,8 @@ def test_out_of_memory_between_two_dispatches(any_fake):
     any_fake.add_family("merge", "kernel void merge_splits() {}")
     q, k = torch.randn(1, 2, 1, 40), torch.randn(1, 2, 90, 40)
     any_fake.fail("dispatch", "out of memory: tried to allocate 1.00 GB", after=1)
-    with pytest.raises(
-        RuntimeError, match=r"dispatching 'merge_splits' failed: out of memory: tried to.* 1.00 GB"
-    ):
+    words = "dispatching 'merge_splits' failed: out of memory: tried to.* 1.00 GB"
+    with pytest.raises(RuntimeError, match=words):
         any_fake.ops.flash_decode(q, k, k, num_splits=3)
     assert any_fake.log().count("end") == 2
     any_fake.clear()
@@ -231,7 +234,7 @@ def test_other_kernels_run_while_one_compiles(any_fake):
 
 
 def test_every_launch_asks_for_the_stream_anew(any_fake):
-    """A stream or encoder held over calls would be another's once the current stream changes."""
+    """A cached stream or encoder would be wrong after the current stream changes."""
     any_fake.add_family("streams", TEXT)
     launch(any_fake, family="streams")
     any_fake.set_stream(7)
@@ -248,7 +251,7 @@ q = torch.randn(1, 2, 8, 16)
 with torch_metal_attn.simulate():
     expected = torch.ops.metal_attn.flash_fwd(q, q, q)[0]
     held, go_on = threading.Event(), threading.Event()
-    def compiling():  # in another thread, which the child does not have
+    def compiling():  # in a thread that the child does not have
         with build._lock:
             held.set()
             go_on.wait()

@@ -1,4 +1,4 @@
-"""The version of macOS and its use by the import, on fakes of macOS' answers."""
+"""The version of macOS and its use by the import, with fake answers of macOS."""
 
 import ctypes
 import platform
@@ -13,30 +13,30 @@ from torch_metal_attn.runtime import device, macos
 
 
 @pytest.fixture
-def tells(monkeypatch):
-    """Makes macOS tell this process `files` and `kernel`, and a system program `program`."""
+def set_versions(monkeypatch):
+    """Sets the versions that macOS reports by files, by the kernel, and to system programs."""
 
     def sysctlbyname(name, text, size, new, new_size):
         assert (name, new) == (b"kern.osproductversion", None)
         assert size._obj.value == len(text)
-        text.value = told["kernel"].encode()
-        return -1 if told["kernel"] == "" else 0
+        text.value = fake["kernel"].encode()
+        return -1 if fake["kernel"] == "" else 0
 
     def run(command, *, env, **options):
         assert command == ["/usr/sbin/sysctl", "-n", "kern.osproductversion"]
         assert env["SYSTEM_VERSION_COMPAT"] == "0"
-        if told["program"] == "":
+        if fake["program"] == "":
             raise subprocess.CalledProcessError(1, command)
-        return SimpleNamespace(stdout=told["program"] + "\n")
+        return SimpleNamespace(stdout=fake["program"] + "\n")
 
-    told = {}
+    fake = {}
     monkeypatch.setattr(
-        platform, "mac_ver", lambda: (told["files"], ("", "", ""), "arm64" if told["files"] else "")
+        platform, "mac_ver", lambda: (fake["files"], ("", "", ""), "arm64" if fake["files"] else "")
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
     monkeypatch.setattr(subprocess, "run", run)
     macos.version.cache_clear()
-    yield lambda files, kernel, program: told.update(files=files, kernel=kernel, program=program)
+    yield lambda files, kernel, program: fake.update(files=files, kernel=kernel, program=program)
     macos.version.cache_clear()
 
 
@@ -52,8 +52,8 @@ def tells(monkeypatch):
         ("", "unused", "unused", ""),
     ],
 )
-def test_the_version(files, kernel, program, version, tells):
-    tells(files, kernel, program)
+def test_the_version(files, kernel, program, version, set_versions):
+    set_versions(files, kernel, program)
     assert macos.version() == version
 
 
@@ -85,7 +85,7 @@ FAST, TOO_OLD = "with PYTORCH_MPS_FAST_MATH Metal 3.1 ignores NaN", "compiles no
         ("2.15.0", "14.6", None, "", "3.1", TOO_OLD),
     ],
 )
-def test_what_torch_compiles(
+def test_metal_version_and_fast_math(
     torch_version, version, fast, chosen, metal, warning, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch, "__version__", torch_version)
@@ -125,7 +125,7 @@ print(macos.at_least(*tensor_tiles.OLDEST_MACOS))
 
 
 def test_the_import_asks_the_system_and_not_torch():
-    """torch 2.13 warns of versions that it does not know, which `python -W error` raises."""
+    """torch 2.13 warns about unknown versions, which is an error with `python -W error`."""
     assert run_alone(IMPORT, "16.2").split() == ["True"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.cases import each_case
 from tests.helpers.forks import run_alone
 
-# Runs each case in a child process in which nothing is decided yet, and prints the results.
+# Runs each case in a new child process, and prints the results.
 PROGRAM = """
 import contextlib, ctypes, io, json, os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +72,7 @@ def op_first():
     fake.set_gpu(only_the_probe)
     return [attend(), kernels()]
 
-def on_a_device_without_memory():  # of which no torch on Linux has any
+def without_memory():  # torch on Linux has no memory of mps
     fake.library.fake_mps_set_device_type(fake.library.aoti_torch_device_type_mps())
 
 def gives_right(text, address):
@@ -95,10 +95,10 @@ def busy(limit):
 def busy_before():
     '''With the first of these limits in which this machine can try the kernel.'''
     for limit in (500, 5000, 50000):
-        found = in_child(busy, limit)
-        if found[0] == "":
+        result = in_child(busy, limit)
+        if result[0] == "":
             break
-    return found
+    return result
 
 def named(name):
     fake.set_gpu(only_the_probe)
@@ -116,16 +116,16 @@ def virtual():
 def best(then):
     '''The best device, twice, what is said on stderr, and of the backend by `info`.'''
     then()
-    found = []
+    devices = []
     with contextlib.redirect_stderr(io.StringIO()) as said:
         for _ in range(2):
             with best_device() as device:
-                found.append([str(device), torch_metal_attn.runtime.session.active()])
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+                devices.append([str(device), torch_metal_attn.runtime.session.active()])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         main(["info"])
-    lines = [line for line in told.getvalue().splitlines() if line.startswith("backend")]
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("backend")]
     described = torch_metal_attn.runtime.machine.describe(torch.device("cpu"))["backend"]
-    return [found, said.getvalue(), lines, described]
+    return [devices, said.getvalue(), lines, described]
 
 def forked_after_a_good_trial():
     fake.set_gpu(only_the_probe)
@@ -173,25 +173,20 @@ print(json.dumps({call: in_child(eval, call, globals()) for call in calls}))
 """
 WORKS = ["", "launched", "", ["probe", "flash_fwd"]]
 GOOD, OLD = ["", ["probe"]], "its GPU is '{}', which is none of Apple's chips from M1 or A14 on"
+OLD_GPUS = ("Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU")
 CASES = {
     "both(only_the_probe)": WORKS,
     "op_first()": WORKS[1::2],
-    # The time of the trial begins when the GPU has done what was queued before.
+    # The time of the trial begins after the GPU's queued work.
     "busy_before()": WORKS,
     "backend_forced_by_env()": ["", "launched", "", ["flash_fwd"], "mps"],
     "eight_threads()": [[""] * 4 + ["launched"] * 4, 1, 4],
-    # Chips of before M1 and A14 lack SIMD-group functions; nothing is launched there.
+    # Nothing is launched on chips before M1 and A14, which lack SIMD-group functions.
     **{f"named({name!r})": GOOD for name in ("Apple M1", "Apple M4 Max", "Apple A18 Pro", "")},
-    **{
-        f"named({name!r})": [OLD.format(name), []]
-        for name in ("Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU")
-    },
+    **{f"named({name!r})": [OLD.format(name), []] for name in OLD_GPUS},
 }
 FAILURES = {
-    "both(then=on_a_device_without_memory)": (
-        r"the first allocation on it failed: .*'MPS' backend.*",
-        [],
-    ),
+    "both(then=without_memory)": (r"the first allocation on it failed: .*'MPS' backend.*", []),
     "both(zeros)": ("a small kernel on it gave zeros", ["probe"]),
     "both()": ("a small kernel on it gave 1 instead of 141", ["probe"]),
     "both(one_wrong)": ("a small kernel on it gave 10425 instead of 10424", ["probe"]),
@@ -204,10 +199,7 @@ FAILURES = {
         ["probe"],
     ),
     "both(hangs, limit=100)": ("a small kernel on it did not end within 100 ms", ["probe"]),
-    "both(copy=hangs, queue_limit=200)": (
-        "the GPU's earlier work did not end within 200 ms",
-        [],
-    ),
+    "both(copy=hangs, queue_limit=200)": ("the GPU's earlier work did not end within 200 ms", []),
 }
 VIRTUAL, BEST = "best(virtual)", "best(lambda: fake.set_gpu(only_the_probe))"
 FORKS = [f"forked_{when}()" for when in ("after_a_good_trial", "after_a_launch_without_trial")]
@@ -221,12 +213,12 @@ def cases(libraries):
 
 
 @each_case("call", CASES)
-def test_an_mps_that_works_or_is_not_tried(cases, call):
+def test_mps_that_works_or_is_not_tried(cases, call):
     assert cases[call] == CASES[call]
 
 
 @each_case("call", FAILURES)
-def test_each_way_to_fail_has_its_reason(cases, call):
+def test_each_failure_has_a_reason(cases, call):
     problem, raised, again, started = cases[call]
     why, kernels = FAILURES[call]
     assert re.fullmatch(why, problem)  # in one line
@@ -237,7 +229,7 @@ def test_each_way_to_fail_has_its_reason(cases, call):
     assert "TORCH_METAL_ATTN_BACKEND=mps" in raised
 
 
-def test_the_simulator_takes_the_place_of_an_mps_that_does_not_work(cases):
+def test_the_simulator_replaces_mps_that_does_not_work(cases):
     devices, said, backend, described = cases[VIRTUAL]
     assert devices == [["cpu", True]] * 2
     (line,) = said.splitlines()  # of two calls
@@ -248,7 +240,7 @@ def test_the_simulator_takes_the_place_of_an_mps_that_does_not_work(cases):
     assert "simulator" in described
 
 
-def test_an_mps_that_works_is_the_best_device(cases):
+def test_mps_that_works_is_the_best_device(cases):
     devices, said, backend, _ = cases[BEST]
     assert devices == [["mps", False]] * 2
     assert said == ""

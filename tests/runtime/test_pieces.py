@@ -49,7 +49,7 @@ def launches(monkeypatch):
 
 
 def boxes(pieces):
-    """How many threadgroups stand at each place of the grid, and how large it is meant to be."""
+    """The number of runs of each threadgroup of the grid."""
     places = [PLACE.unpack(params[-PLACE.size :]) for params, _ in pieces]
     assert len({place[3:] for place in places}) == 1
     grid = torch.zeros(*places[0][3:], dtype=torch.int32)
@@ -77,18 +77,15 @@ def of_example(name):
 
 
 def flex(device):
-    """A BlockMask, whose tiles start in its order, and gradients of a captured tensor."""
     made = [torch.randn(1, 2, 150, 16, device=device, dtype=torch.float16) for _ in range(3)]
     bias = torch.randn(150, device=device)
-    mask = create_block_mask(
-        lambda b, h, q, k: q >= k, 1, 1, 150, 150, device=device, BLOCK_SIZE=32
-    )
+    sizes = {"Q_LEN": 150, "KV_LEN": 150, "BLOCK_SIZE": 32}
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, **sizes, device=device)
 
     def run():
         leaves = [x.detach().requires_grad_() for x in (*made, bias)]
-        out = flex_attention(
-            *leaves[:3], lambda s, b, h, q, k: s + leaves[3][q - k], block_mask=mask
-        )
+        *qkv, captured = leaves
+        out = flex_attention(*qkv, lambda s, b, h, i, j: s + captured[i - j], block_mask=mask)
         return out, torch.autograd.grad(out.float().square().sum(), leaves)
 
     return run
@@ -156,18 +153,18 @@ M1 = 8  # cores
 
 @pytest.fixture
 def m1(fakes):
-    told = []
+    changed = []
 
     def tell(variant):
         fake = fakes[variant]
         fake.clear()
         shaders.serve(fake.library)
         fake.library.metal_attn_set_gpu_cores(M1)
-        told.append(fake)
+        changed.append(fake)
         return fake
 
     yield tell
-    for fake in told:
+    for fake in changed:
         fake.library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
         limit_of(fake.library)(0)
 
@@ -178,15 +175,15 @@ def long_rows(length, heads=1):
 
 
 def order(fake):
-    """Commits and dispatches, in order; a commit in a block is one on the stream's queue."""
     return [line for line in fake.log() if line.startswith(("commit", "dispatch"))]
 
 
-@pytest.mark.parametrize(
-    ("variant", "commit"), [("bytes", "commit of 0"), ("member", "commit"), ("tensor", None)]
-)
+COMMITS = {"bytes": "commit of 0", "member": "commit", "tensor": None}
+
+
+@pytest.mark.parametrize(("variant", "commit"), COMMITS.items())
 def test_each_piece_is_a_command_buffer(m1, variant, commit, capfd):
-    """By the stream of torch 2.10 to 2.15, or else by its C++ API; or it is said that none is."""
+    """By torch's stream (2.10 to 2.15), or by its C++ API, or not at all, with a message."""
     fake = m1(variant)
     q, k, v = long_rows(100_000, heads=2)
     for _ in range(2):
@@ -205,16 +202,13 @@ def test_pieces_on_mps_are_the_grid(m1):
     fake = m1("bytes")
     fake.ops.flash_fwd(*long_rows(100_000, heads=2))
     params = [bytes.fromhex(line.split()[2]) for line in fake.log() if line.startswith("bytes 3 ")]
-    sizes = [
-        [int(n) // int(of) for n, of in zip(line.split()[1:4], line.split()[5:], strict=True)]
-        for line in fake.log()
-        if line.startswith("dispatch")
-    ]
+    lines = [line.split() for line in fake.log() if line.startswith("dispatch")]
+    sizes = [[int(n) // int(of) for n, of in zip(x[1:4], x[5:], strict=True)] for x in lines]
     assert (boxes(list(zip(params, sizes, strict=True))) == 1).all()
 
 
 def test_command_buffers_of_short_launches(m1):
-    """Each stream's is committed before it would take longer than a second by what is ours."""
+    """Each stream's command buffer is committed before our launches exceed one second."""
     fake = m1("bytes")
     for stream in (5, 6, 5, 6, 5, 6, 6, 5):
         fake.set_stream(stream)
@@ -237,7 +231,8 @@ WAN = (1, 40, 32_760, 128)
 def test_explain_shows_pieces(cores):
     cores(M1)
     rows = torch.zeros(128, dtype=torch.float16)
-    actual = explain(*(rows.clone().expand(WAN) for _ in range(3)), backward=True)
+    q, k, v = (rows.clone().expand(WAN) for _ in range(3))
+    actual = explain(q, k, v, backward=True)
     pieces = actual.kernels["flash_fwd"].pieces
     assert 43 <= pieces <= 100, "40 * 32760^2 * 320 products: 43 s"
     assert f"threadgroups, in {pieces} command buffers" in str(actual)
@@ -245,12 +240,10 @@ def test_explain_shows_pieces(cores):
         more = actual.training.kernels[kernel].pieces
         assert more >= pieces
         assert f"in {more} command buffers" in str(actual)
-    window = explain(
-        *(rows.clone().expand(WAN) for _ in range(3)), window_size_left=512, causal=True
-    )
+    window = explain(q, k, v, window_size_left=512, causal=True)
     assert window.kernels["flash_fwd"].pieces < pieces / 10
     cores(80)
-    assert explain(*(rows.clone().expand(WAN) for _ in range(3))).kernels["flash_fwd"].pieces < 10
+    assert explain(q, k, v).kernels["flash_fwd"].pieces < 10
     short = explain(*(rows.clone().expand(1, 8, 2048, 128) for _ in range(3)))
     assert short.kernels["flash_fwd"].pieces == 1
     assert "command buffers" not in str(short)

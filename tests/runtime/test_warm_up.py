@@ -18,13 +18,11 @@ from torch_metal_attn.tools.explain import ops
 
 @pytest.fixture
 def fake(any_fake, monkeypatch):
-    """In the extension's place: ops are explained, and so compiled, by the fake's."""
+    """The fake replaces the extension, so that its ops explain and compile."""
     shaders.serve(any_fake.library)
     monkeypatch.setattr(mps, "available", lambda: True)
     monkeypatch.setattr(extension, "load", lambda: any_fake.library)
-    monkeypatch.setattr(
-        ops, "recording_op", lambda name: getattr(any_fake.ops, f"{name}_explain", None)
-    )
+    monkeypatch.setattr(ops, "recording_op", lambda n: getattr(any_fake.ops, f"{n}_explain", None))
     return any_fake
 
 
@@ -72,14 +70,12 @@ class TestCompiling:
         meet = threading.Barrier(3)
         fake.set_compiler(lambda text: meet.wait(HANG_SECONDS))
         calls = [meta(head_dim) for head_dim in (80, 88, 96)]
-        done = warm_up(
-            lambda: [torch.ops.metal_attn.flash_fwd(*arguments) for arguments in calls], threads=3
-        )
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in calls], threads=3)
         assert (done.compiled, done.failed) == (3, ())
         assert not meet.broken
 
     def test_a_program_is_compiled_once(self, fake, monkeypatch):
-        """One of the calls that differ only in lengths is kept: three recorded, one compiled."""
+        """Three calls differ only in lengths, so one is compiled."""
         texts, asked = compiled_in(fake), []
         explain = fake.ops.flash_fwd_explain
         monkeypatch.setattr(
@@ -106,10 +102,10 @@ class TestCompiling:
         assert then["choice"].startswith(f"default; refused: {tiles[0]} in threadgroups of ")
         assert tiles[1] != tiles[0]
 
-    def test_what_does_not_compile_is_told(self, fake):
+    def test_compile_errors_are_reported(self, fake):
         fake.refuse("#define HEAD_DIM_QK 208")
         calls = [meta(208), meta(216)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*arguments) for arguments in calls])
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in calls])
         (error,) = done.failed
         assert "told to be refused" in error
         assert (done.kernels, done.compiled) == ({"flash_fwd": 1}, 1)
@@ -122,7 +118,7 @@ class TestRefusals:
         with pytest.raises(RuntimeError, match=r"mps is not available\. Call it on a Mac"):
             warm_up(*meta(64))
 
-    def test_what_is_no_call(self, fake):
+    def test_invalid_arguments(self, fake):
         with pytest.raises(TypeError, match="warm_up's first argument is an int; it must be"):
             warm_up(3)
         with pytest.raises(TypeError, match=r"a Linear, which has no generate\(\), and no arg"):
@@ -130,7 +126,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="softcap"):
             warm_up(*meta(64), softcap=-1.0)
 
-    def test_nothing_of_ours(self, fake):
+    def test_a_call_without_our_ops(self, fake):
         assert "nothing to compile" in str(warm_up(torch.nn.Linear(2, 2), torch.zeros(2)))
 
 
@@ -168,8 +164,8 @@ def test_a_model_of_transformers(libraries):
     assert set(ran) == set(kernels)
 
 
-def test_a_slow_compilation_is_told(any_fake, capfd):
-    """One of more than 2 s, in five lines of a process at most."""
+def test_slow_compilations_are_reported(any_fake, capfd):
+    """Those of more than 2 s, in at most five lines for each process."""
 
     def compiler(text):
         any_fake.library.fake_mps_pass_time(int(text.split()[-1]))
@@ -192,8 +188,8 @@ def test_a_slow_compilation_is_told(any_fake, capfd):
     assert lines[-1].endswith("(later ones are not reported)")
 
 
-def test_pages_that_were_not_written_are_not_found(fake):
-    """Ops write nothing while they are compiled; a cache that saw the tokens must not say so."""
+def test_prefixes_of_warm_up_are_not_matched(fake):
+    """Ops write nothing in warm_up, so the cache must not match these tokens."""
     cache = PagedKVCache(4, 8, 2, 8, dtype=torch.float32)
     id, rows, tokens = cache.allocate(), torch.zeros(1, 2, 8, 8), list(range(8))
 
@@ -206,7 +202,7 @@ def test_pages_that_were_not_written_are_not_found(fake):
 
 
 def test_a_gpu_of_unknown_cores_divides_no_short_call():
-    """torch tells 0 cores where it does not know them."""
+    """torch reports 0 cores if it does not know the number."""
     extension.load().metal_attn_set_gpu_cores(0)
     q = torch.zeros(1, 2, 40, 64)
     (launch,) = extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, q, q))

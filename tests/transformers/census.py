@@ -71,7 +71,7 @@ class Entry:
     refused: str = ""
     not_small: str = ""
     faults: list[str] = field(default_factory=list)
-    dull: bool = False  # 2 percent in the scale of the scores do not show
+    dull: bool = False  # scores that are off by 2 % do not change the result
 
     @property
     def outcome(self) -> str:
@@ -92,17 +92,17 @@ class Entry:
 
 
 class TookTooLong(BaseException):
-    """It is no Exception, so that no model catches it."""
+    """A BaseException, so that models do not catch it."""
 
 
 def classes() -> list[tuple[str, str]]:
-    """Each class in an auto mapping of transformers, once, after a model type that it serves."""
+    """(model type, class) of each class in an auto mapping of transformers, once."""
     types: dict[str, str] = {}
     for mapping, names_of_type in sorted(vars(modeling_auto).items()):
         if re.fullmatch(r"MODEL_(FOR_\w+_)?MAPPING_NAMES", mapping):
             for model_type, names in names_of_type.items():
                 for name in [names] if isinstance(names, str) else names:
-                    # Some types are other names of one model.
+                    # Several types may share a class.
                     types[name] = min(model_type, types.get(name, model_type))
     return sorted((model_type, name) for name, model_type in types.items())
 
@@ -140,7 +140,7 @@ def _examine(entry: Entry) -> None:
     reason, loaded = _refusal(partial(enable, model)), _refusal(load)
     entry.faults += [text for text in (reason, loaded) if text and text.startswith("fails")]
     if reason is not None and model.config._attn_implementation != before:
-        entry.faults.append("refused, and changed all the same")
+        entry.faults.append("refused, but changed")
     if (reason is None) != (loaded is None):
         entry.faults.append(f"enable: {reason or 'accepted'}; from_config: {loaded or 'accepted'}")
     if reason is not None:
@@ -165,7 +165,7 @@ def _examine(entry: Entry) -> None:
 def _advice_fails(
     refusal: str, model: Any, config: Any, inputs: dict[str, Any], expected: list[Tensor]
 ) -> list[str]:
-    """The faults in a refusal's advice: each way that it could name is tried."""
+    """The faults in a refusal's advice. Each alternative is tried."""
 
     def faults_of(**options: str) -> list[str]:
         other = type(model)._from_config(copy.deepcopy(config), **options).eval()
@@ -254,7 +254,7 @@ def _ways(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[str, Callable[[]
 
 
 def _padded(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """The output for tokens that exist, or for whole sequences if it has none for single tokens."""
+    """The output for tokens that are not padding, or for whole sequences."""
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     assert isinstance(mask, Tensor)
     where, answer = mask.bool(), _answer(model, inputs)
@@ -264,13 +264,10 @@ def _padded(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
         for value in answer
         if value.shape[1:2] == where.shape[1:] and len(value) % len(where) == 0
     ]
-    # Frames of a sound before the one in which the padding may begin.
+    # Frames before the first one that may contain padding.
     length = where.sum(-1).min().item() / where.shape[-1]
-    frames = [
-        value[:, : int(value.shape[1] * length) - 1]
-        for value in answer
-        if "input_ids" not in inputs and value.dim() == 3 and len(value) == len(where)
-    ]
+    sounds = [] if "input_ids" in inputs else [x for x in answer if x.dim() == 3]
+    frames = [x[:, : int(x.shape[1] * length) - 1] for x in sounds if len(x) == len(where)]
     return of_tokens or frames or [value for value in answer if value.dim() <= 2]
 
 
@@ -304,7 +301,7 @@ def _compare(entry: Entry, model: Any, way: str, call: Callable[[], list[Tensor]
 
 
 def _fault(actual: list[Tensor], expected: list[Tensor]) -> str:
-    """The difference of two answers, or "" if they are equal but for rounding."""
+    """A text about the difference, or "" if the results differ by rounding only."""
     if [x.shape for x in actual] != [x.shape for x in expected]:
         return "other shapes"
     for ours, theirs in zip(actual, expected, strict=True):

@@ -1,4 +1,4 @@
-"""census.py on models that were wrong once, each refused or equal to eager."""
+"""census.py on models that were wrong once: each is refused or equals eager."""
 
 import pytest
 
@@ -66,8 +66,8 @@ def test_refused(model_type, kind, reason, advice):
 
 
 @pytest.mark.parametrize("kind", ["BloomModel", "FalconModel"])
-def test_wrong_advice_is_noticed(kind, monkeypatch):
-    """sdpa_replaced() where it does nothing, and eager attention where sdpa_replaced() helps."""
+def test_wrong_advice_is_a_fault(kind, monkeypatch):
+    """sdpa_replaced() where it has no effect, and eager attention where sdpa_replaced() works."""
     advice = "Load it, and call it in `sdpa_replaced()`"
     monkeypatch.setattr(refusals, "_THROUGH_SDPA", refusals._NOTHING_TO_REPLACE)
     monkeypatch.setattr(refusals, "_NOTHING_TO_REPLACE", advice)

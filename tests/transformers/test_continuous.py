@@ -41,10 +41,9 @@ def in_batches(name, device="cpu", prompts=PROMPTS, **options):
 
 
 def queries(routes):
-    """The tokens of all calls, as the routes tell: "... q (1, heads, tokens, head dim) k ..."."""
-    return sum(
-        int(call.split(" q (")[1].split(",")[2]) * times for call, times in routes.kernel.items()
-    )
+    """The tokens of all calls, from texts such as "... q (1, heads, tokens, head dim) k ..."."""
+    tokens = {call: int(call.split(" q (")[1].split(",")[2]) for call in routes.kernel}
+    return sum(tokens[call] * times for call, times in routes.kernel.items())
 
 
 class TestMatchesGenerate:
@@ -64,7 +63,7 @@ class TestMatchesGenerate:
             assert [launch.kernel for launch in run.launches] == ["flash_fwd"] * (2 * steps)
 
     @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-    def test_requests_that_are_evicted(self, name):
+    def test_evicted_requests(self, name):
         prompts = [PROMPTS[1], PROMPTS[1][::-1], PROMPTS[0]]
         results, routes, _ = in_batches(name, prompts=prompts, new_tokens=12, blocks=5)
         assert_same(results, tiny.generate_each(tiny.build(name), prompts, new_tokens=12))
@@ -90,7 +89,7 @@ class TestContext:
         assert second.config._attn_implementation == "eager"
         assert_same(tiny.generate_each(first, PROMPTS), expected("Llama"))
 
-    def test_managers_stay_on_their_side(self):
+    def test_persistent_managers(self):
         model = tiny.build("Llama")
         sizes = {"num_blocks": 16, "page_size": 8, "max_batch_tokens": 16}
         config = transformers.ContinuousBatchingConfig(**sizes)
@@ -124,9 +123,9 @@ class TestContext:
                 pass
             assert model.config._attn_implementation == "eager"
 
-    def test_with_a_transformers_that_is_too_old(self, monkeypatch):
+    def test_an_older_transformers(self, monkeypatch):
         def update(self, key_states, value_states, layer_idx, read_index, write_index):
-            """As in 5.17."""
+            """The signature in transformers 5.17."""
 
         monkeypatch.setattr(continuous.PagedAttentionCache, "update", update)
         with pytest.raises(ImportError, match=r"5\.20"), continuous_batching(tiny.build("Llama")):

@@ -57,8 +57,7 @@ REFUSED = {
         r"cu_seq_lens_q=an int32 tensor of shape \(3,\) in Module without cu_seq_lens_k": {
             "cu_seq_lens_q": ENDS["cu_seq_lens_q"]
         },
-        "with a batch of 2": dict.fromkeys(("query", "key", "value"), Q.expand(2, -1, -1, -1))
-        | ENDS,
+        "with a batch of 2": dict.fromkeys(list(GOOD)[:3], Q.expand(2, -1, -1, -1)) | ENDS,
         "together with a mask": {"attention_mask": torch.ones(13, 13, dtype=torch.bool)} | ENDS,
         r"together with a mask \(causal padded\)": {"attention_mask": LEFT} | ENDS,
         "position_bias together": {"position_bias": torch.zeros(1, 2, 13, 13)} | ENDS,
@@ -66,10 +65,7 @@ REFUSED = {
     },
     TypeError: {
         "sliding_window is nan; it must be an int": {"sliding_window": float("nan")},
-        **{
-            f"{name} is an int; it must be a tensor": {name: 3}
-            for name in ("query", "key", "value")
-        },
+        **{f"{name} is an int; it must be a tensor": {name: 3} for name in list(GOOD)[:3]},
         **{f"{name} is a list": {name: [1]} for name in ("attention_mask", "sinks", "s_aux")},
         **{f"{name} is a bool": {name: True} for name in ("position_bias", "indices")},
         "module is None; it must be an nn.Module": {"module": None},
@@ -79,12 +75,12 @@ REFUSED = {
 
 
 @each_case("error, message", [(error, message) for error in REFUSED for message in REFUSED[error]])
-def test_arguments_that_are_refused(error, message):
+def test_refused_arguments(error, message):
     with pytest.raises(error, match=message):
         metal_attention(**GOOD | REFUSED[error][message])
 
 
-def test_arguments_that_change_nothing():
+def test_ignored_arguments():
     ignored = {"novelty": None, "position_ids": 3, "max_new_tokens": 3, "do_sample": False}
     out, weights = metal_attention(**GOOD, sliding_window=13, **ignored)
     assert weights is None
@@ -92,7 +88,7 @@ def test_arguments_that_change_nothing():
 
 
 class TestAttentionFunction:
-    def test_no_mask_hides_nothing(self):
+    def test_without_a_mask(self):
         q, (k, v), module = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8), torch.nn.Module()
         causal = attention(q, k, v, causal=True, q_offset=0)[0].transpose(1, 2)
         full = attention(q, k, v)[0].transpose(1, 2)
@@ -183,20 +179,17 @@ class TestAttentionFunction:
             return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
 
         expected = results(eager, torch.float64)
-        for one, other, truth in zip(
-            results(ours, dtype), results(eager, dtype), expected, strict=True
-        ):
+        actual = results(ours, dtype)
+        for one, other, truth in zip(actual, results(eager, dtype), expected, strict=True):
             bound = 2 * (other.double() - truth).abs().max()
             assert (one.double() - truth).abs().max() <= bound + 2**-21 * truth.abs().max()
-        assert not results(ours, dtype)[0][1, :, :4].any()
+        assert not actual[0][1, :, :4].any()
 
 
-@pytest.mark.parametrize(
-    "dtype, causal", [(torch.int32, True), (torch.int64, True), (torch.int32, False)]
-)
+@pytest.mark.parametrize("dtype, causal", [("int32", True), ("int64", True), ("int32", False)])
 def test_packed_on_device(dtype, causal, device):
     q, k, v = torch.randn(3, 1, 2, 31, 16)
-    ends = bounds(0, 17, 18, 31, dtype=dtype)
+    ends = bounds(0, 17, 18, 31, dtype=getattr(torch, dtype))
     ends |= {name: ends[name].to(device) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     mask = metal_attention_mask(1, 31, 31, device=device) if causal else None
     tensors = (tensor.to(device) for tensor in (q, k, v))
@@ -216,11 +209,11 @@ class TestEnable:
         assert "Did you mean" not in str(refused.value)
 
     @pytest.mark.parametrize("name", ["metal_atn", "metal-attn", "metal_attention"])
-    def test_a_name_that_is_nearly_right(self, name):
+    def test_misspelled_names(self, name):
         with pytest.raises(ValueError, match=rf'{name}.* Did you mean "metal_attn"\?$'):
             tiny.build("Llama").set_attn_implementation(name)
 
-    def test_text_of_classes(self):
+    def test_source_of_classes(self):
         class Local:
             class Inner:
                 pass
@@ -240,7 +233,7 @@ class TestEnable:
             enable(tiny.build("Llama")).config.output_attentions = True
 
     def test_refuses_to_return_weights_of_a_model_that_ignores_the_argument(self):
-        """BridgeTower returns whatever its attention modules do: it would return None."""
+        """BridgeTower returns the weights of its attention modules, which would be None."""
         model, inputs, _ = census.eager("bridgetower", "BridgeTowerModel")
         assert model(**inputs, output_attentions=True).attentions[0][0].dim() == 4
         for _ in range(2):
@@ -264,8 +257,8 @@ class TestEnable:
 
     def test_reaches_every_part(self):
         model = enable(tiny.build("CLIP"))
-        assert model.text_model.config._attn_implementation == "metal_attn"
-        assert model.vision_model.config._attn_implementation == "metal_attn"
+        for part in (model.text_model, model.vision_model):
+            assert part.config._attn_implementation == "metal_attn"
 
     @pytest.mark.parametrize("wrapped", WRAPPERS)
     def test_wrapped_models(self, wrapped):
@@ -289,9 +282,7 @@ class TestEnable:
     def test_refuses_other_objects_and_options(self):
         linear = torch.nn.Linear(2, 2)
         for model in (linear, torch.compile(linear)):
-            with pytest.raises(
-                TypeError, match=r"model is an? \w+; it must be a transformers PreT"
-            ):
+            with pytest.raises(TypeError, match=r"model is an? \w+; it must be a transformers Pre"):
                 enable(model)
         for option in ("fuse_rope", "absorb"):
             with pytest.raises(TypeError, match=f"{option} is 'yes'; it must be a bool"):
@@ -308,13 +299,9 @@ class TestEnable:
         def sdpa_mask(batch_size, cache_position, kv_length):
             pass
 
-        masking = transformers.masking_utils
-        for owner, name, other in (
-            (masking, "sdpa_mask", sdpa_mask),
-            (builtins, "__import__", absent),
-        ):
+        for owner, other in ((transformers.masking_utils, sdpa_mask), (builtins, absent)):
             monkeypatch.delitem(sys.modules, PACKAGE, raising=False)
-            monkeypatch.setattr(owner, name, other)
+            monkeypatch.setattr(owner, "__import__" if other is absent else "sdpa_mask", other)
             with pytest.raises(ImportError, match=r"5\.4 or later.*'transformers>=5\.4'"):
                 importlib.import_module(PACKAGE)
 

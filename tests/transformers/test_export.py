@@ -59,7 +59,7 @@ class TestTraced:
 
 
 def test_exported(tmp_path):
-    """Works for any batch and length. AOTInductor's C++ is generated, and not compiled here."""
+    """For any batch and length. AOTInductor's C++ is generated, but not compiled."""
     scores = Scores("Llama", num_hidden_layers=1)
     cases = [texts(19, 2), texts(40, 3)]
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=64)}
@@ -81,7 +81,7 @@ def test_exported(tmp_path):
 
 
 def test_inductor_trains():
-    """The default backend of torch.compile, on one attention: a model takes it minutes of C++."""
+    """The default backend of torch.compile, on one layer: a whole model takes minutes."""
     model = tiny.build("Llama", num_hidden_layers=1)
     inputs = normal(2, 19, 64)
     tables = model.model.rotary_emb(inputs, torch.arange(19)[None])

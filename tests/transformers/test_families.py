@@ -7,19 +7,8 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 
 from transformers import DynamicCache  # noqa: E402
 
+from tests.transformers import model_check as check  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
-from tests.transformers.model_check import (  # noqa: E402
-    DENSE,
-    TOLERANCE,
-    assert_same_gradients,
-    compare,
-    compare_compiled,
-    compare_generated,
-    difference,
-    gradients,
-    launches,
-    packed,
-)
 from tests.transformers.tiny_families import CORE, FAMILIES, PROMPT  # noqa: E402
 from tests.transformers.tiny_inputs import padding  # noqa: E402
 from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
@@ -29,26 +18,26 @@ from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 PADDABLE = [name for name in FAMILIES if FAMILIES[name].takes != "pixels"]
 GENERATORS = [name for name in FAMILIES if FAMILIES[name].generates]
 DECODERS = [name for name in GENERATORS if FAMILIES[name].takes == "ids"]
-# Each form of masks: Gemma 2 has Llama's too, ModernBERT has BERT's. test_fuse_rope.py has gpt-oss.
+# One family for each form of masks. test_fuse_rope.py compiles gpt-oss.
 TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 COMPILED = {"Gemma2": {}, "Gemma4": TWO_KINDS | {"num_kv_shared_layers": 0}, "ModernBERT": {}}
 
-# Packed batches that raise, and with what.
+# Families that refuse check.packed batches: the message.
 REFUSES_PACKED = {
     "DeepSeek-V3.2": "indices together with cu_seq_lens_q",
     "GLM-MoE-DSA": "indices together with cu_seq_lens_q",
     "Gemma4": "together with a mask",
     "Llama4": "together with a mask .causal chunk 10",
 }
-# It tells its attention nothing of bounds, whatever the implementation.
+# Its model does not pass cu_seq_lens on to attention.
 POSITIONS_ONLY = "StableLM"
 PACKED = [name for name in DECODERS if name not in {*REFUSES_PACKED, POSITIONS_ONLY}]
 
 
 def assert_routes(name, side, routes):
     assert routes.kernel
-    assert bool(routes.dense) == (name in DENSE)
-    assert side == "none" or routes.compact or name in DENSE
+    assert bool(routes.dense) == (name in check.DENSE)
+    assert side == "none" or routes.compact or name in check.DENSE
 
 
 class TestForward:
@@ -57,19 +46,19 @@ class TestForward:
         [(n, side) for n in CORE for side in ("none", "right") if side == "none" or n in PADDABLE],
     )
     def test_routes(self, name, side):
-        apart, routes = compare(name, side)
-        assert apart <= TOLERANCE
+        apart, routes = check.compare(name, side)
+        assert apart <= check.TOLERANCE
         assert_routes(name, side, routes)
 
     @pytest.mark.parametrize("name", FAMILIES)
     def test_on_device(self, name, device):
-        before = launches()
-        apart, routes = compare(name, "left", device)
-        assert apart <= TOLERANCE
+        before = check.launches()
+        apart, routes = check.compare(name, "left", device)
+        assert apart <= check.TOLERANCE
         if name in CORE:
             assert_routes(name, "left" if name in PADDABLE else "none", routes)
         if runs.current() is not None:
-            assert launches() - before == sum(routes.kernel.values())
+            assert check.launches() - before == sum(routes.kernel.values())
 
     @pytest.mark.parametrize("name", ["Llama", "CLIP", "T5", "PaliGemma"])
     def test_attention_weights_are_refused(self, name):
@@ -88,7 +77,7 @@ class TestForward:
         expected = tiny.answer(model, input_ids=ids, attention_mask=additive)
         mask = additive if dtype == torch.float32 else visible
         actual = tiny.answer(enable(model), input_ids=ids, attention_mask=mask)
-        assert difference(actual, expected) <= TOLERANCE
+        assert check.difference(actual, expected) <= check.TOLERANCE
 
     @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
     def test_prompt_in_three_parts(self, name):
@@ -101,34 +90,34 @@ class TestForward:
         for start, end in ((0, 11), (11, 19), (19, 30)):
             part = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
             parts.append(tiny.answer(model, **part, past_key_values=cache))
-        assert difference(torch.cat(parts, 1), expected, mask.bool()) <= TOLERANCE
+        assert check.difference(torch.cat(parts, 1), expected, mask.bool()) <= check.TOLERANCE
 
 
 class TestPacked:
     @pytest.mark.parametrize("name", PACKED)
     def test_bounds(self, name):
         model = tiny.build(name)
-        batch, expected = packed(model)
+        batch, expected = check.packed(model)
         enable(model)
         for use_cache in (True, False):
             with record_routes() as routes:
                 actual = tiny.answer(model, **batch, use_cache=use_cache)
-            assert difference(actual, expected) <= TOLERANCE
+            assert check.difference(actual, expected) <= check.TOLERANCE
             assert routes.packed == routes.kernel
             assert "in 3 sequences" in next(iter(routes.packed))
 
     @pytest.mark.parametrize("name", [POSITIONS_ONLY, "Gemma4", "Llama4"])
     def test_positions(self, name):
         model = tiny.build(name)
-        batch, expected = packed(model)
+        batch, expected = check.packed(model)
         inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         actual = tiny.answer(enable(model), **inputs, use_cache=False)
-        assert difference(actual, expected) <= TOLERANCE
+        assert check.difference(actual, expected) <= check.TOLERANCE
 
     @pytest.mark.parametrize("name", REFUSES_PACKED)
     def test_refused(self, name):
         model = tiny.build(name)
-        batch, _ = packed(model)
+        batch, _ = check.packed(model)
         with pytest.raises(NotImplementedError, match=REFUSES_PACKED[name]):
             tiny.answer(enable(model), **batch)
 
@@ -136,14 +125,16 @@ class TestPacked:
 class TestGeneration:
     @pytest.mark.parametrize("name", [name for name in GENERATORS if name in CORE])
     def test_left_padding(self, name):
-        assert compare_generated(name, cache_implementation="dynamic") <= TOLERANCE
+        assert check.compare_generated(name, cache_implementation="dynamic") <= check.TOLERANCE
 
     @pytest.mark.parametrize(
         "name", ["Llama", "Gemma3", "gpt-oss", "Phi3", "Llama4", "Whisper", "T5", "PaliGemma"]
     )
     def test_static_cache(self, name):
-        apart = compare_generated(name, "none", cache_implementation="static", max_new_tokens=12)
-        assert apart <= TOLERANCE
+        apart = check.compare_generated(
+            name, "none", cache_implementation="static", max_new_tokens=12
+        )
+        assert apart <= check.TOLERANCE
 
     @pytest.mark.parametrize(
         "name", ["Mistral", "Gemma2", "Gemma3", "Gemma4", "gpt-oss", "Llama4", "Cohere2"]
@@ -159,7 +150,7 @@ class TestGeneration:
             enable(model)
         (expected, expected_scores), (actual, scores) = results
         assert actual.tolist() == expected.tolist()
-        assert difference(scores, expected_scores) <= TOLERANCE
+        assert check.difference(scores, expected_scores) <= check.TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -170,9 +161,9 @@ class TestGeneration:
     ],
 )
 def test_generation_on_device(name, cache, device):
-    before, options = launches(), {"cache_implementation": cache, "max_new_tokens": 4}
+    before, options = check.launches(), {"cache_implementation": cache, "max_new_tokens": 4}
     with record_routes() as routes:
-        assert compare_generated(name, device=device, **options) <= TOLERANCE
+        assert check.compare_generated(name, device=device, **options) <= check.TOLERANCE
     assert not routes.dense
     if runs.current() is not None:
         layers = tiny.build(name).config.num_hidden_layers
@@ -190,7 +181,7 @@ def test_compiled_descriptor_from_outside_the_graph():
     with simulate() as run:
         actual, scores = tiny.generate(enable(model), inputs, compile_config=config, **options)
     assert actual.tolist() == expected.tolist()
-    assert difference(scores, expected_scores) <= TOLERANCE
+    assert check.difference(scores, expected_scores) <= check.TOLERANCE
     decoded = [launch for launch in run.launches if launch.kernel == "flash_decode"]
     assert len(decoded) == 3 * 2
     assert all("MASK" not in launch.defines for launch in decoded)
@@ -198,14 +189,14 @@ def test_compiled_descriptor_from_outside_the_graph():
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name):
-    assert compare_compiled(name, **COMPILED[name]) <= TOLERANCE
+    assert check.compare_compiled(name, **COMPILED[name]) <= check.TOLERANCE
 
 
 @pytest.mark.parametrize("name", CORE)
 def test_gradients(name):
     inputs = tiny.inputs(name, "right")
-    expected = gradients(tiny.build(name), inputs)
-    assert_same_gradients(gradients(enable(tiny.build(name)), inputs), expected)
+    expected = check.gradients(tiny.build(name), inputs)
+    check.assert_same_gradients(check.gradients(enable(tiny.build(name)), inputs), expected)
     assert any(n.endswith("sinks") for n in expected) == (name == "gpt-oss")
 
 
@@ -221,8 +212,7 @@ FAULTS = {
     "window one larger": ("Mistral", "none", change("window_size_left", lambda size: size + 1)),
     "window one smaller": ("Mistral", "none", change("window_size_left", lambda size: size - 1)),
     "window one larger on the right": (
-        "ModernBERT",
-        "none",
+        *("ModernBERT", "none"),
         change("window_size_right", lambda size: size + 1 if size > 0 else size),
     ),
     "chunk one larger": ("Llama4", "none", change("attention_chunk", lambda size: size + 1)),
@@ -232,7 +222,7 @@ FAULTS = {
     "one key past the length": (
         "BERT",
         "right",
-        change("seqused_k", lambda lengths: (lengths + 1).clamp(max=PROMPT)),
+        change("seqused_k", lambda n: (n + 1).clamp(max=PROMPT)),
     ),
 }
 
@@ -250,14 +240,14 @@ class TestPlantedFaults:
     def test_option(self, fault, monkeypatch):
         name, side, fault = FAULTS[fault]
         self.plant(monkeypatch, fault)
-        assert compare(name, side)[0] > 10 * TOLERANCE
+        assert check.compare(name, side)[0] > 10 * check.TOLERANCE
 
     @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Llama4", "gpt-oss", "Whisper"])
     def test_offset(self, name, monkeypatch):
-        """Ignored where a static cache decodes; dense masks and full windows carry none."""
+        """Ignored in decode steps with a static cache; dense masks and full windows have none."""
         self.plant(monkeypatch, change("q_offset", lambda offset: 0))
         model, inputs = tiny.build(name), tiny.inputs(name)
         options = {"cache_implementation": "static", "disable_compile": True}
         _, expected = tiny.generate(model, inputs, **options)
         _, scores = tiny.generate(enable(model), inputs, **options)
-        assert difference(scores, expected) > 10 * TOLERANCE
+        assert check.difference(scores, expected) > 10 * check.TOLERANCE

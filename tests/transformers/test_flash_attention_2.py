@@ -16,7 +16,7 @@ from torch_metal_attn import install_flash_attn  # noqa: E402
 from torch_metal_attn.simulator import runs  # noqa: E402
 
 NAME = "flash_attention_2"
-# transformers has no flash-attn for these, and tells it nothing of PaliGemma's prefix.
+# transformers has no flash-attn for these, and does not pass PaliGemma's prefix on.
 WITHOUT = {"gpt-oss", "Llama4", "PaliGemma", "T5", "DeepSeek-V3.2", "GLM-MoE-DSA"}
 
 
@@ -49,7 +49,7 @@ def refused():
         tiny.build("Llama").set_attn_implementation(NAME)
 
 
-def test_only_where_asked_for():
+def test_only_if_requested():
     refused()
     with install_flash_attn():
         refused()

@@ -10,16 +10,8 @@ from torch._subclasses import FakeTensorMode
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
+from tests.transformers import model_check as check  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
-from tests.transformers.model_check import (  # noqa: E402
-    TOLERANCE,
-    assert_same_gradients,
-    compare,
-    compare_compiled,
-    compare_generated,
-    difference,
-    gradients,
-)
 from tests.transformers.tiny_families import BATCHED, FAMILIES  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     continuous_batching,
@@ -29,22 +21,14 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 from torch_metal_attn.integrations.transformers.unrotated import Tables, Unrotated  # noqa: E402
 from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 
-NO_ROPE = "has no attention that calls apply_rotary_pos_emb"
-OTHER = "rotates its queries by .*, which is not known"
+WITHOUT_ROPE = ["BERT", "CLIP", "T5", "ViT", "Whisper"]
+OTHER_ROPE = ["DeepSeek-V2", "DeepSeek-V3", "DeepSeek-V3.2", "GLM-MoE-DSA", "Llama4"]
 REFUSED = {
-    "BERT": NO_ROPE,
-    "CLIP": NO_ROPE,
-    "DINOv3": "rotates its queries neither by halves nor by pairs",  # not those of its registers
-    "DeepSeek-V2": OTHER,
-    "DeepSeek-V3": OTHER,
-    "DeepSeek-V3.2": OTHER,
-    "GLM-MoE-DSA": OTHER,
+    **dict.fromkeys(WITHOUT_ROPE, "has no attention that calls apply_rotary_pos_emb"),
+    **dict.fromkeys(OTHER_ROPE, "rotates its queries by .*, which is not known"),
+    "DINOv3": "rotates its queries neither by halves nor by pairs",  # skips registers
     "Gemma4": "calls apply_rotary_pos_emb in an unknown way",
-    "Llama4": OTHER,
     "Ministral 3": "works on its queries after they are rotated",
-    "T5": NO_ROPE,
-    "ViT": NO_ROPE,
-    "Whisper": NO_ROPE,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.3}
 YARN["original_max_position_embeddings"] = 32
@@ -53,27 +37,27 @@ YARN["original_max_position_embeddings"] = 32
 class TestMatchesEager:
     @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
     def test_prefill(self, name):
-        assert compare(name, "left", fuse_rope=True)[0] <= TOLERANCE
+        assert check.compare(name, "left", fuse_rope=True)[0] <= check.TOLERANCE
 
     @pytest.mark.parametrize(
         "name", ["Llama", "Gemma3", "gpt-oss", "Phi3", "Cohere2", "GLM", "GPT-NeoX", "StableLM"]
     )
-    def test_tables_that_are_dropped_are_noticed(self, name, monkeypatch):
+    def test_dropped_tables_are_noticed(self, name, monkeypatch):
         options = Unrotated.options
 
         def dropped(unrotated):
             return options(unrotated) | {"q_rotary_cos": torch.ones_like(unrotated.cos)}
 
         monkeypatch.setattr(Unrotated, "options", dropped)
-        assert compare(name, "left", fuse_rope=True)[0] > 10 * TOLERANCE
+        assert check.compare(name, "left", fuse_rope=True)[0] > 10 * check.TOLERANCE
 
     @pytest.mark.parametrize("name", ["Llama", "Cohere2", "StableLM"])
     def test_on_device(self, name, device):
-        """The last token sees the whole cache, the second of three not: that is another kernel."""
+        """The last token sees the whole cache, the second of three does not, so kernels differ."""
         new_tokens = 3 if name == "Llama" else 2
         options = {"cache_implementation": "static", "max_new_tokens": new_tokens}
-        apart = compare_generated(name, fuse_rope=True, device=device, **options)
-        assert apart <= TOLERANCE
+        apart = check.compare_generated(name, fuse_rope=True, device=device, **options)
+        assert apart <= check.TOLERANCE
         if (run := runs.current()) is not None:
             flash = [launch for launch in run.launches if launch.kernel.startswith("flash")]
             assert {launch.kernel for launch in flash} == {"flash_fwd", "flash_decode"}
@@ -84,13 +68,15 @@ class TestMatchesEager:
 
     @pytest.mark.parametrize("name", ["Llama", "GLM"])
     def test_attention_factor(self, name):
-        assert compare(name, "left", fuse_rope=True, rope_parameters=YARN)[0] <= TOLERANCE
+        assert (
+            check.compare(name, "left", fuse_rope=True, rope_parameters=YARN)[0] <= check.TOLERANCE
+        )
 
     @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL"])
     def test_positions_of_three_axes(self, name):
         positions = torch.stack([torch.arange(tiny.PROMPT) * n for n in (1, 2, 5)])
         inputs = {"input_ids": tiny.tokens(), "position_ids": positions[:, None].expand(3, 2, -1)}
-        assert compare(name, inputs=inputs, fuse_rope=True)[0] <= TOLERANCE
+        assert check.compare(name, inputs=inputs, fuse_rope=True)[0] <= check.TOLERANCE
 
     @pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
     def test_tables_with_positions_innermost(self, name, monkeypatch):
@@ -102,24 +88,23 @@ class TestMatchesEager:
             return tuple(table.mT.contiguous().mT for table in forward(self, x, position_ids))
 
         monkeypatch.setattr(kind, "forward", strided)
-        assert compare(name, "left", model=model, fuse_rope=True)[0] <= TOLERANCE
+        assert check.compare(name, "left", model=model, fuse_rope=True)[0] <= check.TOLERANCE
 
     @pytest.mark.parametrize(
-        ("name", "changes"),
-        [("gpt-oss", {"layer_types": ["sliding_attention"]}), ("StableLM", {})],
+        ("name", "changes"), [("gpt-oss", {"layer_types": ["sliding_attention"]}), ("StableLM", {})]
     )
     def test_compiled(self, name, changes):
-        apart = compare_compiled(name, fuse_rope=True, num_hidden_layers=1, **changes)
-        assert apart <= TOLERANCE
+        apart = check.compare_compiled(name, fuse_rope=True, num_hidden_layers=1, **changes)
+        assert apart <= check.TOLERANCE
 
     @pytest.mark.parametrize("name", ["Llama", "gpt-oss", "GLM", "StableLM"])
     def test_training(self, name):
         inputs = tiny.inputs(name, "right") | {"use_cache": False}
-        expected = gradients(tiny.build(name), inputs)
+        expected = check.gradients(tiny.build(name), inputs)
         model = enable(tiny.build(name), fuse_rope=True)
         if name in ("Llama", "GLM"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        assert_same_gradients(gradients(model, inputs), expected)
+        check.assert_same_gradients(check.gradients(model, inputs), expected)
 
     @pytest.mark.parametrize("name", BATCHED[:2])
     def test_continuous_batching(self, name):
@@ -132,14 +117,14 @@ class TestMatchesEager:
 
 
 class TestQueriesAreNeverWrittenRotated:
-    def test_by_no_launch(self):
+    def test_launches(self):
         model = enable(tiny.build("Llama"), fuse_rope=True)
         with simulate(record=True) as run:
             tiny.answer(model, **tiny.inputs("Llama", "left"))
         assert [launch.kernel for launch in run.recorded] == ["rope", "flash_fwd"] * 2
         for launch in run.recorded:
             if launch.kernel == "rope":
-                # Whole threadgroups of the 2 KV heads of two sequences; q has 4 heads.
+                # Whole threadgroups for the 2 KV heads of two sequences. q has 4 heads.
                 length, heads = launch.grid[1:]
                 assert length == tiny.PROMPT
                 assert 2 * 2 <= heads < 2 * 4
@@ -186,15 +171,15 @@ class TestRefusals:
             with pytest.raises(NotImplementedError, match="LlamaAttention rotates its queries"):
                 enable(tiny.build("Llama"), fuse_rope=True)
 
-    def test_a_forward_of_its_own(self):
+    def test_a_replaced_forward(self):
         model = tiny.build("Llama")
         layer = model.model.layers[1].self_attn
         layer.forward = layer.forward
         with pytest.raises(NotImplementedError, match="a LlamaAttention has a forward that is not"):
             enable(model, fuse_rope=True)
 
-    def test_tables_that_are_alike_on_one_axis_only(self, monkeypatch):
-        """Halves that follow different axes are alike where time, height and width are equal."""
+    def test_tables_that_match_on_one_axis_only(self, monkeypatch):
+        """Halves of different axes match where time, height and width are equal."""
         model = tiny.build("Qwen3-VL")
         kind = type(model.rotary_emb)
         forward = kind.forward
@@ -209,7 +194,7 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match="rotates its queries neither by halves nor"):
             enable(model, fuse_rope=True)
 
-    def test_queries_that_something_else_uses(self):
+    def test_other_uses_of_unrotated_queries(self):
         x, table, cat = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 2), fusion._Torch().cat
         q = Unrotated(x, table, table, False, "SomeAttention")
         for use in (
@@ -232,7 +217,7 @@ class TestRefusals:
             with pytest.raises((NotImplementedError, TypeError), match=r"LlamaAttention|Unrotated"):
                 tiny.answer(model, input_ids=tiny.tokens())
 
-    def test_heads_in_another_place(self):
+    def test_another_unsqueeze_dim(self):
         rotate_k = fusion._key_rotation("SomeAttention", Tables("halves", False))
         q, table = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 4)
         with pytest.raises(NotImplementedError, match="unsqueeze_dim=2 in SomeAttention"):
@@ -243,7 +228,7 @@ class TestModel:
     def fused(self):
         return enable(tiny.build("Llama"), fuse_rope=True)
 
-    def test_undone(self):
+    def test_enable_removes_fusion(self):
         model = self.fused()
         original = transformers.models.llama.modeling_llama.LlamaAttention
         layer = model.model.layers[0].self_attn
@@ -286,4 +271,4 @@ class TestModel:
         model, inputs = tiny.build("PaliGemma"), tiny.inputs("PaliGemma")
         expected = tiny.answer(model, **inputs)
         enable(enable(model).model.language_model, fuse_rope=True)
-        assert difference(tiny.answer(model, **inputs), expected) <= TOLERANCE
+        assert check.difference(tiny.answer(model, **inputs), expected) <= check.TOLERANCE

@@ -28,13 +28,15 @@ from torch_metal_attn.quantisation import DTYPES, dequantise, quantise  # noqa: 
 from torch_metal_attn.simulator import runs  # noqa: E402
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES  # noqa: E402
 
-# The other models that cache latent rows; of two only some layers do.
+# The other models that cache latent rows. Two of them do in some layers only.
 OTHERS = [
     *("AXK1", "BailingHybrid", "Glm4MoeLite", "KimiLinear", "LongcatFlash", "MiniCPM3", "Mistral4"),
     *("Youtu", "Kimi_K25ForConditionalGeneration"),
 ]
-# Those with an indexer that test_families has not.
+# Models with an indexer that test_families.py lacks.
 SELECTING = ["AXK2", "Dots3Note", "HYV4", "MistralLarge4ForConditionalGeneration"]
+BEAMS, SAMPLE = {"num_beams": 2}, {"do_sample": True, "top_k": 3}
+LOOKUP = {"prompt_lookup_num_tokens": 3}
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
 
@@ -44,7 +46,7 @@ def generated(model, inputs, **options):
 
 
 def check(model, inputs, expected, tolerance=TOLERANCE, **options):
-    """A model generates the tokens and scores of `expected`; returns the routes."""
+    """The routes of a model that must generate the tokens and scores of `expected`."""
     tokens, scores = expected
     with record_routes() as routes:
         actual, actual_scores = generated(model, inputs, **options)
@@ -55,14 +57,14 @@ def check(model, inputs, expected, tolerance=TOLERANCE, **options):
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V3.2", "GLM-MoE-DSA"])
 @pytest.mark.parametrize("paging", [None, {}, {"page_size": 5}], ids=str)
-def test_tokens_are_those_of_eager(name, paging):
+def test_tokens_match_eager(name, paging):
     side = "none" if paging is None else "left"
     model, inputs = tiny.build(name), tiny.inputs(name, side)
     expected = generated(model, inputs)
     enable(model, absorb=True)
     options = {} if paging is None else {"cache": latent_cache(model, 64, **paging)}
     routes = check(model, inputs, expected, **options)
-    # The prompt is expanded for its own attention, and no later step is.
+    # Only the prompt's attention expands its latent rows.
     steps = [call for call in routes.kernel if " q (2, 4, 1, " in call]
     assert len(steps) == GREEDY["max_new_tokens"] - 1
     assert all(f"q (2, 4, 1, {COLUMNS}) k (2, 1, " in call for call in steps)
@@ -114,26 +116,21 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
 
 
 def check_rounded(rounded, inputs, options, length, format, **cache_options):
-    """Tokens and scores are eager's if `rounded` updates its cache; returns ours and the model."""
+    """Compare with eager attention whose cache `rounded` updates; (cache, model, scores)."""
     model = tiny.build("DeepSeek-V3", **WIDE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicLayer, "update", rounded)
         expected = generated(model, inputs, **options)
     enable(model, absorb=True)
     cache = latent_cache(model, length, format, **cache_options)
-    # A row that is rounded another way in float32 may have another code.
+    # Rounding in float32 may change a row's code.
     check(model, inputs, expected, 1e-3, cache=cache, **options)
     return cache, model, expected[1]
 
 
 @pytest.mark.parametrize(
     "format, page_size, options",
-    [
-        ("q8_0", None, {"num_beams": 2}),
-        ("fp8_e4m3", None, {"prompt_lookup_num_tokens": 3}),
-        ("q4_0", 5, {"num_beams": 2}),
-        ("q3_g32", 16, {"prompt_lookup_num_tokens": 3}),
-    ],
+    [("q8_0", None, BEAMS), ("fp8_e4m3", None, LOOKUP), ("q4_0", 5, BEAMS), ("q3_g32", 16, LOOKUP)],
 )
 def test_quantised_rows(format, page_size, options):
     update = DynamicLayer.update
@@ -152,20 +149,15 @@ def test_quantised_rows(format, page_size, options):
 
 @pytest.mark.parametrize(
     "repeats, page_size, options",
-    [
-        (3, None, {}),
-        (16, 16, {}),
-        (16, None, {"num_beams": 2}),
-        (16, 16, {"prompt_lookup_num_tokens": 3}),
-    ],
+    [(3, None, {}), (16, 16, {}), (16, None, BEAMS), (16, 16, LOOKUP)],
 )
 def test_recent_rows(repeats, page_size, options):
-    """All rows are rounded but the last ones."""
+    """All rows except for the last ones are rounded."""
     update, kept, padding = DynamicLayer.update, 8 + VERIFY_QUERIES, 3
 
     def rounded(self, key_states, value_states, *arguments, **inputs):
         k, v = update(self, key_states, value_states, *arguments, **inputs)
-        # Rows that drafts have pushed out are not there again.
+        # Rows that drafts evicted stay rounded.
         old = self.old = max(getattr(self, "old", 0), k.shape[2] - kept)
         rows = torch.cat([k, v], -1)
         codes = dequantise(*quantise(rows[:, :, :old].contiguous(), "q4_0"), rows.dtype)
@@ -207,11 +199,7 @@ def test_on_device(page_size, device):
         assert all(one.defines["V_IN_K"] == "1" for one in decoding)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True, "top_k": 3}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"num_beams": 3}, LOOKUP, SAMPLE], ids=str)
 @pytest.mark.parametrize("page_size", [None, 5])
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-V3.2", "GLM-MoE-DSA"])
 def test_ways_to_generate(name, page_size, options):
@@ -225,7 +213,7 @@ def test_ways_to_generate(name, page_size, options):
     assert model.generate(**inputs, cache=cache).tolist() == expected.tolist()
 
 
-FAULTS = {  # rotated keys dropped, and the values of the first head
+FAULTS = {  # drops the rotated keys; takes the first head's values for all heads
     "rows": lambda self: torch.cat([self.latents, 0 * self.k_rotated], -1),
     "values": lambda self, out: Latents.unbroken(self, out[:, :, :1].expand_as(out)),
 }
@@ -241,8 +229,7 @@ def test_fault_is_caught(method, fault, monkeypatch):
     assert difference(actual_scores, scores) > 10 * TOLERANCE
 
 
-def test_gradients_are_those_of_eager():
-    """There are few queries, so they are absorbed."""
+def test_gradients_match_eager():
     inputs = {"input_ids": tiny.tokens(7), "use_cache": False}
     actual = gradients(enable(tiny.build("DeepSeek-V3"), absorb=True), inputs)
     assert_same_gradients(actual, gradients(tiny.build("DeepSeek-V3"), inputs))
@@ -257,7 +244,7 @@ def test_explain_shows_the_bytes():
     assert "keys and values expanded to 4 heads would be 640" in text
 
 
-def test_enable_undoes_it():
+def test_enable_removes_absorption():
     model = tiny.build("DeepSeek-V3")
     kinds = [type(module) for module in model.modules()]
     enable(model, absorb=True)
@@ -269,7 +256,7 @@ def test_enable_undoes_it():
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_another_attention_is_told():
+def test_another_attention_is_refused():
     model = enable(tiny.build("DeepSeek-V3"), absorb=True)
     model.set_attn_implementation("eager")
     with pytest.raises(NotImplementedError, match="was given absorb=True, so only metal_attn"):
@@ -301,7 +288,7 @@ class TestRefused:
             enable(model, absorb=True)
         assert model.config._attn_implementation == "eager"
 
-    def test_a_projection_that_is_more_than_a_weight(self):
+    def test_a_subclassed_projection(self):
         class Adapted(torch.nn.Linear):
             pass
 

@@ -10,18 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 
-from transformers.masking_utils import (  # noqa: E402
-    and_masks,
-    bidirectional_mask_function,
-    blockwise_overlay,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    eager_mask,
-    or_masks,
-    sdpa_mask,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers import masking_utils  # noqa: E402
 
 from tests.helpers.cases import each_case  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
@@ -36,7 +25,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 )
 from torch_metal_attn.wording import count_text  # noqa: E402
 
-WINDOW = sliding_window_causal_mask_function(16)
+WINDOW = masking_utils.sliding_window_causal_mask_function(16)
 HOLES = torch.arange(16) != torch.tensor([[5], [16]])
 PADDED = torch.arange(16) >= torch.tensor([[0], [3]])
 
@@ -62,15 +51,14 @@ def forwards(draw):
     seen = draw(st.sampled_from([0, 0, 1, 5, 9, 14, 21]))
     pattern = draw(st.sampled_from(["causal", "full", "sliding", "both sides", "chunked"]))
     size = draw(st.integers(1, 24))
-    # A sliding cache keeps size - 1 tokens; what is described has to be right for any other number.
+    # A sliding cache keeps size - 1 tokens. The mask must be right for any number.
     kept = draw(st.sampled_from([seen, min(seen, size - 1), draw(st.integers(0, seen))]))
     empty = draw(st.sampled_from([0, 0, 3, 40]))
     total = seen + q_length
     attention_mask = None
     if draw(st.booleans()):
-        attention_mask = torch.ones(
-            batch, total + draw(st.sampled_from([0, empty])), dtype=torch.bool
-        )
+        length = total + draw(st.sampled_from([0, empty]))
+        attention_mask = torch.ones(batch, length, dtype=torch.bool)
         for row in attention_mask:
             row[: draw(st.integers(0, total))] = draw(st.booleans())
             row[total - draw(st.integers(0, total)) :] = draw(st.booleans())
@@ -80,11 +68,11 @@ def forwards(draw):
     if attention_mask is not None:
         start = (attention_mask.cumsum(-1) == 0).sum(-1)
     function = {
-        "causal": causal_mask_function,
-        "full": bidirectional_mask_function,
-        "sliding": sliding_window_causal_mask_function(size),
-        "both sides": sliding_window_bidirectional_mask_function(size),
-        "chunked": chunked_causal_mask_function(size, start),
+        "causal": masking_utils.causal_mask_function,
+        "full": masking_utils.bidirectional_mask_function,
+        "sliding": masking_utils.sliding_window_causal_mask_function(size),
+        "both sides": masking_utils.sliding_window_bidirectional_mask_function(size),
+        "chunked": masking_utils.chunked_causal_mask_function(size, start),
     }[pattern]
     causal = pattern in ("causal", "sliding", "chunked")
     return {
@@ -102,11 +90,13 @@ def forwards(draw):
 
 
 def dense(call):
-    return sdpa_mask(**call | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return masking_utils.sdpa_mask(
+        **call | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    )
 
 
 def check_attention(mask, whole, batch, q_length, kv_length):
-    """With a mask, with a copy that lacks the attribute, and with a bias, as with a dense mask."""
+    """The mask, a copy without the attribute, and a bias with it give a dense mask's results."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(batch, 2, q_length, 8, generator=generator)
     k, v = torch.randn(2, batch, 1, kv_length, 8, generator=generator)
@@ -140,20 +130,23 @@ class TestMaskFunction:
         options = {"batch_size": 2, "q_length": 1, "kv_length": 16, "device": "cpu"}
         return metal_attention_mask(**options | changes)
 
-    def test_without_numbers(self):
+    def test_masks_without_descriptors(self):
         everywhere = {"attention_mask": torch.ones(2, 16, dtype=torch.bool)}
-        chunks = chunked_causal_mask_function(16, torch.zeros(2, dtype=torch.int64))
+        chunks = masking_utils.chunked_causal_mask_function(16, torch.zeros(2, dtype=torch.int64))
         static = {"attention_mask": everywhere["attention_mask"][:, :4], "q_length": 4}
         for changes in ({}, everywhere, {"mask_function": WINDOW}, {"mask_function": chunks}):
             assert band.is_causal(self.mask(**{"q_length": 16} | changes))
         for changes in ({"q_length": 4}, static):  # a static cache's prefill, top-left
             assert band.is_causal(self.mask(**changes))
-        both = {"mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+        both = {
+            "mask_function": masking_utils.bidirectional_mask_function,
+            "allow_is_bidirectional_skip": True,
+        }
         assert self.mask(q_length=16, **both) is None
         for offset in (15, torch.tensor([15])):  # a dynamic cache's decoding
             assert self.mask(q_offset=offset) is None
 
-    @pytest.mark.parametrize("pattern", [causal_mask_function, WINDOW])
+    @pytest.mark.parametrize("pattern", [masking_utils.causal_mask_function, WINDOW])
     def test_each_step_of_a_static_cache_has_one_form(self, pattern):
         for padded in ({}, {"attention_mask": PADDED}):
             call = padded | {"mask_function": pattern, "allow_is_causal_skip": False}
@@ -170,24 +163,26 @@ class TestMaskFunction:
             seen = (torch.arange(9) <= torch.arange(q.shape[2])[:, None] + offset)[None, None]
             torch.testing.assert_close(compiled(q, offset), attend(q, k, seen))
 
-    def test_dense_masks_of_models_that_sdpa_is_not_for(self, monkeypatch):
-        """They add masks to scores of their own or concatenate them, as eager's are made for."""
+    def test_additive_masks(self, monkeypatch):
+        """Models that add masks to their scores or concatenate them get eager's masks."""
         monkeypatch.setattr(masks, "additive_masks", set())
         config = transformers.SplinterConfig()
         call = {"q_length": 16, "attention_mask": HOLES, "config": config, "dtype": torch.float16}
         assert self.mask(**call).dtype == torch.bool
         monkeypatch.setattr(masks, "additive_masks", {"splinter"})
         mask = self.mask(**call)
-        assert torch.equal(mask, eager_mask(2, 16, 16, attention_mask=HOLES, dtype=torch.float16))
-        # A model that needs every mask dense gets none if eager attention has none.
+        assert torch.equal(
+            mask, masking_utils.eager_mask(2, 16, 16, attention_mask=HOLES, dtype=torch.float16)
+        )
+        # A model that needs dense masks gets None where eager attention gets None.
         monkeypatch.setattr(masks, "DENSE_MODELS", {"splinter"})
-        full = {"mask_function": bidirectional_mask_function, "attention_mask": None}
+        full = {"mask_function": masking_utils.bidirectional_mask_function, "attention_mask": None}
         assert self.mask(**call | full, allow_is_bidirectional_skip=True) is None
         causal = self.mask(**call | {"attention_mask": None})
-        assert torch.equal(causal, eager_mask(2, 16, 16, dtype=torch.float16))
+        assert torch.equal(causal, masking_utils.eager_mask(2, 16, 16, dtype=torch.float16))
 
     def test_descriptor(self):
-        window = sliding_window_causal_mask_function(6)
+        window = masking_utils.sliding_window_causal_mask_function(6)
         mask = self.mask(q_length=16, mask_function=window, attention_mask=PADDED)
         assert mask.dtype == torch.int32
         rows = [[0, 16, 16, 0, 16, 5, 0, 0], [0, 16, 16, 3, 16, 5, 0, 0]]
@@ -195,10 +190,10 @@ class TestMaskFunction:
         assert mask.stride() == (8, 0, 8, 1), "the queries share their memory"
         assert str(band.unpack(mask)) == "causal window -5+0 padded"
 
-    def test_dense_where_it_is_no_band(self):
-        blocks = blockwise_overlay(torch.zeros(2, 16, dtype=torch.int64))
+    def test_masks_that_are_not_bands_are_dense(self):
+        blocks = masking_utils.blockwise_overlay(torch.zeros(2, 16, dtype=torch.int64))
         # Their origin is not the padding.
-        chunks = chunked_causal_mask_function(5, torch.tensor([0, 2]))
+        chunks = masking_utils.chunked_causal_mask_function(5, torch.tensor([0, 2]))
 
         def other(batch_idx, head_idx, q_idx, kv_idx):
             return kv_idx != q_idx - 1
@@ -206,15 +201,15 @@ class TestMaskFunction:
         for case in (
             {"attention_mask": HOLES},
             {"mask_function": chunks},
-            {"mask_function": or_masks(causal_mask_function, blocks)},
-            {"mask_function": and_masks(causal_mask_function, other)},
+            {"mask_function": masking_utils.or_masks(masking_utils.causal_mask_function, blocks)},
+            {"mask_function": masking_utils.and_masks(masking_utils.causal_mask_function, other)},
             {"allow_is_causal_skip": False},
             {"use_vmap": True},
             {"config": transformers.Gemma2Config(model_type="doge")},
-            {"mask_function": sliding_window_causal_mask_function(0)},
+            {"mask_function": masking_utils.sliding_window_causal_mask_function(0)},
         ):
             call = {"batch_size": 2, "q_length": 16, "kv_length": 16, "device": "cpu"}
-            call |= {"mask_function": causal_mask_function} | case
+            call |= {"mask_function": masking_utils.causal_mask_function} | case
             mask = metal_attention_mask(**call)
             call.pop("config", None)
             assert mask.dtype == torch.bool
@@ -225,7 +220,7 @@ class TestMaskFunction:
         sizes = {"batch_size": 2, "q_length": 9, "kv_length": kept + 9, "q_offset": q_offset}
         call = sizes | {
             "kv_offset": q_offset - kept,
-            "mask_function": chunked_causal_mask_function(19, torch.tensor([0, 4])),
+            "mask_function": masking_utils.chunked_causal_mask_function(19, torch.tensor([0, 4])),
             "attention_mask": torch.arange(q_offset + 9) >= torch.tensor([[0], [4]]),
             "device": "cpu",
         }
@@ -235,7 +230,7 @@ class TestMaskFunction:
 
 
 class TestHiddenValues:
-    """The host can read none on meta, of fake tensors, and inside torch.func's transforms."""
+    """Masks whose values the host cannot read: on meta, fake, and inside of torch.func."""
 
     @pytest.mark.parametrize("name", ["Llama", "Llama4"])
     def test_shapes(self, name):
@@ -272,7 +267,7 @@ class TestHiddenValues:
 
 
 class NoMask(TorchDispatchMode):
-    """Fails on every result with an element for each query and key, but for attention itself."""
+    """Fails on every result of at least `size` elements, and counts calls of flash_fwd."""
 
     def __init__(self, size):
         super().__init__()
@@ -288,7 +283,7 @@ class NoMask(TorchDispatchMode):
 
 
 class TestNoMaskIsAllocated:
-    LENGTH = 400  # its square is more than anything else in a tiny model has elements
+    LENGTH = 400  # its square exceeds the elements of every tensor in a tiny model
 
     def forward(self, name, side):
         model = enable(tiny.build(name, max_position_embeddings=512))
@@ -333,7 +328,7 @@ class TestDescriptor:
         keys = torch.arange(16)
         assert torch.equal((first <= keys) & (keys < last), band.expand(mask, 1, 16).flatten())
 
-    def test_a_layer_does_not_wait_for_the_device(self, monkeypatch):
+    def test_layers_do_not_synchronise(self, monkeypatch):
         q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
         copied, read = mask.clone(), []
         monkeypatch.setattr(attention, "_flash", lambda q, k, v, **options: q)
@@ -350,14 +345,14 @@ class TestDescriptor:
         attend(q, q, copied)
         assert read == [(2, 8)]
 
-    def test_one_wait_for_each_mask(self, monkeypatch):
+    def test_one_synchronisation_for_each_mask(self, monkeypatch):
         fetched, on_host = [], masks._on_host
         monkeypatch.setattr(masks, "_on_host", lambda *v: fetched.append(v) or on_host(*v))
         self.descriptor()
         assert len(fetched) == 1
 
     @pytest.mark.parametrize("made_for", [1, 16, 20])
-    def test_compiled_graphs_refuse_other_numbers_of_queries_too(self, made_for):
+    def test_masks_for_other_numbers_of_queries_are_refused(self, made_for):
         ends = torch.tensor([30, 32], dtype=torch.int32)
         mask = band.pack(band.Band(4, made_for, 32, window_size_right=0), 2, "cpu")
         every = band.pack(band.Band(0, made_for, 32, seqused_k=ends), 2, "cpu")
@@ -372,8 +367,8 @@ class TestDescriptor:
                     with pytest.raises(NotImplementedError, match=words):
                         function(q, k, mask)
 
-    def test_whatever_is_done_to_it_raises(self):
-        """A model that cuts rows out of its mask would get another answer."""
+    def test_changed_descriptors_raise(self):
+        """A model that slices its mask would get wrong results."""
         q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
         diagonal = metal_attention_mask(2, 16, 16)
         attend(q, q, diagonal[..., :3])
@@ -396,7 +391,7 @@ class TestDescriptor:
             with pytest.raises((NotImplementedError, ValueError), match=words):
                 attend(queries, keys, other)
 
-    def test_compiled_graph_takes_those_of_several_queries(self):
+    def test_compiled_graph_accepts_descriptors(self):
         ends = {"leftpad_k": torch.tensor([0, 3]).int(), "seqused_k": torch.tensor([30, 32]).int()}
         causal = {"q_offset": 12, "window_size_right": 0}
         limits = {
@@ -417,10 +412,7 @@ class TestDescriptor:
     "changes, message",
     [
         ({"batch_size": None}, "batch_size is None; it must be an int"),
-        (
-            {"batch_size": 3, "attention_mask": torch.ones(2, 16) > 0},
-            "2 rows; it must have bat",
-        ),
+        ({"batch_size": 3, "attention_mask": HOLES}, "2 rows; it must have bat"),
         ({"q_length": "a"}, "q_length is 'a'; it must be an int"),
         ({"kv_length": -1}, "kv_length is -1; it must be at least 0"),
         ({"q_offset": torch.ones(2)}, r"q_offset has shape \(2,\) and dtype torch.float32"),

@@ -14,17 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils  # noqa: E402
-from transformers.masking_utils import (  # noqa: E402
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    chunked_causal_mask_function,
-    find_packed_sequence_indices,
-    packed_sequence_mask_function,
-    sdpa_mask,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
 from transformers.utils import TransformersKwargs  # noqa: E402
 
 from tests.transformers import model_check  # noqa: E402
@@ -44,22 +33,22 @@ from torch_metal_attn.testing.judge import normal  # noqa: E402
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 POSITIONS = ("position_ids",)
 BANDS = {
-    "causal": lambda size: causal_mask_function,
-    "full": lambda size: bidirectional_mask_function,
-    "sliding": sliding_window_causal_mask_function,
-    "both sides": sliding_window_bidirectional_mask_function,
+    "causal": lambda size: masking_utils.causal_mask_function,
+    "full": lambda size: masking_utils.bidirectional_mask_function,
+    "sliding": masking_utils.sliding_window_causal_mask_function,
+    "both sides": masking_utils.sliding_window_bidirectional_mask_function,
 }
-CHUNKS = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
+CHUNKS = masking_utils.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
 
 
 def positions_of(rows):
-    """position_ids (B, L) of rows that hold sequences of these lengths."""
+    """position_ids (B, L) of packed sequences, whose lengths `rows` lists for each row."""
     return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
 
 
 def call_for(function, positions, remapped=True):
-    """The call of the mask function that transformers makes of positions; older ones remap none."""
-    sequences = find_packed_sequence_indices(positions)
+    """The arguments that transformers passes to the mask function; older versions do not remap."""
+    sequences = masking_utils.find_packed_sequence_indices(positions)
     batch, length = positions.shape
     remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
     if remap is not None and remapped:
@@ -68,7 +57,9 @@ def call_for(function, positions, remapped=True):
         "batch_size": batch,
         "q_length": length,
         "kv_length": length,
-        "mask_function": and_masks(packed_sequence_mask_function(sequences), function),
+        "mask_function": masking_utils.and_masks(
+            masking_utils.packed_sequence_mask_function(sequences), function
+        ),
         "allow_is_causal_skip": False,
         "device": "cpu",
     }
@@ -90,19 +81,21 @@ class TestDescriptor:
         batch, length = call["batch_size"], call["q_length"]
         mask = metal_attention_mask(**call)
         assert mask.shape == (batch, 1, length, len(band.COLUMNS))
-        assert torch.equal(band.expand(mask, length, length), sdpa_mask(**call))
-        check_attention(mask, sdpa_mask(**call), batch, length, length)
+        assert torch.equal(band.expand(mask, length, length), masking_utils.sdpa_mask(**call))
+        check_attention(mask, masking_utils.sdpa_mask(**call), batch, length, length)
 
     def test_chunks_are_dense(self):
         call = call_for(CHUNKS, positions_of([(5, 11)]))
-        assert torch.equal(metal_attention_mask(**call), sdpa_mask(**call))
+        assert torch.equal(metal_attention_mask(**call), masking_utils.sdpa_mask(**call))
 
-    def test_positions_alone_keep_no_sequences_apart(self):
+    def test_positions_without_a_packed_mask(self):
         positions = positions_of([(5, 11)])
-        call = call_for(causal_mask_function, positions) | {"allow_is_causal_skip": True}
+        call = call_for(masking_utils.causal_mask_function, positions) | {
+            "allow_is_causal_skip": True
+        }
         remap = masking_utils.remap_positions_for_packed_sequence
-        call["mask_function"] = remap(causal_mask_function, positions)
-        expected = sdpa_mask(**call | {"allow_is_causal_skip": False})
+        call["mask_function"] = remap(masking_utils.causal_mask_function, positions)
+        expected = masking_utils.sdpa_mask(**call | {"allow_is_causal_skip": False})
         assert torch.equal(metal_attention_mask(**call), expected)
 
 
@@ -112,13 +105,13 @@ def attend(mask, **bounds):
 
 
 class TestBounds:
-    """cu_seq_lens together with position_ids, which the mask function has seen."""
+    """cu_seq_lens together with a mask that was made from position_ids."""
 
-    def mask(self, function=causal_mask_function):
+    def mask(self, function=masking_utils.causal_mask_function):
         return metal_attention_mask(**call_for(function, positions_of([LENGTHS])))
 
     def test_empty_sequences_change_nothing(self):
-        mask = self.mask(sliding_window_causal_mask_function(5))
+        mask = self.mask(masking_utils.sliding_window_causal_mask_function(5))
         for ends in ((0, 17, 18, 31), (0, 0, 17, 18, 18, 31, 31)):
             assert torch.equal(attend(mask, **bounds(*ends)), attend(mask))
 
@@ -132,7 +125,7 @@ class TestBounds:
         with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* and position_ids say that diff"):
             attend(self.mask(), **bounds(*ends))
 
-    def test_layers_after_the_first_do_not_wait(self, monkeypatch):
+    def test_only_the_first_layer_synchronises(self, monkeypatch):
         mask, ends, compared = self.mask(), bounds(0, 17, 18, 31), []
         equal = torch.equal
         monkeypatch.setattr(packing.torch, "equal", lambda *a: compared.append(a) or equal(*a))
@@ -156,7 +149,7 @@ def test_model_by_positions():
 
 @pytest.mark.parametrize("name", ["Afmoe", "Electra", "Ernie", "GptOss", "OPT", "Xmod"])
 def test_models_whose_masks_ignore_positions(name):
-    """Also without a cache. What the error advises works; some models count positions from 1."""
+    """The advice of the error works. Xmod counts positions from 1."""
     model = tiny.smallest(name)
     batch, expected = model_check.packed(model)
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
@@ -169,8 +162,8 @@ def test_models_whose_masks_ignore_positions(name):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_bounds_beside_another_mask():
-    """Chunks inside of sequences, which no descriptor holds: the error says what to do."""
+def test_bounds_with_a_mask_of_chunks():
+    """A descriptor cannot represent chunks inside of sequences. The error says what to do."""
     mask = metal_attention_mask(**call_for(CHUNKS, positions_of([(17, 1, 13)])))
     with pytest.raises(NotImplementedError, match="pass position_ids and use_cache=False"):
         attend(mask, **bounds(0, 17, 18, 31))
@@ -217,7 +210,7 @@ class TestBatchesOfTrainers:
 
     @pytest.mark.parametrize("use_cache", [False, True])
     @pytest.mark.parametrize("multiple", BATCHES)
-    def test_taken(self, multiple, use_cache, expected):
+    def test_batches_are_accepted(self, multiple, use_cache, expected):
         facts = {
             "packed_seq_lengths": torch.tensor([3, 1, 2], dtype=torch.int32),
             "num_items_in_batch": torch.tensor(3),
@@ -255,7 +248,7 @@ class TestBatchesOfTrainers:
         assert "set_attn_implementation" not in str(raised.value)
 
     def test_a_mask_shared_by_rows(self):
-        """It keeps the sequences of one row apart, and the other row holds others."""
+        """The mask separates the sequences of one row, but not those of the other."""
         q, k, v = normal(3, 2, 2, 6, 8)
         mask = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
         for second, apart in ((3, True), (2, False)):
@@ -269,7 +262,7 @@ class TestBatchesOfTrainers:
         expected = self.answer({"input_ids": ids})
         assert torch.equal(self.answer({"input_ids": ids, "seq_idx": numbers}), expected)
 
-    def test_layers_after_the_first_do_not_wait(self):
+    def test_only_the_first_layer_synchronises(self):
         q, k, v = normal(3, 1, 2, 6, 8)
         for mode in (torch.inference_mode, nullcontext):
             with mode():
@@ -284,7 +277,7 @@ class TestBatchesOfTrainers:
         with pytest.raises(ValueError, match="different tokens begin sequences"):
             metal_attention(torch.nn.Module(), q, k, v, None, **batch)
 
-    def test_graphs_trust_bounds_alone(self, expected):
+    def test_compiled_graphs_trust_bounds(self, expected):
         model = enable(tiny.build("Llama"))
         model.compile(fullgraph=True, backend="eager")
         batch = self.batch()
@@ -301,12 +294,11 @@ class TestBatchesOfTrainers:
             ({"output_attentions": True}, "use model.*, and packed sequences as a padded batch"),
         ],
     )
-    def test_advice_is_true_of_packed_batches(self, changed, advice):
+    def test_advice_for_packed_batches(self, changed, advice):
         with pytest.raises(NotImplementedError, match=advice):
             self.answer(self.batch() | changed)
 
-    def test_every_keyword_of_transformers_is_decided(self):
-        """One that is new in transformers must be looked at."""
+    def test_every_keyword_of_transformers_is_handled(self):
         q = torch.randn(1, 1, 4, 8)
         named = {*inspect.signature(metal_attention).parameters, *packing.SEQUENCES, *BOUNDS}
         for name in TransformersKwargs.__annotations__.keys() - named - {"output_attentions"}:
@@ -371,8 +363,8 @@ class TestPositionsWithCache:
         with pytest.raises(ValueError, match="fall back to 0"):
             metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=several[0])
 
-    def test_one_wait_for_all_layers(self):
-        """And none where there is a mask of tokens, as in `generate`."""
+    def test_one_synchronisation_for_all_layers(self):
+        """There is none with an attention mask, as in `generate`."""
         model, ids = enable(tiny.build("Llama")), tiny.tokens(31, batch=1)
         assert model.config.num_hidden_layers > 1
         with Waits() as waits:

@@ -50,10 +50,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "first, second",
-    [
-        ("torch_metal_attn", "transformers"),
-        ("transformers.modeling_utils", "torch_metal_attn"),
-    ],
+    [("torch_metal_attn", "transformers"), ("transformers.modeling_utils", "torch_metal_attn")],
 )
 def test_registers_in_either_order(first, second, saved):
     imports = f"import sys, torch, {first}\nassert {second!r} not in sys.modules\nimport {second}\n"
@@ -61,7 +58,7 @@ def test_registers_in_either_order(first, second, saved):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_transformers_that_is_too_old_is_left_alone(tmp_path):
+def test_an_older_transformers_is_left_alone(tmp_path):
     package = tmp_path / "transformers"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -82,14 +79,12 @@ def test_from_pretrained_refuses(tmp_path):
 
 @pytest.fixture
 def stub(monkeypatch, tmp_path):
-    """A package to wait for and an integration that notes when it is imported."""
     package = tmp_path / "awaited_stub"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "models.py").write_text("import sys\nvalue = 3\nspec_loader = __spec__.loader\n")
-    (tmp_path / "integration_stub.py").write_text(
-        "from awaited_stub.models import value\nassert value == 3\n"
-    )
+    text = "from awaited_stub.models import value\nassert value == 3\n"
+    (tmp_path / "integration_stub.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(registration, "_AWAITED", "awaited_stub.models")
@@ -101,15 +96,12 @@ def stub(monkeypatch, tmp_path):
 
 
 def waiting():
-    return [
-        finder
-        for finder in sys.meta_path
-        if isinstance(finder, imports._Finder) and finder.awaited == registration._AWAITED
-    ]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, imports._Finder)]
+    return [finder for finder in finders if finder.awaited == registration._AWAITED]
 
 
 class TestFinder:
-    def test_waits_and_goes(self, stub):
+    def test_the_finder_is_removed_after_the_import(self, stub):
         before = [finder for finder in sys.meta_path if finder not in waiting()]
         registration.register_with_transformers()
         assert len(waiting()) == 1
@@ -125,12 +117,12 @@ class TestFinder:
         for actual in (models.__loader__, models.__spec__.loader, models.spec_loader):
             assert type(actual) is loader
 
-    def test_who_only_asks_gets_the_loader_too(self, stub):
+    def test_find_spec_returns_a_complete_loader(self, stub):
         spec = importlib.util.find_spec("awaited_stub.models")
         assert spec.loader.get_source("awaited_stub.models").startswith("import sys")
         assert waiting()
 
-    def test_an_import_that_fails_may_be_tried_again(self, stub):
+    def test_a_failed_import_can_be_repeated(self, stub):
         text = (stub / "models.py").read_text()
         (stub / "models.py").write_text("raise RuntimeError('planted')")
         with pytest.raises(RuntimeError, match="planted"):
@@ -142,7 +134,7 @@ class TestFinder:
         importlib.import_module("awaited_stub.models")
         assert "integration_stub" in sys.modules
 
-    def test_beside_a_finder_that_asks_all_others(self, stub):
+    def test_with_a_finder_that_delegates(self, stub):
         class Asking:
             def find_spec(self, name, path, target=None):
                 others = (finder for finder in sys.meta_path if finder is not self)
@@ -160,7 +152,7 @@ class TestFinder:
         assert "integration_stub" in sys.modules
         assert not waiting()
 
-    def test_an_integration_that_breaks_breaks_nothing(self, stub):
+    def test_a_broken_integration_only_warns(self, stub):
         (stub.parent / "integration_stub.py").write_text("raise TypeError('another signature')")
         with pytest.warns(UserWarning, match="not available in this transformers.*another sign"):
             importlib.import_module("awaited_stub.models")

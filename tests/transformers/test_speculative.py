@@ -11,7 +11,7 @@ from torch_metal_attn.simulator import runs  # noqa: E402
 
 NEW_TOKENS, LAYERS, DRAFT = 12, 2, 4
 OPTIONS = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-NAME = "Gemma2"  # half of whose layers have a window
+NAME = "Gemma2"  # half of its layers have a window
 
 
 def prompt():
@@ -40,13 +40,13 @@ def assistant(device, noise):
     return enable(model).to(device)
 
 
-# The noise of the assistant's weights, of which 0 makes drafts that are all accepted.
+# noise: added to the assistant's weights; with 0 all drafts are accepted, None is prompt lookup.
 @pytest.mark.parametrize(
     "noise, most_forwards",
     [(0.0, 3), (1.0, NEW_TOKENS), (None, 8)],
     ids=["assisted", "assisted by another model", "prompt lookup"],
 )
-def test_tokens_are_those_of_greedy(noise, most_forwards, device):
+def test_tokens_match_greedy(noise, most_forwards, device):
     expected = tiny.build(NAME).generate(**prompt(), **OPTIONS)
     model, queries = counted(enable(tiny.build(NAME)).to(device))
     drafts = []

@@ -16,40 +16,34 @@ HEADS = 4
 
 # Sizes of integer options, by the first pattern that matches the whole name.
 _SIZES: list[tuple[str, int]] = [
-    (r"vocabulary_size|codebook_size|n_vocab|.*vocab_size.*|.*_vocab", VOCABULARY),
-    (r"max_(position_embeddings|seq_len|length)|n_positions|n_ctx|seq_length", 128),
-    (r"max_(target|source)_positions", 128),
+    (r"codebook_size|.*vocab_size.*|.*_vocab", VOCABULARY),
+    (r"max_(position_embeddings|seq_len|length|(target|source)_positions)|n_positions|n_ctx", 128),
     (r"(num_|n_)?(key_value_heads|kv_heads|head_kv|query_groups)|.*num_key_value_heads", 2),
-    (r".*(num_|n_)(attention_)?heads?|.*attention_heads|n_head|.*num_heads", HEADS),
+    (r".*(num_|n_)(attention_)?heads?", HEADS),
     (r"(global_|attention_|attn_)?head_dim|d_kv|attention_head_size|kv_channels", HIDDEN // HEADS),
     (r"q_lora_rank|o_lora_rank", 24),
     (r"qk_nope_head_dim|v_head_dim|kv_lora_rank|mamba_headdim", 16),
-    (r"num_experts_per_tok(en)?|moe_topk|moe_top_k|top_k|moe_k|num_selected_experts", 2),
-    (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|.*num_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|attn_layer_period|num_frames|frames_per_clip", 2),
+    (r"(moe_)?num_(local_|routed_)?experts|n_routed_experts|num_windows", 4),
+    (r"image_embedding_size|mm_tokens_per_image", 4),
     (r"n_group|topk_group|num_expert_group|(mamba_)?n_groups|attn_layer_offset", 1),
     (r"first_k_dense_replace|num_dense_layers|.*sparse_step", 1),
     (r"merge_index", 0),
     (r"attention_hidden_size", 2 * HIDDEN),
-    (r"attn_layer_period", 2),
     (r"qk_rope_head_dim|rotary_dim|latent_query_num|visual_prompt_size|(num|n)_filters", 8),
-    (r"num_queries|num_query_tokens|num_latents|num_object_queries|patch_size", 8),
-    (r".*(intermediate_size|ffn_dim|ffn_hidden_size|mlp_dim|hidden_dim_ffn|intermediate_dim)", 96),
-    (r"dim_feedforward|d_ff|d_inner|n_inner", 96),
+    (r"num_queries|num_query_tokens|num_latents|patch_size", 8),
+    (r".*(intermediate_(size|dim)|ffn_(dim|hidden_size)|mlp_dim|hidden_dim_ffn)", 96),
+    (r"dim_feedforward|d_ff|d_inner", 96),
     (r"(.*_)?(hidden_size|d_model|n_embd|hidden_dim|embed_dim|dim_model|projection_dim)", HIDDEN),
     (r"num_pos_feats", HIDDEN // 2),
-    (r"dim|width|d_latents|output_channels|(emb|output|model)_dim", HIDDEN),
-    (
-        r"upsample_groups|condition_dim|spec_size|max_img_size|embedding_size|embed_size|projection_size",
-        HIDDEN,
-    ),
+    (r"dim|d_latents|output_channels|(emb|output|model|condition)_dim", HIDDEN),
+    (r"upsample_groups|spec_size|max_img_size|(embedding|projection)_size", HIDDEN),
     (r"(.*_)?(proj_dim|projector_dim|output_hidden_size|cross_attention_hidden_size)", HIDDEN),
     (r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks|depth)|.*_(layers|num_layers)", 2),
-    (r"image_size|img_size|input_size|crop_size", 32),
-    (r"num_windows|image_embedding_size|mm_tokens_per_image", 4),
-    (r"num_frames|frames_per_clip", 2),
+    (r"image_size|input_size|crop_size", 32),
     (r".*(sliding_window|attention_chunk_size|local_attention|attention_window)", WINDOW),
-    (r"num_mel_bins|model_in_dim|num_mels|feature_size|n_mels", 16),
-    (r"prediction_length|context_length", PROMPT),
+    (r"num_mel_bins|model_in_dim|feature_size", 16),
+    (r"context_length", PROMPT),
 ]
 
 # Options whose default is None, for models that need a value.
@@ -75,13 +69,10 @@ _FILLED: dict[str, Any] = {
     "vocabulary_map": {"<image>": VOCABULARY - 1},
 }
 
-# Names of options of single layers.
-_FIXED = (
-    *("architectures", "dtype", "id2label", "label2id", "model_type", "per_layer_config"),
-    "transformers_version",
-)
+# Entries of a configuration that are not passed to its class.
+_FIXED = "architectures dtype id2label label2id model_type per_layer_config transformers_version"
 
-# Rules that differ between attempts, because some configurations compare sizes.
+# The attempts differ in their rules, because some configurations compare sizes.
 LEVELS = ("all", "filled", "without heads", "layers")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers")
 _DEPTHS = ("depths", "layers", "num_blocks")
@@ -97,24 +88,23 @@ def small(kind: type, level: str = "all", decodes: bool = False, **changes: Any)
         one. decodes: for a model that generates text and could also be an encoder.
     """
     config = kind()
-    options = _options(config, level)
+    options = dict(_changed(config, level))
     if decodes and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         options["is_decoder"] = True
     return kind(**options | _parts(config, level) | changes)
 
 
 def _parts(config: Any, level: str) -> dict[str, Any]:
-    """The configurations inside `config`, made small, and what `config` chose for them."""
+    """Small sub-configurations of `config`, which keep the values that `config` set."""
     parts = {}
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is None or isinstance(part, dict):
             continue
         if part.model_type == "timm_backbone":
-            # Most of them are a ResNet of the library timm.
-            part = ResNetConfig(out_indices=part.out_indices)
+            part = ResNetConfig(out_indices=part.out_indices)  # most backbones of timm are one
         kept = {option: value for option, value in _own(part).items() if value is not None}
-        parts[name] = type(part)(**kept | _options(part, level) | _parts(part, level))
+        parts[name] = type(part)(**kept | dict(_changed(part, level)) | _parts(part, level))
     return parts
 
 
@@ -122,15 +112,13 @@ def _own(config: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in config.to_dict().items()
-        if name not in (*_FIXED, *config.sub_configs) and not name.startswith("_")
+        if name not in (*_FIXED.split(), *config.sub_configs) and not name.startswith("_")
     }
 
 
-def _options(config: Any, level: str) -> dict[str, Any]:
-    return dict(_changed(_own(config), level))
-
-
-def _changed(options: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
+def _changed(config: Any, level: str) -> Iterator[tuple[str, Any]]:
+    """The options of `config` that differ in a small one, except for sub-configurations."""
+    options = _own(config)
     total = next((options[name] for name in _LAYERS if isinstance(options.get(name), int)), None)
     depths = [options[name] for name in _DEPTHS if isinstance(options.get(name), (list, tuple))]
     stages = len(depths[0]) if depths else None
@@ -170,7 +158,7 @@ def _is_kept(name: str, level: str) -> bool:
 
 
 def _number(name: str, value: int, options: dict[str, Any], layers: int) -> int | None:
-    """The small value of an int that depends on more than its name."""
+    """The small value of an integer option."""
     if name == "num_kv_shared_layers":
         return layers // 2
     if name == "num_key_value_heads" and value == options.get("num_attention_heads"):
@@ -178,15 +166,14 @@ def _number(name: str, value: int, options: dict[str, Any], layers: int) -> int 
     if name == "head_dim" and value == options.get("qk_rope_head_dim"):
         return _size("qk_rope_head_dim")
     if name == "num_heads" and "state_size" in options:
-        heads: int = HEADS * options["expand"]
-        return heads
+        return int(HEADS * options["expand"])
     if name == "feature_size" and value > 128:  # of a picture, not of audio
         return HIDDEN
     return _size(name)
 
 
 def _count_of_layers(options: dict[str, Any]) -> int:
-    """One of each kind, and one for each output of a backbone."""
+    """One layer of each kind, and one for each output of a backbone."""
     kinds = [len(set(v)) for name, v in options.items() if _of_layers(name) and isinstance(v, list)]
     pattern = options.get("block_types") or ()
     outputs = [len(options.get(name) or ()) for name in ("out_features", "backbone_out_indices")]
@@ -197,7 +184,7 @@ def _count_of_layers(options: dict[str, Any]) -> int:
 
 
 def _sections(sections: Any, options: dict[str, Any], level: str) -> Any:
-    """The parts of a head that time, height and width rotate, in a head of another size."""
+    """The columns that time, height and width rotate, scaled to the small head dimension."""
     width = options.get("hidden_size", 0) // max(options.get("num_attention_heads", 1), 1)
     before = options.get("head_dim") or width
     if level not in ("all", "filled") or not before:
@@ -212,20 +199,20 @@ def _size(name: str) -> int | None:
     return next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), None)
 
 
-def _list(
-    name: str, value: list[Any], level: str, total: int | None, layers: int
-) -> list[Any] | None:
-    """A shorter list. total: the number of layers before; None for stages, which stay as many."""
+def _list(name: str, value: list[Any], level: str, total: int | None, layers: int) -> Any:
+    """A shorter list. total: the original number of layers; None keeps the number of stages."""
     if name == "block_types":
         return list(dict.fromkeys(value))
     if name == "attention_types":
         return [[["global", "local"], 1]]
     if _of_layers(name) or len(value) == total:
-        few = list(dict.fromkeys(value)) if isinstance(value[0], str) else value
-        if level == "filled" and few == ["linear_attention"]:
-            few = [*few, "full_attention"]
-        if isinstance(few[0], str) and layers == 2 * len(few):
-            few = few * 2  # the second half shares the keys of the first
+        few = value
+        if isinstance(value[0], str):
+            few = list(dict.fromkeys(value))
+            if level == "filled" and few == ["linear_attention"]:
+                few.append("full_attention")
+            if layers == 2 * len(few):
+                few = few * 2  # the second half shares the keys of the first
         return (few + few[-1:] * layers)[:layers]
     if name in ("out_features", "out_indices"):
         highest = max(int(re.sub(r"\D", "", str(item)) or 0) for item in value)
@@ -238,7 +225,7 @@ def _list(
     is_of_layers = re.search("(?<!hybrid_)layer|index|indices", name) and min(value) >= 0
     known = max(value) if "feature_layer" in name else total
     if is_of_layers and known is not None and layers <= max(value) <= known:
-        # Not the first layer too: often the others are of another kind.
+        # The last layers, as the first one is often of another kind.
         return list(range(layers))[-len(value) :] if "out_indices" in name else [layers - 1]
     return _sizes_of_stages(name, value) if level in ("all", "filled") else None
 
@@ -260,7 +247,7 @@ def _of_layers(name: str) -> bool:
 
 
 def _special(name: str, value: Any) -> Any:
-    """Another token for each kind, above the ordinary ones; none ends a sentence."""
+    """A different token for each name, above the ordinary ones."""
     known = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
     if name in known:
         return known[name]

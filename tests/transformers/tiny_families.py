@@ -1,14 +1,14 @@
 """The families of models that are tested: a class, its options and its inputs.
 
 CORE has one family for each form of masks, options and outputs of attention functions. The others
-rotate queries in ways of their own, or keep packed sequences apart by positions alone.
+rotate queries in other ways, or separate packed sequences by positions alone.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-PROMPT = 33  # more than flash_decode is used for
-PADDED = 4  # tokens of the second sequence
+PROMPT = 33  # tokens, more than flash_decode takes
+PADDED = 4  # padding tokens of the second sequence
 WINDOW = 10  # also the size of chunks: both end inside the prompt
 IMAGE_TOKEN = 98
 IMAGE_TOKENS = 16  # patches of 8 columns and rows
@@ -16,7 +16,7 @@ IMAGE_TOKENS = 16  # patches of 8 columns and rows
 
 @dataclass(frozen=True)
 class Family:
-    """A model class. options: those of its configuration that differ from `tiny_configs`' rules."""
+    """A model class. options: the options that differ from the rules of `tiny_configs`."""
 
     model: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Family:
 
 
 def _causal(name: str, gain: float = 4, **options: Any) -> Family:
-    # No token ends a text before its time.
+    # Without eos_token_id every text has its full length.
     return Family(f"{name}ForCausalLM", {"eos_token_id": None} | options, gain=gain)
 
 
@@ -34,10 +34,16 @@ def _encoder(name: str, takes: str = "ids", **options: Any) -> Family:
     return Family(f"{name}Model", options, takes, generates=False)
 
 
+def _conditional(name: str, takes: str, gain: float = 4, **options: Any) -> Family:
+    return Family(f"{name}ForConditionalGeneration", options, takes, gain=gain)
+
+
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
-# Fewer keys than the shorter sequence has.
+# index_topk is less than the length of the shorter sequence.
 _INDEXED = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 16}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+_LONG_ROPE: dict[str, Any] = {"rope_type": "longrope", "partial_rotary_factor": 1.0}
+_LONG_ROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 _THREE_AXES: dict[str, Any] = {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}
 
 CORE = {
@@ -57,21 +63,11 @@ CORE = {
     ),
     "gpt-oss": _causal("GptOss", rope_parameters=_ROPE),
     "Phi3": _causal(
-        "Phi3",
-        **_GROUPED,
-        sliding_window=None,
-        original_max_position_embeddings=64,
-        rope_parameters=_ROPE
-        | {
-            "rope_type": "longrope",
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-            "partial_rotary_factor": 1.0,
-        },
+        "Phi3", **_GROUPED, original_max_position_embeddings=64, rope_parameters=_ROPE | _LONG_ROPE
     ),
     "DeepSeek-V3": _causal("DeepseekV3"),
     "DeepSeek-V3.2": _causal("DeepseekV32", **_INDEXED),
-    # The second layer has the first one's keys.
+    # The second layer shares the keys of the first.
     "GLM-MoE-DSA": _causal("GlmMoeDsa", **_INDEXED, indexer_types=["full", "shared"]),
     "Llama4": _causal(
         "Llama4",
@@ -86,17 +82,9 @@ CORE = {
     "ModernBERT": _encoder("ModernBert", cls_token_id=1, sep_token_id=2),
     "ViT": _encoder("ViT", "pixels"),
     "CLIP": _encoder("CLIP", "both"),
-    "Whisper": Family(
-        "WhisperForConditionalGeneration",
-        {"num_mel_bins": 8, "max_source_positions": 30, "forced_eos_token_id": None},
-        "audio",
-    ),
-    "T5": Family(
-        "T5ForConditionalGeneration", {"decoder_start_token_id": 0}, "two texts", gain=1.5
-    ),
-    "PaliGemma": Family(
-        "PaliGemmaForConditionalGeneration", {"image_token_index": IMAGE_TOKEN}, "prefix"
-    ),
+    "Whisper": _conditional("Whisper", "audio", num_mel_bins=8, max_source_positions=30),
+    "T5": _conditional("T5", "two texts", gain=1.5, decoder_start_token_id=0),
+    "PaliGemma": _conditional("PaliGemma", "prefix", image_token_index=IMAGE_TOKEN),
 }
 
 FAMILIES = CORE | {
@@ -111,5 +99,5 @@ FAMILIES = CORE | {
     "StableLM": _causal("StableLm", **_GROUPED),
 }
 
-# transformers batches them continuously: it knows no chunks, and keeps K and V of one head dim.
+# Families that transformers can batch continuously: no chunks, and K and V of one head dim.
 BATCHED = ["Llama", "Mistral", "Gemma2", "Gemma3", "Qwen3", "gpt-oss"]

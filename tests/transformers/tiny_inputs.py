@@ -13,7 +13,7 @@ from tests.transformers.tiny_families import PADDED, PROMPT
 
 BATCH = 2
 CHOICES = 2
-SIDE = 4  # of a picture that comes as patches, in patches
+SIDE = 4  # of a picture, in patches
 _PICTURE = ("pixel_values", "pixel_values_videos", "video", "hidden_states", "flattened_patches")
 _SOUND = ("input_features", "input_values", "audio_mel")
 _GRID = re.compile(r"(image_|visual_)?(grid_(thw|hw)|spatial_shapes)|target_sizes")
@@ -32,9 +32,7 @@ def guesses(model: Any) -> Iterator[dict[str, Any]]:
     for guess in _main(model, names):
         inputs = guess | _companions(model, names, guess)
         if type(model).__name__.endswith("MultipleChoice"):
-            inputs = {
-                n: value[:, None].repeat_interleave(CHOICES, 1) for n, value in inputs.items()
-            }
+            inputs = {n: x[:, None].repeat_interleave(CHOICES, 1) for n, x in inputs.items()}
         yield inputs
 
 
@@ -77,7 +75,7 @@ def _main(model: Any, names: Any) -> Iterator[dict[str, Any]]:
 
 
 def _companions(model: Any, names: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Arguments that belong to those in `inputs`, or that the model needs too."""
+    """Arguments that go with `inputs`, and other required ones."""
     config = model.config
     picture = next((inputs[name] for name in _PICTURE if name in inputs), None)
     sound = next((inputs[name] for name in _SOUND if name in inputs), None)
@@ -103,7 +101,6 @@ def _companions(model: Any, names: Any, inputs: dict[str, Any]) -> dict[str, Ten
 
 
 def _of_picture(config: Any, names: Any, name: str, picture: Tensor) -> Tensor | None:
-    """The argument `name` that goes with a picture, if it is one."""
     if _GRID.fullmatch(name):
         grid = [1, SIDE, SIDE] if name.endswith("thw") else [SIDE, SIDE]
         grids = torch.tensor([grid] * BATCH)
@@ -175,7 +172,7 @@ def padding(side: str, *shape: int) -> Tensor:
 
 
 def padded(model: Any, inputs: dict[str, Any], side: str) -> dict[str, Any] | None:
-    """`inputs` with a mask, or None. A sound in the place of texts is padded on the right only."""
+    """`inputs` with a mask, or None. Sounds without texts are padded on the right only."""
     masked = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
     masks = {}
     for mask, name in masked.items():
@@ -195,7 +192,7 @@ def padded(model: Any, inputs: dict[str, Any], side: str) -> dict[str, Any] | No
 
 
 def with_as_many_tokens(model: Any, inputs: dict[str, Any], error: str) -> dict[str, Any] | None:
-    """`inputs` with a token for each feature of a picture or sound, as an error asks for."""
+    """`inputs` with as many image or audio tokens as the error names features; None if unclear."""
     match = _MISMATCH.search(error)
     token = _first(
         model.config,
@@ -206,7 +203,7 @@ def with_as_many_tokens(model: Any, inputs: dict[str, Any], error: str) -> dict[
         return None
     features = int(match["features"] or match["vectors"])
     if match["tokens"] == match["features"]:
-        features //= HIDDEN  # these were numbers, and not features
+        features //= HIDDEN  # the error counts elements, not features
     count = -(-features // BATCH)
     if not 0 < count <= 512:
         return None
@@ -225,7 +222,7 @@ def _texts(model: Any, names: Any) -> dict[str, Any]:
         return {}
     inputs: dict[str, Any] = {"input_ids": tokens()}
     if re.search("Classification|QuestionAnswering|MultipleChoice", type(model).__name__):
-        # Some pool at the end of the text, or tell a question from its context by separators.
+        # Some models pool at the last separator, or separate a question from its context by one.
         inputs["input_ids"][:, [5, 6, -1]] = 2
     if "decoder_input_ids" in names:
         inputs["decoder_input_ids"] = tokens(seed=1)
@@ -254,7 +251,7 @@ def _pixels(model: Any) -> Iterator[Tensor]:
 
 
 def _patches(model: Any) -> Iterator[Tensor]:
-    """Pictures of SIDE * SIDE patches: one after the other, or in a batch."""
+    """Pictures of SIDE * SIDE patches, concatenated or in a batch."""
     config, count = model.config, SIDE * SIDE
     side = _first(config, "patch_size") or 8
     side = side if isinstance(side, int) else side[-1]
@@ -279,14 +276,8 @@ def _waves(model: Any, name: str) -> Iterator[Tensor]:
     if name == "audio_mel":
         shapes = [(64, bins)]
     elif name == "input_features":
-        shapes = [
-            (bins, length),
-            (64, bins),
-            (160,),
-            (1, 64, bins),
-            (bins, 200),
-            (bins, 8 * PROMPT),
-        ]
+        shapes = [(bins, length), (64, bins), (160,), (1, 64, bins), (bins, 200)]
+        shapes.append((bins, 8 * PROMPT))
         if isinstance(width := _first(config, "input_size"), int):
             shapes.append((64, width))
     for shape in shapes:
@@ -294,7 +285,7 @@ def _waves(model: Any, name: str) -> Iterator[Tensor]:
 
 
 def _bins(config: Any) -> int:
-    """The numbers for one step of a sound."""
+    """The number of features of one frame of a sound."""
     bins = _first(
         config,
         *("num_mel_bins", "input_feat_per_channel", "num_mels", "n_mels", "feature_size"),
@@ -311,7 +302,7 @@ def _vectors(model: Any) -> Iterator[Tensor]:
 
 
 def _series(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Time series: the past with its lags, and the future for the decoder; or several channels."""
+    """Time series: the past with its lags and the decoder's future, or several channels."""
     config = model.config
     lags = getattr(config, "lags_sequence", None) or [0]
     past = (_first(config, "context_length", "prediction_length") or PROMPT) + max(lags)

@@ -1,8 +1,8 @@
 """Tiny random models of `tiny_families`, their inputs and their outputs.
 
-Weights are multiplied by 4. At their initial size attention is so uniform that a missing softcap or
-a scale that is 10 % off passes (measured on transformers' own tests). T5 and Gemma 4 do not scale
-their scores, and times 4 these are so large that rounding alone comes near 1e-5. So they get less.
+Weights are multiplied by 4. With the initial weights attention is so uniform that a missing softcap
+or a scale that is 10 % off passes (measured on transformers' own tests). T5 and Gemma 4 do not
+scale their scores, so their factor is smaller: otherwise rounding alone comes near 1e-5.
 """
 
 import copy
@@ -15,20 +15,17 @@ import transformers
 from torch import Tensor
 
 from tests.transformers import tiny_configs, tiny_inputs
-from tests.transformers.tiny_families import (
-    FAMILIES,
-    IMAGE_TOKEN,
-    IMAGE_TOKENS,
-    PROMPT,
-)
+from tests.transformers.tiny_families import FAMILIES, IMAGE_TOKEN, IMAGE_TOKENS, PROMPT
 from tests.transformers.tiny_inputs import tokens
 
+Prompts = list[list[int]]
+Batch = list[tuple[list[int], Tensor]]  # for each prompt its tokens and their log-probabilities
 PARAMETERS = 110e6  # the largest number that a small model may have
 
 
 def build(name: str, **changes: Any) -> Any:
     model = _build(name, **changes) if changes else copy.deepcopy(_unchanged(name))
-    torch.manual_seed(1)  # the same whether it was built or copied
+    torch.manual_seed(1)  # the same state after a build and after a copy
     return model
 
 
@@ -49,7 +46,7 @@ def build_from(config: Any, kind: Any, gain: float = 4) -> Any:
     model = kind(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if not weight.isfinite().all():  # of torch.empty
+            if not weight.isfinite().all():  # from torch.empty
                 weight.normal_(std=0.02)
             if weight.dim() > 1:
                 weight.mul_(gain)
@@ -103,7 +100,7 @@ def first_that_runs(
 
 
 def smallest(model_name: str, **changes: Any) -> Any:
-    """A model of a class that generates ("For..." may be absent); changes: its text's options."""
+    """A small generating model. changes: options of its text configuration."""
 
     def run(model: Any) -> Any:
         return generate(model, {"input_ids": tokens()}, max_new_tokens=1, disable_compile=True)
@@ -112,8 +109,8 @@ def smallest(model_name: str, **changes: Any) -> Any:
     return first_that_runs(kind, kind.config_class, run, pad_token_id=0, **changes)[0]
 
 
-def prompts() -> list[list[int]]:
-    """For continuous batching: the last needs several steps, the last two pass the window."""
+def prompts() -> Prompts:
+    """Prompts for continuous batching. The last takes several steps, the last two pass WINDOW."""
     return [part.tolist() for part in tokens(48, batch=1)[0].split([5, 13, 30])]
 
 
@@ -121,7 +118,7 @@ def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
     model = _unchanged(name)
     inputs = next(tiny_inputs.guesses(model))
     if FAMILIES[name].takes == "prefix":
-        # The image among the first words, which are the prefix; the others are the answer.
+        # The image lies in the prefix, and the last tokens are the answer.
         ids, image = inputs["input_ids"], torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
         inputs["input_ids"] = torch.cat([ids[:, :5], image, ids[:, 5:]], 1)
         is_answer = torch.arange(PROMPT + IMAGE_TOKENS) >= IMAGE_TOKENS + 10
@@ -135,14 +132,8 @@ def present(inputs: dict[str, Tensor]) -> Tensor | None:
     return None if mask is None else mask.bool()
 
 
-@torch.no_grad()
-def answer(model: Any, **inputs: Any) -> Tensor:
-    """The model's scores or last hidden state, on the CPU."""
-    return run(model, **inputs)
-
-
 def run(model: Any, **inputs: Any) -> Tensor:
-    """`answer`, with its autograd graph."""
+    """The model's logits or last hidden state, on the CPU."""
     result = model(**_moved(inputs, model.device))
     if "text_model_output" in result:
         texts = result.text_model_output.last_hidden_state
@@ -151,8 +142,11 @@ def run(model: Any, **inputs: Any) -> Tensor:
     return (result.logits if "logits" in result else result[0]).cpu()
 
 
+answer = torch.no_grad()(run)
+
+
 def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    """Greedy tokens and the scores of each, (B, new tokens, vocabulary)."""
+    """Greedy tokens and their logits, (B, new tokens, vocabulary)."""
     prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     result = model.generate(
         **_moved(prompt, model.device),
@@ -163,29 +157,18 @@ def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Ten
     return result.sequences.cpu(), torch.stack(result.logits, 1).cpu()
 
 
-def generate_batch(
-    model: Any,
-    prompts: list[list[int]],
-    new_tokens: int = 6,
-    blocks: int = 16,
-) -> list[tuple[list[int], Tensor]]:
-    """Greedy tokens of each prompt by continuous batching, and their log-probabilities."""
+def generate_batch(model: Any, prompts: Prompts, new_tokens: int = 6, blocks: int = 16) -> Batch:
+    """Greedy generation by continuous batching."""
     config = transformers.ContinuousBatchingConfig(
         page_size=8, num_blocks=blocks, max_batch_tokens=16, return_logprobs=True
     )
-    greedy = transformers.GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1
-    )
-    results = model.generate_batch(
-        prompts, generation_config=greedy, continuous_batching_config=config
-    )
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": -1}
+    greedy = transformers.GenerationConfig(**options)
+    results = model.generate_batch(prompts, greedy, continuous_batching_config=config)
     return [(one.generated_tokens, torch.tensor(one.logprobs)) for one in results.values()]
 
 
-def generate_each(
-    model: Any, prompts: list[list[int]], new_tokens: int = 6
-) -> list[tuple[list[int], Tensor]]:
-    """The expected result of `generate_batch`: by `generate`, one prompt after the other."""
+def generate_each(model: Any, prompts: Prompts, new_tokens: int = 6) -> Batch:
     results, options = [], {"max_new_tokens": new_tokens, "eos_token_id": None}
     for prompt in prompts:
         tokens, scores = generate(model, {"input_ids": torch.tensor([prompt])}, **options)
@@ -196,7 +179,4 @@ def generate_each(
 
 
 def _moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }
+    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.items()}

@@ -19,7 +19,7 @@ def no_table():
 
 @pytest.fixture
 def fake_gpu(monkeypatch, tmp_path):
-    """A Mac with the reference's results and the fake's times; its cache is tmp_path."""
+    """A Mac with results of the reference and fake times. The cache is tmp_path."""
     fake = FakeGpu()
     monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(tmp_path))
     monkeypatch.delenv(loading.SETTING, raising=False)

@@ -5,7 +5,7 @@ import torch
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.explain.ops import backward_launches
 
-# The knobs of flash_fwd's tile for Q in registers, and for Q read again.
+# Knobs of flash_fwd's tile with Q in registers, and with Q read again.
 HELD = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=1"
 AGAIN = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=0 KV_STAGED=1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -1,4 +1,4 @@
-"""A GPU whose launches take the seconds that a test asks for, and a clock that waits for it."""
+"""A fake GPU and clock: launches take as many seconds as a test sets."""
 
 import torch
 
@@ -12,7 +12,7 @@ M2_MAX = Machine("Apple M2 Max", "38 cores", "macOS 15.1", "torch 2.13", "torch_
 
 
 class FakeClock:
-    """A device that takes the seconds that are asked of it, and a clock that waits for it."""
+    """A device whose work takes the requested seconds, and its clock."""
 
     def __init__(self):
         self.shown = self.device = 0.0
@@ -33,11 +33,11 @@ class FakeClock:
 
 
 class FakeGpu(FakeClock):
-    """Launches take `seconds` by a word of the forced tile, or 1; torch's attention `torch`."""
+    """Launches take `seconds` of a word in the forced tile, or 1; torch's attention `torch`."""
 
     def __init__(self):
         super().__init__()
-        self.seconds = {}  # numbers, or functions of the number of the tile's launches before
+        self.seconds = {}  # numbers, or functions of the number of earlier launches of the tile
         self.torch = 2.0
         self.calls = []  # the tiles that were forced, by launch
         self._forced = {}
@@ -50,7 +50,6 @@ class FakeGpu(FakeClock):
         self.ask(seconds(before) if callable(seconds) else seconds)
 
     def remember(self, make):
-        """Record the tiles of each table for `launch`."""
 
         def making(rows, *arguments):
             rows = list(rows)

@@ -1,4 +1,4 @@
-"""The default tiles, rows of csrc/tiles/table.inc, seen through metal_attn_explain."""
+"""The default tiles of csrc/tiles/table.inc, by metal_attn_explain."""
 
 import math
 import re
@@ -19,17 +19,12 @@ LENGTH = 120
 FURTHEST = 2**31 - 1024
 OLD = ("Apple M1 Ultra", "Apple M2", "", "Apple Mx", "apple m3", "Apple A17 Pro")
 NEW = ("Apple M3 Pro", "Apple M4 Max")
-FEATURES = [
-    {},
-    {"causal": True},
-    {"attn_bias": torch.empty(LENGTH, LENGTH)},
-    {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])},
-]
+FEATURES = [{}, {"causal": True}, {"attn_bias": torch.empty(LENGTH, LENGTH)}]
+FEATURES.append({"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])})
 some = settings(max_examples=60, deadline=None)
 
 
 def numbers(launch):
-    """The defines but for names of types and texts, and rows of a threadgroup."""
     chosen = {name: int(n) for name, n in launch["defines"].items() if re.fullmatch(r"\d+", n)}
     groups = chosen.get("SIMDGROUPS", 1) // chosen.get("COLUMN_SIMDGROUPS", 1)
     return chosen | {"rows": 8 * chosen.get("ROW_FRAGMENTS", 1) * groups}
@@ -55,8 +50,8 @@ def test_the_table_covers_every_problem(dtype, head_dims, options, heads):
 
 
 @each_case("q_length, options", [(70, {}), (1, {"num_splits": 1}), (3, {"num_splits": 2})])
-def test_threadgroup_memory_is_what_a_run_takes(q_length, options):
-    """With the padding of its arrays: each begins at a multiple of 16 bytes."""
+def test_threadgroup_memory_matches_a_run(q_length, options):
+    """Including padding: each array begins at a multiple of 16 bytes."""
     op = "flash_decode" if options else "flash_fwd"
     q, k, v = operands(64, lengths=(q_length, 70), heads=(4, 2))
     q, k, v = (torch.randn_like(x).requires_grad_(not options) for x in (q, k, v))
@@ -110,7 +105,7 @@ def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, blocks):
             assert (sizes[0] % chosen["rows"], sizes[1] % block) == (0, 0)
 
 
-def test_the_table_is_what_the_generator_wrote():
+def test_the_table_is_unedited():
     text = table.TABLE.read_text()
     _, lists = text.split("default tile.\n\n")
     assert f"Their checksum: {table.checksum(lists)}\n" in text
@@ -137,7 +132,7 @@ BANDS = [
 
 
 @each_case("options, band", BANDS)
-def test_what_is_off_or_hides_nothing_is_not_compiled_in(options, band):
+def test_options_without_effect_are_not_compiled_in(options, band):
     plain, chosen = (told("flash_fwd", *operands(), **o) for o in ({}, options))
     assert chosen["defines"].get("BAND") == ("1" if band else None)
     assert band or chosen == plain
@@ -145,7 +140,7 @@ def test_what_is_off_or_hides_nothing_is_not_compiled_in(options, band):
 
 @each_case("name", OLD + NEW)
 def test_m3_and_later_may_read_keys_and_values_unstaged(name, gpu):
-    """Only `tune` tries it. Unknown GPUs count as the oldest one. The reason gives the row."""
+    """Only `tune` tries it. Unknown GPUs count as the oldest one."""
     gpu(name)
     chosen = told("flash_fwd", *operands(128))
     default, *others = chosen["tuning"]["candidates"]

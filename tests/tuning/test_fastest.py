@@ -21,7 +21,6 @@ def no_keys():
 
 
 def timed(key=PLAIN, **ratios):
-    """Puts a table in use with torch's time divided by ours, by kind."""
     row = loading.Row(f"V_SLICE=8 BLOCK_K=32 SIMDGROUPS=4 {HELD}", ratios)
     loading._loaded = loading.Loaded({key: row}, loading.MEASURED)
 
@@ -34,7 +33,7 @@ def attend(**options):
     return calls.replaced
 
 
-def test_what_torch_runs_faster_is_left_to_torch():
+def test_calls_that_torch_runs_faster_are_left_to_torch():
     timed(forward=0.5)
     expected = F.scaled_dot_product_attention(*qkv())
     with simulate(), warnings.catch_warnings():
@@ -48,12 +47,12 @@ def test_what_torch_runs_faster_is_left_to_torch():
 
 
 @pytest.mark.parametrize("ratio, replaced", [(0.98, 0), (0.99, 1)])
-def test_from_a_gain_of_two_percent_on(ratio, replaced):
+def test_gains_below_two_percent_are_ignored(ratio, replaced):
     timed(forward=ratio)
     assert attend() == replaced
 
 
-def test_by_the_features_of_the_call():
+def test_features_select_the_row():
     timed(BAND, forward=0.5)
     assert attend() == 1
     assert attend(is_causal=True) == 0
@@ -62,7 +61,7 @@ def test_by_the_features_of_the_call():
     assert attend(attn_mask=mask) == 1
 
 
-def test_tf32_has_rows_of_its_own(gpu):
+def test_tf32_has_separate_rows(gpu):
     gpu("Apple M5")
     timed(forward=0.5)
     assert attend() == 0
@@ -93,7 +92,7 @@ def test_training_is_judged_by_whole_steps(ratios, replaced):
     assert calls.replaced - replaced == (ratios["forward"] > 1)
 
 
-def test_the_innermost_block_decides():
+def test_the_innermost_block_applies():
     timed(forward=0.1)
     with simulate(record=True), sdpa_replaced(prefer="fastest") as outer:
         with sdpa_replaced() as inner:
@@ -103,7 +102,7 @@ def test_the_innermost_block_decides():
     assert (outer.replaced, sum(outer.left_alone.values())) == (1, 1)
 
 
-def test_without_a_table_all_run_here_and_a_warning_says_so(nothing_said):  # noqa: F811
+def test_without_a_table_a_warning_is_given(nothing_said):  # noqa: F811
     with simulate(), pytest.warns(UserWarning, match="has no times of this machine") as said:
         with sdpa_replaced(prefer="fastest") as calls:
             close(F.scaled_dot_product_attention(*qkv()), F.scaled_dot_product_attention(*qkv()))
@@ -120,15 +119,13 @@ def test_another_preference():
 def test_keys_are_kept_by_layout(monkeypatch):
     """An explanation takes as long as a short call."""
     timed(forward=2.0)
-    explained = []
+    noted = []
     launches = advice.Problem.launches
-    monkeypatch.setattr(
-        advice.Problem, "launches", lambda self: explained.append(1) or launches(self)
-    )
+    monkeypatch.setattr(advice.Problem, "launches", lambda self: noted.append(1) or launches(self))
     for _ in range(3):
         attend()
         attend(is_causal=True)
-    assert len(explained) == 2
+    assert len(noted) == 2
     monkeypatch.setattr(advice, "_MOST_KEYS", 2)
     attend(attn_mask=torch.ones(9, 11, dtype=torch.bool))
     assert len(advice._keys) == 1

@@ -20,7 +20,7 @@ def fake(any_fake):  # noqa: F811
     any_fake.library.metal_attn_use_tiles(None)
 
 
-# A refused tile stays so in the process, so each test has head dims of its own.
+# A refused tile stays refused in the process, so each test has other head dims.
 def call(ops, op, head_dim):
     q = torch.zeros(1, 2, 40, head_dim)
     new, lse = q[:, :, :1].contiguous(), torch.zeros(1, 2, 40)
@@ -36,7 +36,6 @@ def call(ops, op, head_dim):
 
 
 def launches_of(op, head_dim):
-    """The launches of an op, by kernel."""
     launches = extension.launches(call(torch.ops.metal_attn_explain, op, head_dim))
     return {launch["kernel"]: launch for launch in launches}
 
@@ -153,8 +152,8 @@ def test_threads_that_meet_a_refused_tile_at_once(fake, capfd):
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_a_refusal_of_which_torch_keeps_no_text(fakes):  # noqa: F811
-    """Before 2.13: torch refuses a dispatch of ours for its threads only, so the next tile runs."""
+def test_refused_tiles_with_a_torch_without_error_texts(fakes):  # noqa: F811
+    """Before 2.13 torch refuses a dispatch only for its threads, so the next tile runs."""
     oldest = fakes["tensor"]
     oldest.clear()
     shaders.serve(oldest.library)

@@ -8,7 +8,7 @@ from bench.front_end import Source
 from .packed import Dispatch, Fault, Packed, Problem
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-# A barrier for half of a SIMD group, which the other half reaches too. No thread waits forever.
+# A barrier for half of a SIMD group that both halves reach. No thread waits forever.
 FOREIGN = f"""__asm__ volatile("bar.warp.sync 0xffff;" ::: "memory"); {BARRIER}"""
 # The text that replaces each barrier.
 BARRIER_FAULTS = {

@@ -43,11 +43,14 @@ def contents(tensor: Tensor) -> bytes:
     return whole.numpy().tobytes()
 
 
+def names_of_storages(tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    return {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
+
+
 def inputs(tensors: Mapping[str, Tensor]) -> dict[str, bytes | Noise]:
-    """The contents of each storage. Noise from a seed replaces randn's, which does not compress."""
+    """The contents of each storage. Seeded noise replaces random inputs, which do not compress."""
     stored: dict[str, bytes | Noise] = {}
-    names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
-    for name in names.values():
+    for name in names_of_storages(tensors).values():
         tensor = tensors[name]
         whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
         stored[name] = contents(tensor)
@@ -60,36 +63,24 @@ def inputs(tensors: Mapping[str, Tensor]) -> dict[str, bytes | Noise]:
     return stored
 
 
-class Names:
-    """Names of storages: those of `tensors`, and scratch0, scratch1 and so on for others."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._names = {x.untyped_storage().data_ptr(): name for name, x in tensors.items()}
-        self.scratch: dict[str, int] = {}
-
-    def of(self, tensor: Tensor) -> str:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._names:
-            name = f"scratch{len(self.scratch)}"
-            self._names[storage.data_ptr()] = name
-            self.scratch[name] = storage.nbytes()
-        return self._names[storage.data_ptr()]
-
-
-def dispatch(launch: RecordedLaunch, names: Names, sources: dict[str, Source]) -> Dispatch:
+def dispatch(
+    launch: RecordedLaunch, names: dict[int, str], sizes: dict[str, int], sources: dict[str, Source]
+) -> Dispatch:
+    """names: of storages by address; other storages and all sizes in bytes are added."""
+    buffers = {}
+    for buffer in launch.buffers:
+        storage = buffer.storage.untyped_storage()
+        name = names.setdefault(storage.data_ptr(), f"scratch{len(names)}")
+        sizes[name] = storage.nbytes()
+        buffers[buffer.slot] = name, buffer.offset
     x, y, z = launch.group_size
     # Incomplete SIMD groups multiply no matrices.
     extra = {} if x % 32 == 0 else {"MSL_LANES_AS_THEY_ARE": 1}
     text = source_of(launch.family, launch.defines)
     source = Source(text, launch.kernel, x * y * z, extra, lines=True)
     sources[source.name] = source
-    return Dispatch(
-        source.name,
-        launch.threadgroups,
-        launch.group_size,
-        {b.slot: (names.of(b.storage), b.offset) for b in launch.buffers},
-        {} if launch.params_slot is None else {launch.params_slot: launch.params},
-    )
+    constants = {} if launch.params_slot is None else {launch.params_slot: launch.params}
+    return Dispatch(source.name, launch.threadgroups, launch.group_size, buffers, constants)
 
 
 def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
@@ -103,8 +94,9 @@ def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
     for name, tensor in results.items():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, f"{case.name}: gaps in {name}"
         assert tensor.stride() == expected[name].stride(), f"{case.name}: strides of {name}"
-    names = Names({**results, **case.tensors})
-    dispatches = [dispatch(launch, names, sources) for launch in run.recorded]
+    sizes = {name: tensor.nbytes for name, tensor in results.items()}
+    names = names_of_storages({**results, **case.tensors})
+    dispatches = [dispatch(launch, names, sizes, sources) for launch in run.recorded]
     written = {name for d in dispatches for name, _ in d.buffers.values()}
     # An op that works in place changes an input.
     changed = {n: t for n, t in {**expected, **after}.items() if n in written}
@@ -113,7 +105,7 @@ def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
         for name, t in changed.items()
         if name not in before or contents(before[name]) != contents(t)
     }
-    scratch = {**names.scratch, **{n: t.untyped_storage().nbytes() for n, t in results.items()}}
+    scratch = {name: size for name, size in sizes.items() if name not in begin}
     return Problem(case.name, case.dtype, dispatches, begin, outputs, scratch)
 
 

@@ -28,9 +28,7 @@ TOOLS = {
     "initcheck": (),
     "synccheck": (),
 }
-FINDING = re.compile(
-    r"=========\s+(?:Error: |Warning: |Invalid |Uninitialized |Barrier error|Race )"
-)
+FINDING = re.compile(r"=========\s+(Error: |Warning: |Invalid |Uninitialized |Barrier error|Race )")
 PROBLEM = "problem: "
 SECONDS, FAULT_SECONDS = 480, 40
 # Bounds of errors by the dtype of the call, relative to numbers above 1. Other dtypes are exact.
@@ -109,9 +107,8 @@ def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, 
     command = [*prefix, sys.executable, "-m", __spec__.name, str(folder), "--inside"]
     command += ["--fault", fault] if fault else []
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        both = subprocess.STDOUT
+        process = subprocess.Popen(command, stdout=output, stderr=both, start_new_session=True)
         try:
             code = process.wait(FAULT_SECONDS if fault else SECONDS)
         except subprocess.TimeoutExpired:

@@ -20,11 +20,11 @@ from tests.helpers.shared import locked
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent
 
-FAKE = "TORCH_METAL_ATTN_FAKE_MPS"  # what the sources that differ on the fake shim ask for
+FAKE = "TORCH_METAL_ATTN_FAKE_MPS"  # the define of sources that differ on the fake shim
 
-# How params reach the kernel, by what the shim has: torch 2.14, torch 2.10 to 2.13, neither. How a
-# command buffer is committed: by torch's stream, its C++ API, neither. The last keeps no text of
-# errors either, as torch before 2.13.
+# Ways to pass params: a function (torch 2.14), a member function (2.10 to 2.13), a tensor. Ways to
+# commit a command buffer: torch's stream, its C++ API, none. The last variant keeps no error text
+# either, like torch before 2.13.
 VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor": []}
 
 # The stages that can refuse a text: front end, pipeline, dispatch.
@@ -37,7 +37,7 @@ class FakeMps:
     """One variant of the shim with the launch layer linked to it: its ops, and its record."""
 
     def __init__(self, variant: str, library: Path, *, insist: bool = True) -> None:
-        """insist: mps is not tried before it is used; without set_gpu it would fail the trial."""
+        """insist: skip the trial of mps, which fails without set_gpu."""
         self.variant = variant
         torch.ops.load_library(str(library))
         self.ops = getattr(torch.ops, f"fake_mps_{variant}")
@@ -51,7 +51,7 @@ class FakeMps:
                 assert self.problem() == ""
 
     def problem(self) -> str:
-        """Why its mps cannot be used, decided by the first call or launch of the process."""
+        """Why mps cannot be used; decided by the first call or launch of the process."""
         return self.library.metal_attn_mps_problem().decode()
 
     def add_family(self, family: str, text: str) -> None:
@@ -70,7 +70,7 @@ class FakeMps:
         self.library.fake_mps_fail(shim.encode(), text.encode(), after)
 
     def refuse(self, part: str, stage: str = "text") -> None:
-        """Makes texts that hold `part` fail in this stage of STAGES; "" makes none fail."""
+        """Makes texts that contain `part` fail in this stage; "" makes none fail."""
         self.library.fake_mps_refuse(part.encode(), STAGES.index(stage))
 
     def set_compiler(self, begin: Callable[[str], None]) -> None:
@@ -83,26 +83,24 @@ class FakeMps:
         self.set_gpu_of_all(lambda text, addresses: run(text, addresses[0]))
 
     def set_gpu_of_all(self, run: Callable[[str, list[int]], None]) -> None:
-        """`set_gpu` with the address of each buffer, 0 of those that were never set."""
+        """`set_gpu` with the addresses of all buffers; 0 if it was never set."""
         signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
-        self._gpu = signature(
-            lambda text, addresses: run(text.decode(), [a or 0 for a in addresses[:31]])
-        )
+        self._gpu = signature(lambda text, all_: run(text.decode(), [a or 0 for a in all_[:31]]))
         self.library.fake_mps_set_gpu(self._gpu)
 
     def set_stream(self, number: int) -> None:
-        """Makes it the current stream, which blocks of other streams than 0 are recorded with."""
+        """Makes it the current stream. Blocks of streams other than 0 are recorded with it."""
         self.library.fake_mps_set_stream(number)
 
     def log(self) -> list[str]:
         return self.library.fake_mps_log().decode().splitlines()
 
     def last_text(self) -> str:
-        """The last text that was to be compiled; each byte is one character."""
+        """The last text passed to the compiler; each byte is one character."""
         return self.library.fake_mps_last_text().decode("latin-1")
 
     def allocations(self) -> list[int]:
-        """How often each launch allocated before its block, if count_malloc.cpp is preloaded."""
+        """Allocations of each launch before its block, if count_malloc.cpp is preloaded."""
         return [int(line) for line in self.library.fake_mps_allocations().split()]
 
     def overlapped(self) -> bool:
@@ -134,7 +132,7 @@ def build_quiet(folder: Path) -> Path:
 
 
 def check_quiet() -> None:
-    """Raise RuntimeError if what bench_launch alone builds no longer compiles."""
+    """Raise RuntimeError if the source of bench_launch does not compile."""
     _run([*compile_command(), "-fsyntax-only", FOLDER / "quiet_ops.cpp"])
 
 
@@ -151,7 +149,7 @@ def run_counted(program: str, library: Path) -> Any:
 
 
 def compile_command(root: Path = ROOT, optimisation: str = "-O0") -> list[str]:
-    """The compiler with the options of a file of the extension whose sources are below `root`."""
+    """The compiler and its options for files of the extension below `root`."""
     return [
         compiler() or "c++",
         *("-std=c++20", optimisation, "-fPIC", "-fvisibility=hidden"),
@@ -168,7 +166,7 @@ def link_command(*objects: str | Path) -> list[str | Path]:
 
 
 def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
-    """The extension's objects that ninja finds up to date, if they were made against this torch."""
+    """The extension's objects by source, if they are up to date and built against this torch."""
     rules = EXTENSION / "build.ninja"
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     ninja = shutil.which("ninja", path=path)
@@ -185,7 +183,7 @@ def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
 
 
 def _precompiled() -> list[str]:
-    """Options with which GCC takes the extension's precompiled header, whose macros they repeat."""
+    """Options for the extension's precompiled header, which must repeat its macros."""
     header = EXTENSION / "torch.h"
     if not header.exists():
         return []
@@ -201,21 +199,14 @@ def _build(
     common: list[Path],
     optimisation: str,
 ) -> None:
-    """Libraries of the launch layer and `common`, and of `own` with the defines of each library."""
+    """Libraries of the launch layer, `common`, and `own` with the defines of each library."""
     with locked(folder):
         if all(library.exists() for library in libraries):
             return
-        runtime = (
-            *("mps", "mps_verdict", "probe", "probe_tensor", "callbacks", "compile_error"),
-            *("optional_shims", "fresh", "trial_note", "pieces"),
-        )
-        shared = [
-            *common,
-            *ROOT.glob("csrc/ops/**/*.cpp"),
-            *ROOT.glob("csrc/problem/*.cpp"),
-            *ROOT.glob("csrc/tiles/*.cpp"),
-            *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
-        ]
+        shared = [*common]
+        for name in ("ops", "problem", "tiles", "runtime"):
+            shared += ROOT.glob(f"csrc/{name}/**/*.cpp")
+        shared = [source for source in shared if source.stem not in ("simulator", "params_text")]
         kept = of_the_extension(source for source in shared if FAKE not in source.read_text())
         jobs = {
             folder / f"{source.parent.name}_{source.stem}.o": (source, [f"-D{FAKE}"])

@@ -1,5 +1,5 @@
-// Preloaded into a process: counts what each thread allocates, by new or otherwise (glibc only),
-// and the tensors that it has torch make.
+// Preloaded into a process: counts the allocations of each thread (glibc only), and the tensors
+// that torch makes for it.
 #include <dlfcn.h>
 
 #include <cstddef>

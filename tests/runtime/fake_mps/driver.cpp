@@ -54,7 +54,7 @@ metal_attn::Backend& backend() {
   return counting;
 }
 
-// A launch names things by texts that live as long as the process.
+// A launch keeps pointers to texts, so they must live as long as the process.
 const char* kept(const std::string& text) {
   static std::mutex mutex;
   static auto* const texts = new std::set<std::string>;
@@ -155,7 +155,7 @@ const StableTorchLibraryInit kExplained(StableLibrary::Kind::IMPL, &implement_ex
 
 }  // namespace
 
-// From now on the package's ops of attention, on the CPU, are the fake's: in the whole process.
+// Replaces the package's attention ops on the CPU by those of the fake, in the whole process.
 extern "C" __attribute__((visibility("default"))) void fake_mps_take_over() {
   constexpr auto kImpl = StableLibrary::Kind::IMPL;
   static const StableTorchLibraryInit ops(kImpl, &implement_flash, "metal_attn", "CPU", __FILE__,

@@ -1,10 +1,10 @@
-// A recording stand-in for torch's MPS shims, so that csrc/runtime/mps.cpp runs on Linux.
+// A fake of torch's MPS shims, so that csrc/runtime/mps.cpp runs on Linux.
 //
-// It writes down every call, refuses what torch and Metal refuse, and can be told to fail.
-// With count_malloc.cpp preloaded it also tells what each launch allocated before its block.
-// FAKE_NAMESPACE is that of the ops in driver.cpp. FAKE_SET_BYTES and FAKE_MEMBER each provide one
-// of the optional ways to set bytes, and one of those to commit a command buffer. With FAKE_QUIET
-// each call succeeds and does nothing more than it must, where time is measured.
+// It records every call, refuses what torch and Metal refuse, and can be told to fail. With
+// count_malloc.cpp preloaded it also counts the allocations of each launch before its block.
+// FAKE_NAMESPACE is the namespace of the ops in driver.cpp. FAKE_SET_BYTES and FAKE_MEMBER each
+// provide one optional way to set bytes, and one to commit a command buffer. With FAKE_QUIET each
+// call succeeds and does as little as possible, for measurements.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
 
@@ -46,24 +46,24 @@ constexpr bool kQuiet = false;
 
 std::mutex g_mutex;
 std::string g_log;
-std::string g_failing;  // the shim that fails from now on
-std::string g_failure;  // what it says
-int g_good_calls = 0;   // of that shim, before it fails
+std::string g_failing;  // the name of the shim that fails
+std::string g_failure;  // its message
+int g_good_calls = 0;   // its calls before it fails
 int g_stream = 0;
-int g_streams[33];  // whose addresses are the streams
+int g_streams[33];  // the addresses stand for streams
 thread_local std::string t_error;
 std::string g_last_text;
-// Runs a dispatch: the shader's text, and the memory of each buffer. Null: none is run.
+// Runs a dispatch, with the shader's text and the memory of each buffer. May be null.
 void (*g_gpu)(const char*, void* const*) = nullptr;
-std::string g_refused;  // what texts hold that are refused, and where: a Stage
-int g_refusing = 0;
-// Called before a text is compiled, and may take its time. Null: none is.
+std::string g_refused;  // texts that contain this are refused
+int g_refusing = 0;     // in this Stage
+// Called before a text is compiled. May be null.
 void (*g_compiler)(const char*) = nullptr;
 int32_t g_device_type = aoti_torch_device_type_cpu();
 int64_t g_probe_limit = 600000;
 int64_t g_queue_limit = 600000;
-std::atomic<int64_t> g_milliseconds{0};  // the time by which compilations are slow
-std::string g_allocations;               // of each launch, a number a line
+std::atomic<int64_t> g_milliseconds{0};  // the time that compilations took
+std::string g_allocations;               // of each launch, one per line
 thread_local uint64_t t_launch_begins = 0;
 std::atomic<int> g_blocks{0};
 std::atomic<bool> g_overlapped{false};
@@ -73,7 +73,7 @@ void record(const std::string& line) {
   g_log += line + "\n";
 }
 
-// The shims' own shape: work in `body`, any exception becomes an error code and its text.
+// Runs `body` like torch's shims, which convert exceptions to an error code and a text.
 template <typename Body>
 AOTITorchError shim(const char* name, const Body& body) {
   if (kQuiet) { return 0; }
@@ -183,7 +183,7 @@ EXPORT AOTITorchError aoti_torch_mps_start_encoding(AOTIMetalKernelFunctionHandl
   });
 }
 
-// A byte tensor's contents are recorded: those are params. Others by where their data begins.
+// Records the contents of byte tensors, which are params, and the addresses of others.
 EXPORT AOTITorchError aoti_torch_mps_set_arg_tensor(AOTIMetalKernelFunctionHandle kernel,
                                                     unsigned slot, AtenTensorHandle tensor) {
   return shim("set_arg_tensor", [&] {
@@ -236,8 +236,8 @@ EXPORT void _ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy(void* kernel, un
 }
 #endif
 
-// A commit ends a command buffer: of the current stream on its queue, as torch has since 2.10; or
-// from outside of all blocks, as torch::mps::commit() waits for the queue.
+// A commit ends a command buffer: that of the current stream on its queue (torch 2.10 and later),
+// or outside of all blocks, because torch::mps::commit() waits for the queue.
 #ifdef FAKE_SET_BYTES
 EXPORT void* _ZN2at3mps19getCurrentMPSStreamEv() { return &g_streams[g_stream]; }
 EXPORT void _ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE(int* stream, int type) {
@@ -252,7 +252,7 @@ EXPORT void _ZN5torch3mps6commitEv() {
 }
 #endif
 
-#if defined(FAKE_SET_BYTES) || defined(FAKE_MEMBER)  // the variant without is as old as 2.10
+#if defined(FAKE_SET_BYTES) || defined(FAKE_MEMBER)  // the other variant is torch 2.10
 EXPORT const char* torch_exception_get_what_without_backtrace() { return t_error.c_str(); }
 #endif
 

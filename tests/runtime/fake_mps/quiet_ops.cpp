@@ -1,4 +1,4 @@
-// For bench/bench_launch.py: the package's ops on CPU tensors with what runs them on mps.
+// For bench/bench_launch.py: the package's ops on CPU tensors, run by the backend of mps.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

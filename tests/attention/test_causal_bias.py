@@ -106,7 +106,7 @@ def test_compiled(replaced, biases):
         with simulate(check=True) as run, sdpa_replaced():
             actual = compiled(q, k, v, BIASES[which](5, 9))
         check([actual], [BUILTIN[0](q, k, v, visible(which, 5, 9), enable_gqa=True)])
-        assert [launch.kernel for launch in run.launches] == ["flash_fwd"]
+        assert [launch.kernel for launch in run.launches] == ["flash_decode"]
 
 
 def test_torchs_list_of_functions_is_made_outside():

@@ -38,7 +38,7 @@ class TestShrinking:
     )
 
     def test_of_a_planted_fault(self, monkeypatch, tmp_path, capsys):
-        plant(monkeypatch, "flash_fwd", *SCALE)
+        plant(monkeypatch, "flash_decode", *SCALE)
         with simulate(check=True):
             ran = workers.run_and_shrink(3, self.CASE, CPU)
         simple, outcome = ran.shrunk

@@ -27,9 +27,6 @@
 namespace metal_attn {
 namespace {
 
-// The most rows of a KV head. The kernel's steps over rows must not pass the end of int32.
-constexpr int64_t kMaxRows = int64_t{1} << 30;
-
 // Keys that the queries of one sequence read, at most.
 int64_t keys_read(const FlashDecodeArguments& a, const FlashFwdCall& call) {
   if (a.lists.indices) {

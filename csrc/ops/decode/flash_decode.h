@@ -17,8 +17,12 @@ namespace metal_attn {
 // As flash_fwd, without dropout and without rotation of k.
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& arguments, Backend& backend);
 
-// metal_attn::flex_fwd: flash_fwd, or flash_decode for few queries.
-std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& arguments, Backend& backend);
+// metal_attn::flash_fwd, flash_varlen_fwd and flex_fwd: the kernel of flash_decode for few queries,
+// and that of flash_fwd for all other calls.
+std::tuple<Tensor, Tensor> attention_fwd(const FlashFwdArguments& arguments, Backend& backend);
+
+// The most rows of a KV head. The kernel's steps over rows must not pass the end of int32.
+inline constexpr int64_t kMaxRows = int64_t{1} << 30;
 
 // Throws std::invalid_argument.
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& arguments);

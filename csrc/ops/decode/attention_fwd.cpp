@@ -11,7 +11,7 @@
 namespace metal_attn {
 namespace {
 
-// The most that flash_decode is taken for, as in torch_metal_attn/flex/call.py.
+// The most queries for which flash_decode is chosen, as in torch_metal_attn/with_kvcache.py.
 constexpr int64_t kDecodeQueries = 32;
 
 // True if all rows of a KV head, queries of several heads, have the same list.
@@ -27,24 +27,33 @@ bool have_one_list(const FlexOptions& flex, const FlashFwdCall& call) {
   return shared && listed_keys(flex) <= std::numeric_limits<int32_t>::max();
 }
 
-// None where flash_fwd is taken.
-std::optional<FlashDecodeCall> decoding_of(const FlashFwdArguments& a) {
-  if (!a.q.defined() || a.q.dim() != 4 || a.q.size(2) > kDecodeQueries) { return std::nullopt; }
+// True if flash_decode has all options of the call, and its queries are few.
+bool suits_decode(const FlashFwdArguments& a) {
+  const bool few = a.q.defined() && a.q.dim() == 4 && a.q.size(2) <= kDecodeQueries;
+  return few && !a.packing && !a.options.k_rotary_cos && a.options.dropout_p == 0.0;
+}
+
+// The call of flash_decode, or none if flash_fwd runs.
+std::optional<FlashDecodeCall> decode_call(const FlashFwdArguments& a) {
+  if (!suits_decode(a)) { return std::nullopt; }
   FlashFwdCall call = check_flash_fwd(a);
-  if (!call.launches() || (a.flex->kv_num_blocks && !have_one_list(*a.flex, call))) {
+  if (!call.launches() || int64_t{call.q_length} * call.heads / call.kv_heads > kMaxRows) {
     return std::nullopt;
   }
-  // Its threadgroups share the lists evenly.
-  call.problem.features.flex->ordered = false;
+  if (a.flex) {
+    if (a.flex->kv_num_blocks && !have_one_list(*a.flex, call)) { return std::nullopt; }
+    // Its threadgroups share the lists evenly.
+    call.problem.features.flex->ordered = false;
+  }
   return choose_flash_decode(call, {a, 0}, false);
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& a, Backend& backend) {
+std::tuple<Tensor, Tensor> attention_fwd(const FlashFwdArguments& a, Backend& backend) {
   return with_tiles_that_run([&] {
-    const std::optional<FlashDecodeCall> decoding = decoding_of(a);
-    return decoding ? run(*decoding, a, nullptr, backend) : flash_fwd(a, backend);
+    const std::optional<FlashDecodeCall> decode = decode_call(a);
+    return decode ? run(*decode, a, nullptr, backend) : flash_fwd(a, backend);
   });
 }
 

@@ -25,9 +25,9 @@
 // OP(name, arguments without the closing parenthesis, result, the template that converts the
 // dispatcher's arguments, the function that runs the op).
 #define OPS(OP)                                                                                  \
-  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, flash_fwd)                 \
+  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, attention_fwd)             \
   OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashVarlenFwd, \
-     flash_fwd)                                                                                  \
+     attention_fwd)                                                                              \
   OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, flash_decode)          \
   OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, flash_bwd)                    \
   OP(flash_varlen_bwd, FLASH_BWD_ARGUMENTS(PACKING_SCHEMA), FLASH_BWD_RESULT, FlashVarlenBwd,    \
@@ -38,7 +38,7 @@
   OP(flash_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, flash_bwd_slopes)     \
   OP(flash_varlen_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(PACKING_SCHEMA), "Tensor",                \
      FlashVarlenBwdBias, flash_bwd_slopes)                                                       \
-  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, flex_fwd)                          \
+  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, attention_fwd)                     \
   OP(flex_bwd, FLEX_BWD_ARGUMENTS, FLASH_BWD_RESULT, FlexBwd, flash_bwd)                         \
   OP(flex_bwd_captures, FLEX_BWD_CAPTURES_ARGUMENTS, "Tensor[]", FlexBwdCaptures,                \
      flash_bwd_captures)                                                                         \

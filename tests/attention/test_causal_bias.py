@@ -102,7 +102,7 @@ def test_compiled(replaced, biases):
         with simulate(check=True) as run, sdpa_replaced():
             actual = compiled(q, k, v, BIASES[which](5, 9))
         check([actual], [BUILTIN[0](q, k, v, visible(which, 5, 9), enable_gqa=True)])
-        assert [launch.kernel for launch in run.launches] == ["flash_fwd"]
+        assert [launch.kernel for launch in run.launches] == ["flash_decode"]
 
 
 def test_overridable_functions_contain_torchs_own():

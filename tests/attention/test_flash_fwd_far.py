@@ -76,7 +76,7 @@ def test_packed_rows():
 @pytest.mark.parametrize("dim", DIMS)
 def test_results(dim, monkeypatch):
     """The op allocates dense results, which are replaced by sparse ones before the kernel runs."""
-    q, k, v = make_qkv(2, 4, 2, 5, 34, 16, dtype=torch.float16)
+    q, k, v = make_qkv(2, 4, 2, 34, 34, 16, dtype=torch.float16)
     params_type = shader_params.struct("FlashFwdParams")
     slots = shader_params.slots("FlashBuffer", "FLASH_")
     slots |= shader_params.slots("FlashFwdBuffer", "FLASH_FWD_")
@@ -110,7 +110,7 @@ def test_results(dim, monkeypatch):
 @pytest.mark.parametrize("wide", ["int64_t", "int"])
 def test_checked_accesses(wide, monkeypatch):
     """A storage of more than 2**32 elements is checked, with correct and with faulty offsets."""
-    q, k, v = make_qkv(1, 1, 1, 5, 34, 16, dtype=torch.float16)
+    q, k, v = make_qkv(1, 1, 1, 34, 34, 16, dtype=torch.float16)
     row = "return first + Offset(row) * row_stride"
     of_width = f"return first + {wide}(row) * {wide}(row_stride)"
     with simulate(check=True):

@@ -41,7 +41,8 @@ def test_no_sequence(device):
 
 
 def test_equals_each_sequence_alone(device):
-    q, k, v, *packing = packed()
+    """Each has so many queries that it runs flash_fwd alone, too."""
+    q, k, v, *packing = packed([33, 0, 37, 70])
     out, lse = run("flash_varlen_fwd", device, q, k, v, *packing, **CAUSAL)
     dq, dk, dv, delta = gradients(q, k, v, packing, device, CAUSAL)
     dout, dlse = make_gradients(q, v, (4, len(q)))

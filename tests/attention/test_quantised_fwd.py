@@ -149,5 +149,5 @@ MUTANTS = {
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
-    MUTANTS, run=lambda op: CHECKS[op](*operands(head_dim=64), device="cpu")
+    MUTANTS, run=lambda op: CHECKS[op](*operands(head_dim=64, q_length=33), device="cpu")
 )

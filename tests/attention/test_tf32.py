@@ -56,10 +56,11 @@ def either_precision():
 
 def one_key():
     """The only weight is 1, so the output is the value, rounded to 11 bits."""
-    q, k, v, dout = home(1, 1)
+    q, k, v, dout = home(33, 1)
+    dout[:, :, 1:] = 0
     out, *_, dv, _ = backward(q, k, v, dout, None, CPU, {}, run_forward=True)
-    assert torch.equal(out, rounded_to_tf32(v))
-    assert torch.equal(dv, rounded_to_tf32(dout))
+    assert torch.equal(out, rounded_to_tf32(v).expand_as(out))
+    assert torch.equal(dv, rounded_to_tf32(dout[:, :, :1]))
 
 
 def other_statistics():
@@ -132,7 +133,7 @@ def test_values(kernels, cases):
 def test_gradients_of_a_bias_are_in_float32():
     with simulate(check=True) as run:
         check_sharp("torch's sample", F32, CPU)
-    assert {"flash_fwd_tensor", "flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
+    assert {"flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
     assert not GRADIENTS & set(run.counters)
 
 

@@ -56,7 +56,7 @@ def example(name, *kernels, **more):
 
 WHOLE, BIAS = ["flash_bwd_dq", "flash_bwd_dkv"], ["flash_bwd_bias"]
 CALLS = {
-    "flash_fwd": example("flash_fwd"),
+    "flash_fwd": example("flash_fwd", "flash_decode"),
     "flash_varlen_fwd": (lambda: (packed(), {}), ["flash_fwd"]),
     "flash_decode": example("flash_decode", "flash_decode", "merge_splits", num_splits=2),
     "decode_step": example("decode_step", "flash_decode", "merge_splits", num_splits=3),
@@ -196,7 +196,7 @@ class TestModel:
         lines = [line for line in str(explanation).splitlines() if line.startswith("{0-31}")]
         assert len(lines) == 1
         assert lines[0].split() == [
-            *("{0-31}", "32", "flash_fwd", "7", "x", "7", "1x2x1"),
+            *("{0-31}", "32", "flash_decode", "7", "x", "7", "1x2x1"),
             *(str(explanation.rows[0].explanation.threadgroup_bytes), "57.3", "k", "59.1", "k"),
         ]
 

@@ -39,7 +39,7 @@ class TestShrinking:
     CASE = testing.Attention(**SIZES, seqused_k=(38, 5), seed=5)
 
     def test_planted_fault(self, monkeypatch, tmp_path, capsys):
-        plant(monkeypatch, "flash_fwd", *SCALE)
+        plant(monkeypatch, "flash_decode", *SCALE)
         with simulate(check=True):
             ran = workers.run_and_shrink(3, self.CASE, CPU)
         simple, outcome = ran.shrunk

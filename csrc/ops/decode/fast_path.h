@@ -34,7 +34,7 @@ template <Backend& (*backend)()>
 struct FastPath {
   static std::tuple<Tensor, Tensor> flash_fwd(const Tensor& q, const Tensor& k,
                                               const Tensor& v FLASH_FIRST_PARAMETERS) {
-    return metal_attn::flash_fwd({q, k, v, std::nullopt, {FLASH_FIRST_VALUES}, {}}, backend());
+    return attention_fwd({q, k, v, std::nullopt, {FLASH_FIRST_VALUES}, {}}, backend());
   }
 
   static std::tuple<Tensor, Tensor> flash_decode(const Tensor& q, const Tensor& k,
@@ -52,14 +52,14 @@ struct FastPath {
           "`q`, `k` and `v` are no plain operands of scaled_dot_product_attention");
     FlashFwdOptions options{softmax_scale, causal};
     options.q_offset = causal ? std::optional<int64_t>(0) : std::nullopt;
-    return std::get<0>(metal_attn::flash_fwd({q, k, v, std::nullopt, options, {}}, backend()));
+    return std::get<0>(attention_fwd({q, k, v, std::nullopt, options, {}}, backend()));
   }
 
   static Tensor flash_attn(const Tensor& q, const Tensor& k,
                            const Tensor& v FLASH_FIRST_PARAMETERS) {
     check_same_dtype("k", k, "q", q);  // flash_fwd would accept half precision with float32 q
     check_same_dtype("v", v, "q", q);
-    return to_blhd(metal_attn::flash_fwd(
+    return to_blhd(attention_fwd(
         {to_bhld(q), to_bhld(k), to_bhld(v), std::nullopt, {FLASH_FIRST_VALUES}, {}}, backend()));
   }
 

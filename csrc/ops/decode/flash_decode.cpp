@@ -16,9 +16,6 @@
 namespace metal_attn {
 namespace {
 
-// The most rows of a KV head, so that the kernel's row numbers do not exceed int32.
-constexpr int64_t kMaxRows = int64_t{1} << 30;
-
 // The most keys that the queries of a sequence, or of a list, read.
 int64_t keys_read(const FlashDecodeArguments& a, const FlashFwdCall& call) {
   return a.lists.indices ? listed_keys(a.lists) : keys_seen(a.forward, call, call.q_length);

@@ -13,8 +13,12 @@ namespace metal_attn {
 // Like flash_fwd, without dropout and without rotation of k.
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& arguments, Backend& backend);
 
-// metal_attn::flex_fwd: flash_fwd, or flash_decode for few queries.
-std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& arguments, Backend& backend);
+// metal_attn::flash_fwd, flash_varlen_fwd and flex_fwd: the kernel of flash_decode for few queries,
+// and that of flash_fwd for all other calls.
+std::tuple<Tensor, Tensor> attention_fwd(const FlashFwdArguments& arguments, Backend& backend);
+
+// The most rows of a KV head, so that the kernel's row numbers do not exceed int32.
+inline constexpr int64_t kMaxRows = int64_t{1} << 30;
 
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& arguments);
 

@@ -1,4 +1,4 @@
-"""The lookup of tiles in C++: keys, candidates, what a table changes, and what is refused."""
+"""The lookup of tiles in C++: keys, candidates, the effect of a table, and refused tiles."""
 
 import re
 
@@ -36,7 +36,7 @@ class TestKeys:
         assert key(lengths=(length, 600)).endswith(f"plain q{words} k<=2048")
         assert key(lengths=(600, length)).endswith(f"plain q<=2048 k{words}")
 
-    def test_decoding_has_the_queries_of_a_kv_head_and_the_keys_that_they_read(self):
+    def test_a_decode_counts_the_queries_of_a_kv_head_and_the_keys_that_they_read(self):
         sizes = {"lengths": (1, 5000), "heads": (24, 2)}
         assert key("flash_decode", **sizes) == "flash_decode half 64 64 plain q<=16 k<=8192"
         windowed = key("flash_decode", {"causal": True, "window_size_left": 100}, **sizes)
@@ -77,8 +77,8 @@ class TestKeys:
         quantised = told("flash_fwd", q, data, data.clone(), k_scale=scale, v_scale=scale.clone())
         assert quantised["tuning"]["key"] == "flash_fwd float 64 64 q8_0 q<=512 k<=512"
 
-    def test_alignment_is_not_in_it(self):
-        """It must not change the bits of results."""
+    def test_alignment_is_not_in_the_key(self):
+        """Alignment must not change the bits of results."""
         q = torch.empty(1, 2, 100, 65, dtype=torch.float16)
         odd = told("flash_fwd", q[..., 1:], q[..., 1:], q[..., :64])
         assert odd["defines"]["WIDE_LOADS"] == "0"
@@ -109,7 +109,7 @@ def test_candidates_begin_with_the_default_tile_and_can_all_run(kernel, name, gp
                 assert (forced["defines"] == launch["defines"]) == (number == 0)
 
 
-# Tiles that the chooser never takes for D 16 or 32: eight and two SIMD groups, and other blocks.
+# Tiles that no row of the table has for these head dims.
 @pytest.mark.parametrize("tile", ["BLOCK_K=16 SIMDGROUPS=6", "BLOCK_K=8 SIMDGROUPS=2"])
 def test_other_numbers_of_simd_groups(tile, device):
     qkv = make_qkv(q_length=150, kv_length=65)
@@ -122,7 +122,7 @@ SHAPE = {"head_dim": 64, "lengths": (100, 100)}
 
 
 def in_use(kernel="flash_fwd", **options):
-    """Puts a table in use that has another candidate for a problem; returns its defines."""
+    """Use a table with the second candidate for SHAPE. Returns that tile, and q, k and v."""
     qkv = operands(**SHAPE)
     launch = told(kernel, *qkv, **options)["tuning"]
     tiles.use(tiles.make([(launch["key"], launch["candidates"][1], "tuned on this machine")]))
@@ -130,7 +130,7 @@ def in_use(kernel="flash_fwd", **options):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_row_is_for_its_key_only(kernel):
+def test_a_row_applies_to_its_key_only(kernel):
     tile, qkv = in_use(kernel)
     launch = told(kernel, *qkv)
     assert launch["choice"] == "tuned on this machine"
@@ -168,7 +168,7 @@ def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):
 
 
 @pytest.mark.parametrize("row", [("a b", "X"), ("a b", "X=1", "s", "t"), ("a b", "X=1", "s\n\n")])
-def test_what_is_no_row(row):
+def test_malformed_rows_are_refused(row):
     with pytest.raises(ValueError, match="these are no rows"):
         tiles.make([row])
 
@@ -180,7 +180,7 @@ def test_explain_shows_the_choice():
     assert "  tile            default" in str(explain(*operands(**SHAPE))).splitlines()
 
 
-def test_same_table_same_bits(device):
+def test_the_same_table_gives_the_same_bits(device):
     q, k, v = (x.to(device) for x in make_qkv(q_length=40, kv_length=200, head_dim=16))
     launch = told("flash_fwd", q, k, v)["tuning"]
     results = []

@@ -1,4 +1,4 @@
-"""Tables of tiles as files: what is read, what is ignored and why, and which one is used."""
+"""Files with tables of tiles: which table is used, and why others are ignored."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_a_damaged_table(changes, why, tmp_path):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """The paths of the table in the cache folder and of one that the user chooses."""
+    """The paths of the table in the cache folder, and of a table that the user names."""
     monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(loading.SETTING, raising=False)
     path = tmp_path / "cache" / "tuned" / "apple-m2-max-38-cores.json"
@@ -93,7 +93,7 @@ class TestWhichTableIsUsed:
         line = f"torch_metal_attn: the table of tiles {places[0]} is ignored: {why}\n"
         assert capsys.readouterr().err == line
 
-    def test_none_for_a_user_without_a_home(self, monkeypatch):
+    def test_none_without_a_home_directory(self, monkeypatch):
         def no_home(gpu):
             raise loading.cache.CacheError("no home")
 

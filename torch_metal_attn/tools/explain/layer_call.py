@@ -1,4 +1,4 @@
-"""One row of a model's explanation: an attention, or another op of ours, that a layer called."""
+"""One row of a model's explanation: a layer's call of attention or of another op of ours."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from torch_metal_attn.tools.explain.ops import Explanation, Kernel
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One attention, or one other op of ours, in a model.
+    """A call of attention or of another op of ours.
 
-    Attributes: layer: the path of the innermost module that called it. op: its name, ours or
-        torch's. shapes: of q and of the keys, (B, Hq, Lq, D) and (B, Hkv, Lk, D), or of the op's
+    Attributes: layer: the path of the innermost module that made the call. op: the name of our op
+        or torch's. shapes: of q and of the keys, (B, Hq, Lq, D) and (B, Hkv, Lk, D), or of the op's
         first tensor. explanation: for an op of ours; its refusal is the error that the call would
         raise. elsewhere: what runs instead of our op, "" for an op of ours. cost: the fewest FLOPs
         and bytes that the call needs, or None if they are not known. copied: tensors that were
         copied for the call because their rows were not contiguous; the cost includes the copies.
-        notes: what the caller remarks, such as the bytes of another form.
+        notes: remarks of the caller, such as the bytes of another form.
     """
 
     layer: str

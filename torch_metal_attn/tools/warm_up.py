@@ -69,8 +69,8 @@ def warm_up(
         warm_up(q, k, v, causal=True, backward=True)     # tensors, which may be on "meta"
 
     Args: the first argument is one of
-        a model of transformers, without further arguments: it generates two tokens after a prompt of
-            each length in `prompt_lengths`, without a padding mask.
+        a model of transformers, without further arguments: it generates two tokens after a prompt
+            of each length in `prompt_lengths`, without a padding mask.
         a callable, such as a model, one of its methods or a function that makes several calls,
             followed by its arguments. It runs under no_grad. Our ops do not run: each returns zeros
             of the right shape and writes nothing, so decisions that depend on values may differ.

@@ -1,4 +1,4 @@
-"""Run an action when a module is imported, without importing it, which can take seconds."""
+"""Runs an action when a module is imported. The module is not imported here, which is slow."""
 
 import importlib.abc
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Run `action` now if the module is already imported, else right after its import."""
+    """Run `action` right after the module's import, or now if it is already imported."""
     if name in sys.modules:
         action()
     elif not any(
@@ -21,7 +21,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 def with_each_module(package: str, action: Callable[[ModuleType], None]) -> None:
-    """Run `action` with each module of the package: the imported ones now, others when they are."""
+    """Run `action` with each module of a package: now if it is imported, else after its import."""
     sys.meta_path.insert(0, _PackageFinder(package, action))
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}.") and isinstance(module, ModuleType):
@@ -29,7 +29,7 @@ def with_each_module(package: str, action: Callable[[ModuleType], None]) -> None
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the awaited module as the other finders do, with a loader that then runs the action."""
+    """Finds the awaited module by other finders, and adds a loader that runs the action."""
 
     def __init__(self, awaited: str, action: Callable[[], None]) -> None:
         self.awaited, self.action = awaited, action
@@ -39,7 +39,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return name == self.awaited
 
     def imported(self, module: ModuleType) -> None:
-        # Not before: an import that failed may be tried again.
+        # Only after a successful import, because a failed one may be repeated.
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         self.action()
@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # Another finder may ask all others too, this one among them.
+        # Another finder may ask all finders too, including this one.
         if not self.awaits(name) or getattr(self._asking, "now", False):
             return None
         self._asking.now = True
@@ -61,7 +61,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _PackageFinder(_Finder):
-    """Finds each module of a package so, for as long as the process runs."""
+    """The same for every module of a package, until the process ends."""
 
     def __init__(self, package: str, action: Callable[[ModuleType], None]) -> None:
         super().__init__(f"{package}.", lambda: None)
@@ -86,7 +86,7 @@ def _find_elsewhere(
 
 
 class _Loader(importlib.abc.Loader):
-    """Wraps the module's own loader, and puts that back before the module runs."""
+    """Wraps a module's loader, and restores that before the module runs."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

@@ -14,7 +14,7 @@ and value rows that some query sees) and every result once. Partial results of s
 counted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -170,27 +170,23 @@ def _numbers(tensor: Tensor | None) -> list[int] | None:
     return values
 
 
-def _sequences(args: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def _sequences(args: dict[str, Any]) -> list[tuple[int, int]]:
+    """The numbers of queries and keys of each sequence."""
     q, k = args["q"], args["k"]
-    if "cu_seqlens_k" not in args:
-        pages = args.get("block_table")
-        kv_length = k.shape[2] if pages is None else k.shape[2] * pages.shape[1]
-        queries = [q.shape[2]] * q.shape[0] if q.dim() == 4 else _packed_queries(args)
-        yield from [(length, kv_length) for length in queries]
-        return
-    bounds = [_numbers(args[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
-    if bounds[0] is None or bounds[1] is None:
-        count = len(args["cu_seqlens_q"]) - 1
-        yield from [(args["max_seqlen_q"], args["max_seqlen_k"])] * count
-        return
-    for b in range(len(bounds[0]) - 1):
-        yield bounds[0][b + 1] - bounds[0][b], bounds[1][b + 1] - bounds[1][b]
+    queries = [q.shape[2]] * q.shape[0] if q.dim() == 4 else _packed_lengths(args, "q")
+    if "cu_seqlens_k" in args:
+        return [*zip(queries, _packed_lengths(args, "k"), strict=True)]
+    pages = args.get("block_table")
+    kv_length = k.shape[2] if pages is None else k.shape[2] * pages.shape[1]
+    return [(length, kv_length) for length in queries]
 
 
-def _packed_queries(args: dict[str, Any]) -> list[int]:
-    ends = _numbers(args["cu_seqlens_q"])
+def _packed_lengths(args: dict[str, Any], side: str) -> list[int]:
+    """Without data, every sequence has the longest length."""
+    bounds = args[f"cu_seqlens_{side}"]
+    ends = _numbers(bounds)
     if ends is None:
-        return [args.get("max_seqlen_q", 0)] * (len(args["cu_seqlens_q"]) - 1)
+        return [args.get(f"max_seqlen_{side}", 0)] * (len(bounds) - 1)
     return [end - begin for begin, end in pairwise(ends)]
 
 

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def tune(options: argparse.Namespace) -> bool:
         with Progress(len(shapes)) as progress:
             for shape in shapes:
                 progress.step("", str(shape))
-                progress.say("\n".join(run.lines(shape)))
+                progress.say("\n".join(run.measure(shape)))
                 if DEVICE.type == "mps":
                     torch.mps.empty_cache()  # before the next shape
     finally:
@@ -175,16 +175,15 @@ class _Run:
         self._path, self._timer, self._rounds = path, timer, rounds
         self._measured: set[str] = set()
 
-    def lines(self, shape: Shape) -> list[str]:
-        """Measure a shape. Returns a line for each tile that was measured, and one for torch."""
-        lines = [f"\n{shape}"]
+    def measure(self, shape: Shape) -> Iterator[str]:
+        """Measure a shape. Yields a line for each tile that was measured, and one for torch."""
+        yield f"\n{shape}"
         try:
-            self._measure(shape, lines)
+            yield from self._measure(shape)
         except RuntimeError as error:
-            lines.append(f"  not measured: {str(error).splitlines()[0]}")
-        return lines
+            yield f"  not measured: {str(error).splitlines()[0]}"
 
-    def _measure(self, shape: Shape, lines: list[str]) -> None:
+    def _measure(self, shape: Shape) -> Iterator[str]:
         """Time the tiles of kernels with a new key, then a whole call of ours and of torch."""
         with tiles.forced({}):
             kernels = kernels_of(shape, DEVICE)
@@ -192,9 +191,10 @@ class _Run:
         best: dict[str, str] = {}
         for name, kernel in kernels.items():
             if kernel.key not in self._measured:
-                lines.append(f"  {name}")
+                yield f"  {name}"
                 call = _call_of(name, shape, forwards[OURS], DEVICE)
-                fastest = self._fastest(shape, name, kernel.candidates, call, lines)
+                fastest, notes = self._fastest(shape, name, kernel.candidates, call)
+                yield from notes
                 if fastest is None:
                     self.table.rows.pop(kernel.key, None)
                 else:
@@ -209,23 +209,19 @@ class _Run:
             f"{name}: {one.error.splitlines()[0]}" for name, one in times.items() if one.error
         ]
         if errors:
-            lines.append(f"  whole call: {', '.join(errors)}")
+            yield f"  whole call: {', '.join(errors)}"
             return
         ratio = times[TORCHS].median / times[OURS].median
-        lines.append(f"  whole call: torch takes {ratio:.2f} of our time")
+        yield f"  whole call: torch takes {ratio:.2f} of our time"
         row = self.table.rows.get(next(iter(kernels.values())).key)
         if row is not None:
             row.torch.setdefault(shape.kind, ratio)
             self.table.write(self._path)
 
     def _fastest(
-        self,
-        shape: Shape,
-        kernel: str,
-        candidates: tuple[str, ...],
-        call: Callable[[], object],
-        lines: list[str],
-    ) -> str | None:
+        self, shape: Shape, kernel: str, candidates: tuple[str, ...], call: Callable[[], object]
+    ) -> tuple[str | None, list[str]]:
+        """The fastest tile or None, and a line for each tile."""
         notes: dict[str, str] = {}
         calls: dict[str, Callable[[], object]] = {}
         for tile in candidates:
@@ -246,11 +242,10 @@ class _Run:
                 calls[tile] = functools.partial(_run_with, table, call)
         with tiles.forced({}):
             fastest = choose(calls, candidates[0], self._timer, self._rounds, notes)
-        for tile in candidates:
-            words = ["default"] if tile == candidates[0] else []
-            words += ["chosen"] if tile == fastest else []
-            lines.append(f"    {tile:<78} {', '.join([notes[tile], *words])}")
-        return fastest
+        notes[candidates[0]] += ", default"
+        if fastest is not None:
+            notes[fastest] += ", chosen"
+        return fastest, [f"    {tile:<78} {notes[tile]}" for tile in candidates]
 
 
 def _run_with(table: ctypes.c_void_p | None, call: Callable[[], object]) -> None:

@@ -17,11 +17,7 @@ from transformers import PretrainedConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from torch_metal_attn.call.arguments import as_int, check_rank
-from torch_metal_attn.integrations.transformers.attention import (
-    BOUNDS,
-    flash_varlen,
-    score_options,
-)
+from torch_metal_attn.integrations.transformers.attention import BOUNDS, flash_varlen, score_options
 from torch_metal_attn.integrations.transformers.latent import EXPAND
 from torch_metal_attn.integrations.transformers.refusals import checked_parts, unwrapped
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated

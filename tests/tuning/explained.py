@@ -23,7 +23,7 @@ def explained(op, *arguments, **options):
     return extension.launches(getattr(torch.ops.metal_attn_explain, op)(*arguments, **options))
 
 
-def told(kernel, *qkv, **options):
+def launch_of(kernel, *qkv, **options):
     if kernel.startswith("flash_bwd"):
         launches = backward_launches("flash_fwd", dict(zip("qkv", qkv, strict=True)) | options)
     else:

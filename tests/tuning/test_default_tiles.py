@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench import specialisations
 from bench.agx import candidates, table
 from tests.helpers.cases import each_case
-from tests.tuning.explained import DTYPES, explained, operands, told
+from tests.tuning.explained import DTYPES, explained, launch_of, operands
 from torch_metal_attn.simulator import simulate
 from torch_metal_attn.tools.explain.ops import backward_launches
 from torch_metal_attn.tuned import tiles
@@ -138,7 +138,7 @@ BANDS = [
 
 @each_case("options, band", BANDS)
 def test_a_band_is_compiled_in_only_if_it_hides_a_key(options, band):
-    plain, chosen = (told("flash_fwd", *operands(), **o) for o in ({}, options))
+    plain, chosen = (launch_of("flash_fwd", *operands(), **o) for o in ({}, options))
     assert chosen["defines"].get("BAND") == ("1" if band else None)
     assert band or chosen == plain
 
@@ -147,11 +147,11 @@ def test_a_band_is_compiled_in_only_if_it_hides_a_key(options, band):
 def test_m3_and_later_may_read_keys_and_values_unstaged(name, gpu):
     """Such tiles are candidates for `tune`, not the default. Unknown GPUs have none."""
     gpu(name)
-    chosen = told("flash_fwd", *operands(128))
+    chosen = launch_of("flash_fwd", *operands(128))
     default, *others = chosen["tuning"]["candidates"]
     assert "KV_STAGED=1" in default
     assert any("KV_STAGED=0" in tile for tile in others) == (name in NEW)
     row = r"^tile chosen by the table row for 16-bit dtypes, head dims up to 128.*: at most \d+ of "
     assert re.search(row, chosen["reason"])
     with tiles.forced({"flash_fwd": others[0]}):
-        assert "a tile of a tuned table" in told("flash_fwd", *operands(128))["reason"]
+        assert "a tile of a tuned table" in launch_of("flash_fwd", *operands(128))["reason"]

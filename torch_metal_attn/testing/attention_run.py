@@ -286,7 +286,8 @@ def _judge_gradients(
     with as_multiplied():
         composed = gradients(attend, q.dtype, options)
     errors = [
-        torch_gradient_errors(*each, gradient, options) for each, gradient, options in sequences
+        torch_gradient_errors(q_rows, k_rows, v_rows, gradient, options)
+        for (q_rows, k_rows, v_rows), gradient, options in sequences
     ]
     slacks = (_policy_slacks if case.strict else _gradient_slacks)(case, problem)
     narrow = {n: x.to(q.dtype) if n in added else x for n, x in options.items()}

@@ -300,6 +300,7 @@ def _check_of(shape: Shape, kernel: str) -> Case:
     """A small problem with several blocks of keys, and with lengths that no tile divides."""
     make = functools.partial(attention, dtype=shape.dtype, head_dim=shape.head_dim, kv_heads=1)
     group, windowed = shape.heads // shape.kv_heads, shape.window >= 0
+    sizes: dict[str, Any]
     if kernel == "flash_decode":
         sizes = {"heads": group, "q_length": min(shape.length, 16), "kv_length": 300}
         feature = "causal window" if windowed else "plain"

@@ -151,7 +151,6 @@ def judge(
 
 
 def _attend_to(problem: Problem, v: Tensor) -> Tensor:
-    """The exact output for the values `v`."""
     operands = (problem.q.nan_to_num(0, 0, 0), problem.k.nan_to_num(0, 0, 0), v)
     return _attend(problem, torch.float64, operands)[0].nan_to_num(0, 0, 0)
 

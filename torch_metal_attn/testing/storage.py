@@ -32,7 +32,6 @@ def from_json(data: dict[str, Any]) -> Case:
 
 
 def _tuples(value: Any) -> Any:
-    """Convert lists to tuples, which JSON does not have."""
     return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
 
 

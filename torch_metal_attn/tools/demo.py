@@ -71,10 +71,8 @@ def _print_similarities(embeddings: Tensor, sentences: tuple[str, ...]) -> None:
     print("\nCosine similarity")
     print(" " * 52 + "".join(f"{column:6d}" for column in range(1, len(sentences) + 1)))
     for row, sentence in enumerate(sentences):
-        print(
-            f"{row + 1:3d} {sentence:<48}"
-            + "".join(f"{value:6.2f}" for value in table[row].tolist())
-        )
+        values = "".join(f"{value:6.2f}" for value in table[row].tolist())
+        print(f"{row + 1:3d} {sentence:<48}{values}")
     print()
 
 

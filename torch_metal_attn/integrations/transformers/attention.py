@@ -137,7 +137,7 @@ def metal_attention(
     if indices is not None and indices.shape[2] < kv_length:
         # Each query reads its list separately, so a mask costs less if there are many queries.
         by_lists = _decodes(q, key, value, **options)
-        visible = _of_selected(module, indices, kv_length, visible, by_lists)
+        visible = _restricted(module, indices, kv_length, visible, by_lists)
         route, detail = "dense", f"{detail}, {indices.shape[2]} keys of each query"
     options |= visible
     if position_bias is not None:
@@ -256,7 +256,7 @@ def _decodes(query: Tensor, key: Any, value: Any, **options: Any) -> bool:
     return few and not trains and "dropout_p" not in options
 
 
-def _of_selected(
+def _restricted(
     module: nn.Module, indices: Tensor, kv_length: int, visible: dict[str, Any], by_lists: bool
 ) -> dict[str, Any]:
     """The options `visible`, restricted to the keys in each query's `indices`."""

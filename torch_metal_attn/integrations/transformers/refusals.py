@@ -70,7 +70,7 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
     reason = None
     if not part._can_set_attn_implementation():
         reason = f"does not use transformers' attention interface, so it would ignore {chosen}"
-    elif _hands_on_indices(kind):
+    elif _passes_indices(kind):
         indexed_models.add(part.config.model_type)
     elif part.config.model_type not in DENSE_MODELS and _asks_by_name(kind):
         reason = (
@@ -256,11 +256,11 @@ def _chooses_by_name(kind: type) -> str | None:
 
 
 @functools.cache
-def _hands_on_indices(kind: type) -> bool:
+def _passes_indices(kind: type) -> bool:
     """True if its code passes the selected keys to implementations that it does not name."""
     text = module_source(kind.__module__)
-    handed = [name for _, name in _IN_OTHERS.findall(text) if f"indices={name}," in text]
-    return bool(handed) and len(handed) == len(_BY_NAME.findall(text))
+    passed = [name for _, name in _IN_OTHERS.findall(text) if f"indices={name}," in text]
+    return bool(passed) and len(passed) == len(_BY_NAME.findall(text))
 
 
 @functools.cache

@@ -167,7 +167,6 @@ def _kind(name: str, value: str) -> str:
 
 
 def _calls() -> Iterator[None]:
-    """Makes one call of an op per iteration."""
     cases = [one.case for one in full() if not one.case.threads]
     for case in (*_MORE, *cases):
         _call(case)

@@ -125,9 +125,8 @@ def _operand_layout(
     packed: Callable[["Attention"], Any] = lambda case: case.is_packed and not case.cache,
     when: Callable[["Attention"], Any] = lambda case: True,
 ) -> Any:
-    def draw(r: random.Random, case: "Attention") -> tuple[str, ...]:
-        drawn: tuple[str, ...] = (_ROW_LAYOUTS if packed(case) else _LAYOUTS)(r, case)
-        return drawn
+    def draw(r: random.Random, case: "Attention") -> Any:
+        return (_ROW_LAYOUTS if packed(case) else _LAYOUTS)(r, case)
 
     return field((), draw, calls=_SEPARATE, when=when)
 

@@ -52,22 +52,13 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
         mask, causal = None, True
     leaves = [arguments[name] for name in ("query", "key", "value")]
     query, key, _ = autocast(*leaves)
-    if mask is not None:
-        (mask,) = autocast(mask)
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    options = ["is_causal"] * causal
-    if mask is not None:
-        options.append(_mask_text(mask))
+    options = ["is_causal"] * causal + ([] if mask is None else [_mask_text(*autocast(mask))])
     options += ["dropout"] * (arguments.get("dropout_p", 0.0) > 0.0) + ["gradients"] * gradients
-    attention = Attention(
-        (tuple(query.shape), tuple(key.shape)),
-        query.dtype,
-        ", ".join(options),
-        place,
-        TORCHS,
-        _scores_bytes(query.shape, key.shape, torch.float32 if gradients else query.dtype),
-        device=query.device.type,
-    )
+    shapes, text = (tuple(query.shape), tuple(key.shape)), ", ".join(options)
+    scores = _scores_bytes(query.shape, key.shape, torch.float32 if gradients else query.dtype)
+    device = query.device.type
+    attention = Attention(shapes, query.dtype, text, place, TORCHS, scores, device=device)
     problem, reason = replacement.problem_or_reason(args, kwargs, on_mps=True)
     refusal = reason if problem is None else problem.refusal()
     if refusal is not None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch_metal_attn.call.arguments import as_bool
 from torch_metal_attn.kv_cache import CascadePlan, PagedKVCache, StaticKVCache
 from torch_metal_attn.tools.explain.flex import explain_flex
-from torch_metal_attn.tools.explain.layer_call import LayerCall
 from torch_metal_attn.tools.explain.model import ModelExplanation, explain_model
 from torch_metal_attn.tools.explain.ops import Explanation, Kernel, Training, explain_op, short_name
+from torch_metal_attn.tools.explain.table import LayerCall
 from torch_metal_attn.wording import type_text
 
 __all__ = ["Explanation", "Kernel", "LayerCall", "ModelExplanation", "Training", "explain"]

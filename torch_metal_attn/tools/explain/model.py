@@ -18,8 +18,8 @@ from torch_metal_attn.integrations import copies
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
 from torch_metal_attn.tools.explain import table
-from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
 from torch_metal_attn.tools.explain.ops import bound, explain_op, explained_name
+from torch_metal_attn.tools.explain.table import LayerCall, known_cost
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 # In torch.ops.aten: attention as one op, and ops that only attention uses.

@@ -1,4 +1,4 @@
-"""The command: the script runs as by python, and the report comes whatever happens in it."""
+"""The command runs a script as python does, and always prints the report."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ REPORTED = "x (1, 2, 16, 40)"
 
 @pytest.fixture
 def doctor(tmp_path, monkeypatch, capsys):
-    """Runs a script's text; the status that it returned or the error, stdout and stderr."""
+    """Run a script's text. Returns its status or exception, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(text, *arguments):
@@ -34,7 +34,7 @@ def doctor(tmp_path, monkeypatch, capsys):
             ended = error
         assert before == (sys.modules["__main__"], sys.argv, sys.path)
         out, err = capsys.readouterr()
-        if os.getpid() != process:  # a fork, which must not come back into pytest
+        if os.getpid() != process:  # a fork, which must not return to pytest
             os._exit("doctor: attention" in err)
         return ended, out, err
 
@@ -80,11 +80,11 @@ for keys in (33, 40, 45):
     }
 
 
-def test_a_script_is_main_with_its_own_arguments(doctor, tmp_path):
-    (tmp_path / "beside.py").write_text("found = 1")
+def test_a_script_is_main_with_its_arguments(doctor, tmp_path):
+    (tmp_path / "other.py").write_text("value = 1")
     ended, out, _ = doctor(
-        "import sys, beside\nprint(__name__, sys.argv, __file__, sys.path[0])\n"
-        "print(sys.modules['__main__'].beside.found)",
+        "import sys, other\nprint(__name__, sys.argv, __file__, sys.path[0])\n"
+        "print(sys.modules['__main__'].other.value)",
         *("script.py", "-m", "--full", "x"),
     )
     assert ended == 0
@@ -109,7 +109,7 @@ def test_a_module(doctor, tmp_path):
 
 
 @pytest.mark.parametrize("end", [SystemExit(7), OSError("its own"), KeyboardInterrupt()], ids=repr)
-def test_what_a_script_raises_passes_after_the_report(end, doctor):
+def test_exceptions_of_the_script_pass_after_the_report(end, doctor):
     ended, _, err = doctor(f"{ATTENTION}raise {end!r}")
     assert repr(ended) == repr(end)
     assert REPORTED in err
@@ -124,7 +124,7 @@ FAILS = {
 
 @pytest.mark.parametrize("end", FAILS)
 def test_a_traceback_begins_in_the_script(end, doctor, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # not one of a library
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # not that of a library
     ended, _, _ = doctor(ATTENTION + end)
     sys.excepthook(type(ended), ended, ended.__traceback__)
     files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
@@ -133,13 +133,13 @@ def test_a_traceback_begins_in_the_script(end, doctor, monkeypatch, capsys):
         assert line.startswith(expected)
 
 
-def test_a_reader_that_has_ended_still_gets_the_report(doctor):
+def test_the_report_is_printed_if_stdout_is_closed(doctor):
     closed = "class Closed:\n    def flush(self): raise BrokenPipeError\nimport sys\n"
     _, _, err = doctor(ATTENTION + closed + "sys.stdout = Closed()")
     assert REPORTED in err
 
 
-def test_threads_that_run_on(doctor):
+def test_threads_that_outlive_the_script(doctor):
     threaded = "import threading\nthreading.Timer(0.2, lambda: F.softmax(x @ x.mT, -1) @ x).start()"
     _, _, err = doctor(ATTENTION + threaded)
     assert "written out by hand" in err
@@ -163,7 +163,7 @@ def test_cpu_tensors_on_a_mac(available, doctor, monkeypatch):
     assert ('.to("mps")' in err) == available
 
 
-def test_an_error_of_the_report_is_not_the_scripts(doctor, monkeypatch):
+def test_errors_of_the_report_do_not_end_the_script(doctor, monkeypatch):
     def broken(*arguments):
         raise ValueError("planted")
 

@@ -67,7 +67,7 @@ def run(case: Case, device: torch.device) -> Outcome:
 @contextmanager
 def settings_of(case: Case) -> Iterator[None]:
     tiles = tensor_tiles.off() if case.tiles == "8x8" else nullcontext()
-    # Float32 is judged as float32, whatever the user's setting of TF32.
+    # Float32 is judged as float32, even if the user allows TF32.
     with allow_tf32(case.tiles == "TF32"), tiles:
         yield
 

@@ -407,7 +407,7 @@ def _rotated(
 def _in_sequence(
     case: Step, device: torch.device, rotated: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The results of `rope`, `append_kv` and `flash_decode`, one after the other."""
+    """The results of `rope`, `append_kv` and `flash_decode` in sequence."""
     there = on(device, {n.removesuffix("_cache"): x for n, x in arguments.items()})
     results: tuple[Tensor, Tensor] = torch.ops.metal_attn.flash_decode(
         rotated.to(device),

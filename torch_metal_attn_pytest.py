@@ -1,6 +1,6 @@
 """The pytest plugin: Metal kernels in tests run on the Apple GPU, or in the checked simulator.
 
-It is a module of its own, because pytest imports it in every run and the package imports torch.
+It is outside of the package, which imports torch, because pytest imports it in every run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Before conftest.py, because modules may compile their kernels when they are imported."""
+    """Runs before conftest.py, because modules may compile kernels when they are imported."""
     if not early_config.getini("simulate_metal"):
         return
     from torch_metal_attn import mps
@@ -52,10 +52,10 @@ def shader_device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def compile_shader(shader_device: torch.device) -> Callable[[str], Any]:
-    """`torch.mps.compile_shader`; without a usable Apple GPU that of the checked simulator.
+    """`torch.mps.compile_shader`, or its replacement by the checked simulator.
 
-    Then a source that clang compiles and Apple's compiler rejects is an error too, and so is what
-    torch's libraries and kernels do not have.
+    The replacement also refuses sources that clang accepts and Apple's compiler rejects, and
+    attributes that torch's libraries and kernels do not have.
     """
     import torch
 

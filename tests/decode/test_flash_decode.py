@@ -8,7 +8,7 @@ import torch
 from tests.attention import held_cases
 from tests.attention.flash_fwd_check import check_flash_decode, make_qkv
 from tests.cache.kv_caches import paged
-from tests.tuning.explained import told
+from tests.tuning.explained import launch_of
 from torch_metal_attn import simulate
 
 decode = torch.ops.metal_attn.flash_decode
@@ -176,5 +176,5 @@ def test_partial_results_of_many_elements(num_splits, is_long):
     """out has 2^22 elements, so 1024 splits have 2^32."""
     q = torch.empty(1, 1, 1, 128).expand(16, 32, 64, 128)
     k = torch.empty(1, 1, 1, 128).expand(16, 4, 4096, 128)
-    defines = told("flash_decode", q, k, k, num_splits=num_splits)["defines"]
+    defines = launch_of("flash_decode", q, k, k, num_splits=num_splits)["defines"]
     assert ("LONG_OFFSETS" in defines) == is_long

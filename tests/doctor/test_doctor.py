@@ -1,4 +1,4 @@
-"""`doctor`: the script runs as with python, and the report is always printed."""
+"""The command runs a script as python does, and always prints the report."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ REPORTED = "x (1, 2, 16, 40)"
 
 @pytest.fixture
 def doctor(tmp_path, monkeypatch, capsys):
-    """Runs a script; returns its exit status or error, stdout and stderr."""
+    """Run a script's text. Returns its status or exception, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(text, *arguments):
@@ -34,7 +34,7 @@ def doctor(tmp_path, monkeypatch, capsys):
             ended = error
         assert before == (sys.modules["__main__"], sys.argv, sys.path)
         out, err = capsys.readouterr()
-        if os.getpid() != process:  # a fork, which must not come back into pytest
+        if os.getpid() != process:  # a fork, which must not return to pytest
             os._exit("doctor: attention" in err)
         return ended, out, err
 
@@ -80,15 +80,18 @@ for keys in (33, 40, 45):
     }
 
 
-def test_a_script_runs_as_main_with_its_arguments(doctor, tmp_path):
-    (tmp_path / "sibling.py").write_text("value = 1")
+def test_a_script_is_main_with_its_arguments(doctor, tmp_path):
+    (tmp_path / "other.py").write_text("value = 1")
     ended, out, _ = doctor(
-        "import sys, sibling\nprint(__name__, sys.argv, __file__, sys.path[0])\n"
-        "print(sys.modules['__main__'].sibling.value)",
+        "import sys, other\nprint(__name__, sys.argv, __file__, sys.path[0])\n"
+        "print(sys.modules['__main__'].other.value)",
         *("script.py", "-m", "--full", "x"),
     )
     assert ended == 0
-    assert out == f"__main__ ['script.py', '-m', '--full', 'x'] script.py {tmp_path}\n1\n"
+    assert out.splitlines() == [
+        f"__main__ ['script.py', '-m', '--full', 'x'] script.py {tmp_path}",
+        "1",
+    ]
 
 
 def test_a_module(doctor, tmp_path):
@@ -106,7 +109,7 @@ def test_a_module(doctor, tmp_path):
 
 
 @pytest.mark.parametrize("end", [SystemExit(7), OSError("its own"), KeyboardInterrupt()], ids=repr)
-def test_errors_of_the_script_are_raised_after_the_report(end, doctor):
+def test_exceptions_of_the_script_pass_after_the_report(end, doctor):
     ended, _, err = doctor(f"{ATTENTION}raise {end!r}")
     assert repr(ended) == repr(end)
     assert REPORTED in err
@@ -121,7 +124,7 @@ FAILS = {
 
 @pytest.mark.parametrize("end", FAILS)
 def test_a_traceback_begins_in_the_script(end, doctor, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # not one of a library
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # not that of a library
     ended, _, _ = doctor(ATTENTION + end)
     sys.excepthook(type(ended), ended, ended.__traceback__)
     files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
@@ -130,7 +133,7 @@ def test_a_traceback_begins_in_the_script(end, doctor, monkeypatch, capsys):
         assert line.startswith(expected)
 
 
-def test_the_report_after_a_closed_standard_output(doctor):
+def test_the_report_is_printed_if_stdout_is_closed(doctor):
     closed = "class Closed:\n    def flush(self): raise BrokenPipeError\nimport sys\n"
     _, _, err = doctor(ATTENTION + closed + "sys.stdout = Closed()")
     assert REPORTED in err
@@ -160,7 +163,7 @@ def test_cpu_tensors_on_a_mac(available, doctor, monkeypatch):
     assert ('.to("mps")' in err) == available
 
 
-def test_an_error_in_the_report_does_not_end_the_script(doctor, monkeypatch):
+def test_errors_of_the_report_do_not_end_the_script(doctor, monkeypatch):
     def broken(*arguments):
         raise ValueError("planted")
 

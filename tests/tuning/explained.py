@@ -1,18 +1,18 @@
-"""Launches with their tiles, by metal_attn_explain."""
+"""The launches of a call with their tiles, as metal_attn_explain records them."""
 
 import torch
 
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.explain.ops import backward_launches
 
-# Knobs of flash_fwd's tile with Q in registers, and with Q read again.
+# The rest of a flash_fwd tile with Q in registers, and of one that reads Q again.
 HELD = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=1"
 AGAIN = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=0 KV_STAGED=1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float16, heads=(2, 2)):
-    """Rows expanded to any length, so that they take no memory."""
+    """q, k and v (B, H, L, D). Each is one row, expanded, so that it takes no memory."""
     (q_length, kv_length), (q_heads, kv_heads) = lengths, heads
     q, v = (torch.empty(n, dtype=dtype) for n in (head_dim, v_head_dim or head_dim))
     q, k = q.expand(1, q_heads, q_length, -1), q.expand(1, kv_heads, kv_length, -1)
@@ -23,7 +23,7 @@ def explained(op, *arguments, **options):
     return extension.launches(getattr(torch.ops.metal_attn_explain, op)(*arguments, **options))
 
 
-def told(kernel, *qkv, **options):
+def launch_of(kernel, *qkv, **options):
     if kernel.startswith("flash_bwd"):
         launches = backward_launches("flash_fwd", dict(zip("qkv", qkv, strict=True)) | options)
     else:

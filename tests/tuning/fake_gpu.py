@@ -1,4 +1,4 @@
-"""A fake GPU and clock: launches take as many seconds as a test sets."""
+"""A GPU whose launches take the seconds that a test sets, and its clock."""
 
 import torch
 
@@ -12,7 +12,7 @@ M2_MAX = Machine("Apple M2 Max", "38 cores", "macOS 15.1", "torch 2.13", "torch_
 
 
 class FakeClock:
-    """A device whose work takes the requested seconds, and its clock."""
+    """A device that is busy for set times, and a clock that moves when the host waits for it."""
 
     def __init__(self):
         self.shown = self.device = 0.0
@@ -33,13 +33,13 @@ class FakeClock:
 
 
 class FakeGpu(FakeClock):
-    """Launches take `seconds` of a word in the forced tile, or 1; torch's attention `torch`."""
+    """Launches take the `seconds` of a word in the forced tile, else 1. torch takes `torch`."""
 
     def __init__(self):
         super().__init__()
         self.seconds = {}  # numbers, or functions of the number of earlier launches of the tile
         self.torch = 2.0
-        self.calls = []  # the tiles that were forced, by launch
+        self.calls = []  # the forced tiles of each launch
         self._forced = {}
 
     def launch(self):
@@ -50,6 +50,7 @@ class FakeGpu(FakeClock):
         self.ask(seconds(before) if callable(seconds) else seconds)
 
     def remember(self, make):
+        """Wrap `tiles.make`: `launch` must know the tiles of each table."""
 
         def making(rows, *arguments):
             rows = list(rows)

@@ -1,4 +1,4 @@
-"""The default tiles of csrc/tiles/table.inc, by metal_attn_explain."""
+"""The default tiles (csrc/tiles/table.inc), as metal_attn_explain shows them."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench import specialisations
 from bench.agx import candidates, table
 from tests.helpers.cases import each_case
-from tests.tuning.explained import DTYPES, explained, operands, told
+from tests.tuning.explained import DTYPES, explained, launch_of, operands
 from torch_metal_attn.simulator import simulate
 from torch_metal_attn.tools.explain.ops import backward_launches
 from torch_metal_attn.tuned import tiles
@@ -19,12 +19,17 @@ LENGTH = 120
 FURTHEST = 2**31 - 1024
 OLD = ("Apple M1 Ultra", "Apple M2", "", "Apple Mx", "apple m3", "Apple A17 Pro")
 NEW = ("Apple M3 Pro", "Apple M4 Max")
-FEATURES = [{}, {"causal": True}, {"attn_bias": torch.empty(LENGTH, LENGTH)}]
-FEATURES.append({"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])})
+FEATURES = [
+    {},
+    {"causal": True},
+    {"attn_bias": torch.empty(LENGTH, LENGTH)},
+    {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])},
+]
 some = settings(max_examples=60, deadline=None)
 
 
 def numbers(launch):
+    """The defines that are numbers, and the rows of a threadgroup."""
     chosen = {name: int(n) for name, n in launch["defines"].items() if re.fullmatch(r"\d+", n)}
     groups = chosen.get("SIMDGROUPS", 1) // chosen.get("COLUMN_SIMDGROUPS", 1)
     return chosen | {"rows": 8 * chosen.get("ROW_FRAGMENTS", 1) * groups}
@@ -50,8 +55,8 @@ def test_the_table_covers_every_problem(dtype, head_dims, options, heads):
 
 
 @each_case("q_length, options", [(70, {}), (1, {"num_splits": 1}), (3, {"num_splits": 2})])
-def test_threadgroup_memory_matches_a_run(q_length, options):
-    """Including padding: each array begins at a multiple of 16 bytes."""
+def test_threadgroup_memory_equals_that_of_a_run(q_length, options):
+    """Each array begins at a multiple of 16 bytes."""
     op = "flash_decode" if options else "flash_fwd"
     q, k, v = operands(64, lengths=(q_length, 70), heads=(4, 2))
     q, k, v = (torch.randn_like(x).requires_grad_(not options) for x in (q, k, v))
@@ -105,7 +110,7 @@ def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, blocks):
             assert (sizes[0] % chosen["rows"], sizes[1] % block) == (0, 0)
 
 
-def test_the_table_is_unedited():
+def test_the_table_equals_the_generators_text():
     text = table.TABLE.read_text()
     _, lists = text.split("default tile.\n\n")
     assert f"Their checksum: {table.checksum(lists)}\n" in text
@@ -118,7 +123,7 @@ def test_the_table_is_unedited():
         assert all(n in limit for row in block for n, limit in zip(row[-1], limits, strict=True))
 
 
-# Options of 100 queries and 100 keys, and whether they hide a key.
+# Options for 100 queries and 100 keys, and True if they hide a key.
 OFF = {"window_size_left": -5, "attention_chunk": 0, "softcap": 0.0, "dropout_p": 0.0}
 BANDS = [
     (OFF | {"causal": True, "q_offset": 99}, False),  # the first query sees the last key
@@ -132,21 +137,21 @@ BANDS = [
 
 
 @each_case("options, band", BANDS)
-def test_options_without_effect_are_not_compiled_in(options, band):
-    plain, chosen = (told("flash_fwd", *operands(), **o) for o in ({}, options))
+def test_a_band_is_compiled_in_only_if_it_hides_a_key(options, band):
+    plain, chosen = (launch_of("flash_fwd", *operands(), **o) for o in ({}, options))
     assert chosen["defines"].get("BAND") == ("1" if band else None)
     assert band or chosen == plain
 
 
 @each_case("name", OLD + NEW)
 def test_m3_and_later_may_read_keys_and_values_unstaged(name, gpu):
-    """Only `tune` tries it. Unknown GPUs count as the oldest one."""
+    """Such tiles are candidates for `tune`, not the default. Unknown GPUs have none."""
     gpu(name)
-    chosen = told("flash_fwd", *operands(128))
+    chosen = launch_of("flash_fwd", *operands(128))
     default, *others = chosen["tuning"]["candidates"]
     assert "KV_STAGED=1" in default
     assert any("KV_STAGED=0" in tile for tile in others) == (name in NEW)
     row = r"^tile chosen by the table row for 16-bit dtypes, head dims up to 128.*: at most \d+ of "
     assert re.search(row, chosen["reason"])
     with tiles.forced({"flash_fwd": others[0]}):
-        assert "a tile of a tuned table" in told("flash_fwd", *operands(128))["reason"]
+        assert "a tile of a tuned table" in launch_of("flash_fwd", *operands(128))["reason"]

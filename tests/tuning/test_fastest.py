@@ -1,4 +1,4 @@
-"""sdpa_replaced(prefer="fastest"): calls that torch runs faster, by a table, are left to torch."""
+"""sdpa_replaced(prefer="fastest") leaves calls to torch that it runs faster, by a table."""
 
 import warnings
 
@@ -21,6 +21,7 @@ def no_keys():
 
 
 def timed(key=PLAIN, **ratios):
+    """Use a table with a row for `key`. ratios: torch's time divided by ours, by kind."""
     row = loading.Row(f"V_SLICE=8 BLOCK_K=32 SIMDGROUPS=4 {HELD}", ratios)
     loading._loaded = loading.Loaded({key: row}, loading.MEASURED)
 
@@ -47,21 +48,21 @@ def test_calls_that_torch_runs_faster_are_left_to_torch():
 
 
 @pytest.mark.parametrize("ratio, replaced", [(0.98, 0), (0.99, 1)])
-def test_gains_below_two_percent_are_ignored(ratio, replaced):
+def test_the_least_gain_is_two_percent(ratio, replaced):
     timed(forward=ratio)
     assert attend() == replaced
 
 
-def test_features_select_the_row():
+def test_rows_are_for_the_features_of_a_call():
     timed(BAND, forward=0.5)
     assert attend() == 1
     assert attend(is_causal=True) == 0
-    # The same scores by a mask, which is another kernel.
+    # A mask that hides the same keys has another kernel.
     mask = torch.ones(9, 11, dtype=torch.bool).tril()
     assert attend(attn_mask=mask) == 1
 
 
-def test_tf32_has_separate_rows(gpu):
+def test_tf32_has_other_rows(gpu):
     gpu("Apple M5")
     timed(forward=0.5)
     assert attend() == 0
@@ -78,10 +79,10 @@ def test_tf32_has_separate_rows(gpu):
     [
         ({"forward": 0.5, "training": 2.0}, 1),
         ({"forward": 2.0, "training": 0.5}, 0),
-        ({"forward": 0.5}, 1),  # no times of training
+        ({"forward": 0.5}, 1),  # training was not measured
     ],
 )
-def test_training_is_judged_by_whole_steps(ratios, replaced):
+def test_training_is_compared_by_whole_steps(ratios, replaced):
     timed(**ratios)
     q, k, v = (x.requires_grad_() for x in qkv())
     with simulate(record=True), sdpa_replaced(prefer="fastest") as calls:
@@ -92,7 +93,7 @@ def test_training_is_judged_by_whole_steps(ratios, replaced):
     assert calls.replaced - replaced == (ratios["forward"] > 1)
 
 
-def test_the_innermost_block_applies():
+def test_the_innermost_block_decides():
     timed(forward=0.1)
     with simulate(record=True), sdpa_replaced(prefer="fastest") as outer:
         with sdpa_replaced() as inner:
@@ -102,30 +103,32 @@ def test_the_innermost_block_applies():
     assert (outer.replaced, sum(outer.left_alone.values())) == (1, 1)
 
 
-def test_without_a_table_a_warning_is_given(nothing_said):  # noqa: F811
+def test_without_a_table_every_call_is_replaced_with_a_warning(nothing_said):  # noqa: F811
     with simulate(), pytest.warns(UserWarning, match="has no times of this machine") as said:
         with sdpa_replaced(prefer="fastest") as calls:
             close(F.scaled_dot_product_attention(*qkv()), F.scaled_dot_product_attention(*qkv()))
     assert (calls.replaced, len(said)) == (2, 1)
 
 
-def test_another_preference():
+def test_other_preferences_are_refused():
     with pytest.raises(ValueError, match="prefer is 'speed'; it must be 'metal_attn' or 'fastest'"):
         sdpa_replaced(prefer="speed")
     with pytest.raises(ValueError, match="prefer is a float64 ndarray"):
         sdpa_replaced(prefer=np.ones(2))
 
 
-def test_keys_are_kept_by_layout(monkeypatch):
+def test_keys_are_cached_by_layout(monkeypatch):
     """An explanation takes as long as a short call."""
     timed(forward=2.0)
-    noted = []
+    explained = []
     launches = advice.Problem.launches
-    monkeypatch.setattr(advice.Problem, "launches", lambda self: noted.append(1) or launches(self))
+    monkeypatch.setattr(
+        advice.Problem, "launches", lambda self: explained.append(1) or launches(self)
+    )
     for _ in range(3):
         attend()
         attend(is_causal=True)
-    assert len(noted) == 2
+    assert len(explained) == 2
     monkeypatch.setattr(advice, "_MOST_KEYS", 2)
     attend(attn_mask=torch.ones(9, 11, dtype=torch.bool))
     assert len(advice._keys) == 1

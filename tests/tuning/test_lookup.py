@@ -1,4 +1,4 @@
-"""The lookup of tiles in C++: keys, candidates, what a table changes, and what is refused."""
+"""The lookup of tiles in C++: keys, candidates, the effect of a table, and refused tiles."""
 
 import re
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.helpers.cases import each_case
-from tests.tuning.explained import AGAIN, DTYPES, HELD, operands, told
+from tests.tuning.explained import AGAIN, DTYPES, HELD, launch_of, operands
 from torch_metal_attn import explain
 from torch_metal_attn.tuned import tiles
 
@@ -15,7 +15,7 @@ ops = torch.ops.metal_attn
 
 
 def key(kernel="flash_fwd", options=None, **sizes):
-    return told(kernel, *operands(**sizes), **(options or {}))["tuning"]["key"]
+    return launch_of(kernel, *operands(**sizes), **(options or {}))["tuning"]["key"]
 
 
 class TestKeys:
@@ -36,7 +36,7 @@ class TestKeys:
         assert key(lengths=(length, 600)).endswith(f"plain q{words} k<=2048")
         assert key(lengths=(600, length)).endswith(f"plain q<=2048 k{words}")
 
-    def test_lengths_of_decoding(self):
+    def test_a_decode_counts_the_queries_of_a_kv_head_and_the_keys_that_they_read(self):
         sizes = {"lengths": (1, 5000), "heads": (24, 2)}
         assert key("flash_decode", **sizes) == "flash_decode half 64 64 plain q<=16 k<=8192"
         windowed = key("flash_decode", {"causal": True, "window_size_left": 100}, **sizes)
@@ -69,17 +69,20 @@ class TestKeys:
 
     def test_caches(self):
         q, k, v = operands(dtype=torch.float32)
-        half = told("flash_fwd", q, k.half(), v.half())["tuning"]["key"]
+        half = launch_of("flash_fwd", q, k.half(), v.half())["tuning"]["key"]
         assert half == "flash_fwd float 64 64 half q<=512 k<=512"
-        rows = (torch.zeros(64).char(), torch.ones(2).half())
-        data, scale = (x.repeat(1, 2, 100, 1) for x in rows)
-        quantised = told("flash_fwd", q, data, data.clone(), k_scale=scale, v_scale=scale.clone())
+        data, scale = (
+            x.repeat(1, 2, 100, 1) for x in (torch.zeros(64).char(), torch.ones(2).half())
+        )
+        quantised = launch_of(
+            "flash_fwd", q, data, data.clone(), k_scale=scale, v_scale=scale.clone()
+        )
         assert quantised["tuning"]["key"] == "flash_fwd float 64 64 q8_0 q<=512 k<=512"
 
-    def test_keys_ignore_alignment(self):
-        """It must not change the bits of results."""
+    def test_alignment_is_not_in_the_key(self):
+        """Alignment must not change the bits of results."""
         q = torch.empty(1, 2, 100, 65, dtype=torch.float16)
-        odd = told("flash_fwd", q[..., 1:], q[..., 1:], q[..., :64])
+        odd = launch_of("flash_fwd", q[..., 1:], q[..., 1:], q[..., :64])
         assert odd["defines"]["WIDE_LOADS"] == "0"
         assert odd["tuning"]["key"] == key()
 
@@ -95,25 +98,25 @@ def test_candidates_begin_with_the_default_tile_and_can_all_run(kernel, name, gp
     for dtype in DTYPES:
         for head_dim in (1, 40, 64, 96, 128, 256, 320, 488):
             qkv = operands(head_dim, dtype=dtype, lengths=lengths)
-            launch = told(kernel, *qkv)
+            launch = launch_of(kernel, *qkv)
             candidates = launch["tuning"]["candidates"]
             assert (2 if head_dim <= 128 else 1) <= len(candidates) <= 8
             assert len(set(candidates)) == len(candidates)
             assert launch["choice"] == "default"
             for number, tile in enumerate(candidates):
                 with tiles.forced({kernel: tile}):
-                    forced = told(kernel, *qkv)
+                    forced = launch_of(kernel, *qkv)
                 assert forced["choice"] == "forced"
                 assert forced["threadgroup_bytes"] <= 32768
                 assert (forced["defines"] == launch["defines"]) == (number == 0)
 
 
-# Tiles that are never chosen for D = 16 or 32.
+# Tiles that no row of the table has for these head dims.
 @pytest.mark.parametrize("tile", ["BLOCK_K=16 SIMDGROUPS=6", "BLOCK_K=8 SIMDGROUPS=2"])
 def test_other_numbers_of_simd_groups(tile, device):
     qkv = make_qkv(q_length=150, kv_length=65)
     with tiles.forced({"flash_fwd": f"V_SLICE=32 {tile} {AGAIN}"}):
-        assert told("flash_fwd", *qkv)["choice"] == "forced"
+        assert launch_of("flash_fwd", *qkv)["choice"] == "forced"
         check_flash_fwd(*qkv, causal=True, q_offset=-9, device=device)
 
 
@@ -121,9 +124,9 @@ SHAPE = {"head_dim": 64, "lengths": (100, 100)}
 
 
 def in_use(kernel="flash_fwd", **options):
-    """Uses a table with another candidate for a problem; returns the tile, and q, k and v."""
+    """Use a table with the second candidate for SHAPE. Returns that tile, and q, k and v."""
     qkv = operands(**SHAPE)
-    launch = told(kernel, *qkv, **options)["tuning"]
+    launch = launch_of(kernel, *qkv, **options)["tuning"]
     tiles.use(tiles.make([(launch["key"], launch["candidates"][1], "tuned on this machine")]))
     return launch["candidates"][1], qkv
 
@@ -131,16 +134,16 @@ def in_use(kernel="flash_fwd", **options):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_row_applies_to_its_key_only(kernel):
     tile, qkv = in_use(kernel)
-    launch = told(kernel, *qkv)
+    launch = launch_of(kernel, *qkv)
     assert launch["choice"] == "tuned on this machine"
     assert launch["tuning"]["candidates"][0] == tile
     for options in ({"softcap": 2.0}, {"attn_bias": torch.zeros(1, 1, 1, 100)}):
-        assert told(kernel, *qkv, **options)["choice"] == "default"
-    assert told(kernel, *operands(64, lengths=(100, 3000)))["choice"] == "default"
-    assert told(kernel, *operands(72))["choice"] == "default"
-    assert told(kernel, *operands(64, dtype=torch.bfloat16))["choice"] == "default"
+        assert launch_of(kernel, *qkv, **options)["choice"] == "default"
+    assert launch_of(kernel, *operands(64, lengths=(100, 3000)))["choice"] == "default"
+    assert launch_of(kernel, *operands(72))["choice"] == "default"
+    assert launch_of(kernel, *operands(64, dtype=torch.bfloat16))["choice"] == "default"
     tiles.use(None)
-    assert told(kernel, *qkv)["choice"] == "default"
+    assert launch_of(kernel, *qkv)["choice"] == "default"
 
 
 @pytest.mark.parametrize(
@@ -156,9 +159,9 @@ def test_a_row_applies_to_its_key_only(kernel):
 )
 def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):
     qkv = operands(**SHAPE)
-    before = told("flash_fwd", *qkv)
+    before = launch_of("flash_fwd", *qkv)
     tiles.use(tiles.make([(before["tuning"]["key"], tile, "tuned on this machine")]))
-    assert told("flash_fwd", *qkv) == told("flash_fwd", *qkv) == before
+    assert launch_of("flash_fwd", *qkv) == launch_of("flash_fwd", *qkv) == before
     (line,) = capfd.readouterr().err.splitlines()
     assert line == (
         f"torch_metal_attn: a table of tiles has {tile} for flash_fwd half 64 64 plain q<=512 "
@@ -167,7 +170,7 @@ def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):
 
 
 @pytest.mark.parametrize("row", [("a b", "X"), ("a b", "X=1", "s", "t"), ("a b", "X=1", "s\n\n")])
-def test_invalid_rows(row):
+def test_malformed_rows_are_refused(row):
     with pytest.raises(ValueError, match="these are no rows"):
         tiles.make([row])
 
@@ -179,9 +182,9 @@ def test_explain_shows_the_choice():
     assert "  tile            default" in str(explain(*operands(**SHAPE))).splitlines()
 
 
-def test_same_table_same_bits(device):
+def test_the_same_table_gives_the_same_bits(device):
     q, k, v = (x.to(device) for x in make_qkv(q_length=40, kv_length=200, head_dim=16))
-    launch = told("flash_fwd", q, k, v)["tuning"]
+    launch = launch_of("flash_fwd", q, k, v)["tuning"]
     results = []
     default = launch["candidates"][0]
     for tile in (default, re.sub(r"BLOCK_K=\d+", "BLOCK_K=8", default)):

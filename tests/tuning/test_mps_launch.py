@@ -1,4 +1,4 @@
-"""Tables, tiles and launches on mps, on the fake of torch's shims (tests/runtime/fake_mps/)."""
+"""Tiles that the GPU refuses, on the fake of torch's shims (tests/runtime/fake_mps/)."""
 
 import re
 import threading
@@ -20,7 +20,7 @@ def fake(any_fake):  # noqa: F811
     any_fake.library.metal_attn_use_tiles(None)
 
 
-# A refused tile stays refused in the process, so each test has other head dims.
+# A refusal lasts for the process, so each test has other head dims.
 def call(ops, op, head_dim):
     q = torch.zeros(1, 2, 40, head_dim)
     new, lse = q[:, :, :1].contiguous(), torch.zeros(1, 2, 40)
@@ -117,7 +117,7 @@ def test_a_default_tile_that_the_gpu_refuses(op, head_dim, kernel, stage, fake, 
 
 
 @pytest.mark.parametrize("stage", REASONS)
-def test_a_problem_of_which_every_tile_is_refused(stage, fake, capfd):
+def test_a_problem_whose_tiles_are_all_refused(stage, fake, capfd):
     head_dim = {"text": 136, "pipeline": 144, "dispatch": 152}[stage]
     compiled = []
     fake.set_compiler(compiled.append)
@@ -135,10 +135,10 @@ def test_a_problem_of_which_every_tile_is_refused(stage, fake, capfd):
     assert "python -m torch_metal_attn verify --full" in errors[0].splitlines()[-1]
     assert capfd.readouterr().err == ""
     fake.refuse("")
-    call(fake.ops, "flash_decode", head_dim)  # has tiles of its own
+    call(fake.ops, "flash_decode", head_dim)  # has other tiles
 
 
-def test_threads_that_meet_a_refused_tile_at_once(fake, capfd):
+def test_several_threads_launch_a_refused_tile_at_once(fake, capfd):
     fake.refuse(text_of(launches_of("flash_fwd", 168)["flash_fwd"]["defines"]), "dispatch")
     start = threading.Barrier(8)
 
@@ -152,8 +152,8 @@ def test_threads_that_meet_a_refused_tile_at_once(fake, capfd):
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_refused_tiles_with_a_torch_without_error_texts(fakes):  # noqa: F811
-    """Before 2.13 torch refuses a dispatch only for its threads, so the next tile runs."""
+def test_a_refusal_without_a_text(fakes):  # noqa: F811
+    """Before torch 2.13 a dispatch is refused only for its threads, so the next tile runs."""
     oldest = fakes["tensor"]
     oldest.clear()
     shaders.serve(oldest.library)

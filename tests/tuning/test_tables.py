@@ -1,4 +1,4 @@
-"""Tables of tiles as files: reading, reasons to ignore them, and the choice of a table."""
+"""Files with tables of tiles: which table is used, and why others are ignored."""
 
 import json
 
@@ -48,6 +48,7 @@ def test_a_damaged_table(changes, why, tmp_path):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
+    """The paths of the table in the cache folder, and of a table that the user names."""
     monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(loading.SETTING, raising=False)
     path = tmp_path / "cache" / "tuned" / "apple-m2-max-38-cores.json"
@@ -56,7 +57,7 @@ def places(tmp_path, monkeypatch):
 
 
 class TestWhichTableIsUsed:
-    def test_table_in_the_cache_folder(self, places, monkeypatch):
+    def test_the_one_in_the_cache_folder(self, places, monkeypatch):
         assert loading.load(M2_MAX) == Loaded()
         write(places[0])
         assert [file.name for file in places[0].parent.iterdir()] == [places[0].name]
@@ -66,7 +67,7 @@ class TestWhichTableIsUsed:
         monkeypatch.setenv(loading.SETTING, "off")
         assert loading.load(M2_MAX) == Loaded(words="default (TORCH_METAL_ATTN_TUNED=off)")
 
-    def test_table_named_by_the_variable(self, places, monkeypatch):
+    def test_the_one_that_the_variable_names(self, places, monkeypatch):
         write(places[0])
         monkeypatch.setenv(loading.SETTING, str(places[1]))
         loaded = loading.load(M2_MAX)
@@ -83,7 +84,7 @@ class TestWhichTableIsUsed:
             *(("torch", "torch 2.12"), ("package", "torch_metal_attn 0.0.9")),
         ],
     )
-    def test_tables_of_other_machines_are_ignored(self, field, other, places, monkeypatch, capsys):
+    def test_none_for_another_machine(self, field, other, places, monkeypatch, capsys):
         write(places[0], M2_MAX._replace(**{field: other}))
         monkeypatch.setattr(loading, "this_machine", lambda: M2_MAX)
         loading.install()
@@ -92,7 +93,7 @@ class TestWhichTableIsUsed:
         line = f"torch_metal_attn: the table of tiles {places[0]} is ignored: {why}\n"
         assert capsys.readouterr().err == line
 
-    def test_without_a_home(self, monkeypatch):
+    def test_none_without_a_home_directory(self, monkeypatch):
         def no_home(gpu):
             raise loading.cache.CacheError("no home")
 
@@ -101,7 +102,7 @@ class TestWhichTableIsUsed:
         assert loading.load(M2_MAX) == Loaded()
 
 
-def test_this_machine(monkeypatch):
+def test_the_name_of_a_mac(monkeypatch):
     monkeypatch.setattr(loading.mps, "available", lambda: True)
     monkeypatch.setattr(loading.torch.backends.mps, "get_name", lambda: "Apple M3 Pro")
     monkeypatch.setattr(loading.macos, "version", lambda: "15.1.1")

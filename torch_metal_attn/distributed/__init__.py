@@ -1,4 +1,4 @@
-"""Attention over one sequence on several processes or Macs, by torch.distributed."""
+"""Attention over a sequence that is split over processes or Macs, with torch.distributed."""
 
 from torch_metal_attn.distributed.functional import ring_attention
 from torch_metal_attn.distributed.sequence import shard_sequence, unshard_sequence

@@ -1,8 +1,8 @@
-"""The calls of the kernels that attend one process' queries to the keys of another.
+"""The kernel calls for one process' queries and another process' keys.
 
-Without a window or ALiBi it is one call at most, as chunks are then seen whole, not at all, or by
-themselves. With them each pair of chunks is a call of its own, as their distance decides what is
-visible, or what is subtracted.
+Without a window or ALiBi there is at most one call, because a chunk's queries see all keys of
+another chunk or none. Otherwise there is a call for each pair of chunks, because the mask or bias
+depends on their distance.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ Packing = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k and the 
 
 @dataclass(frozen=True)
 class Call:
-    """Rows of queries and of keys, the kernel's options, and the number of a packed sequence."""
+    """The rows of queries and keys, the kernel's options, and the number of a packed sequence."""
 
     q: slice
     k: slice
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that a query sees: positions p and j of a query and a key in their sequence."""
+    """The keys that a query sees. p and j are positions of a query and a key in their sequence."""
 
     causal: bool
     left: int  # p - left <= j; -1 is no limit
@@ -61,14 +61,14 @@ def calls(
     packed: bool,
     device: torch.device,
 ) -> list[Call]:
-    """The calls for one process' keys. earlier: its first chunk is before this process' first."""
+    """The calls for one process' keys. earlier: its first chunk precedes this process' first."""
     if visible.by_distance:
         return _of_pairs(queries, keys, visible)
     last_queries = first_keys = False
     if visible.causal and not is_local:
-        # Contiguous: earlier keys are seen whole, later ones not at all. Zigzag: earlier processes
-        # hold keys that are earlier and later than all queries here, and later processes hold keys
-        # between the two chunks of queries.
+        # Contiguous: all queries see earlier chunks, and none sees later chunks. Zigzag: earlier
+        # processes have one chunk of keys before and one after all queries here, and both chunks of
+        # later processes are between the two chunks of queries.
         zigzag = len(queries) > 0 and len(queries[0]) > 1
         if not earlier and not zigzag:
             return []
@@ -91,7 +91,7 @@ def calls(
 def _entries(
     q_spans: list[range], k_spans: list[range], last_queries: bool, first_keys: bool
 ) -> list[tuple[int, int]]:
-    """A sequence in a packed call, without a copy: rows that take no part meet no rows."""
+    """The lengths of one sequence in a packed call. Excluded rows get an entry of length 0."""
     queries, keys = rows([q_spans]), rows([k_spans])
     if last_queries:
         first = len(q_spans[0])
@@ -119,7 +119,7 @@ def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
         for q_span, q_place in zip(q_spans, q_places, strict=True):
             for k_span, k_place in zip(k_spans, k_places, strict=True):
                 if visible.reaches(q_span, k_span):
-                    # The place of the first query, counted from the first key.
+                    # q_offset counts from the first key of this call.
                     limits = limit_options(visible.causal, visible.left, visible.right)
                     options = limits | {"q_offset": q_span.start - k_span.start}
                     made.append(Call(q_place, k_place, options, sequence=sequence))
@@ -127,6 +127,6 @@ def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
 
 
 def _places(spans: list[range], start: int) -> tuple[list[slice], int]:
-    """The places of the spans in the process' rows, and the start of the next sequence."""
+    """The slices of the spans in the process' rows, and the start of the next sequence."""
     bounds = list(accumulate((len(span) for span in spans), initial=start))
     return [slice(a, b) for a, b in pairwise(bounds)], bounds[-1]

@@ -1,4 +1,4 @@
-"""`ring_attention`: flash-attn's arguments, for one sequence on several processes."""
+"""`ring_attention`: attention over a sequence on several processes, by flash-attn's arguments."""
 
 from typing import Any
 
@@ -51,24 +51,24 @@ def ring_attention(
     return_lse: bool = False,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a sequence of which each process holds a share.
+    """Attention over a sequence that is split over the processes of a group.
 
-    Every process of the group calls it, and `backward` too if any process does. The result is the
-    share of `flash_attn_func`'s for the whole sequence. Gradients of q, k, v and learnable_sink are
-    supported, through the log-sum-exp too. That of learnable_sink is for this process' rows: add up
-    those of all processes. Two runs give the same bits.
+    Every process of the group calls it, and `backward` too if any process does. The result is this
+    process' share of the result of `flash_attn_func` for the whole sequence. Gradients of q, k, v
+    and learnable_sink are supported, also through the log-sum-exp. The gradient of learnable_sink
+    is for this process' rows: add up those of all processes. Two runs give the same bits.
 
     Args:
         q, k, v: this process' share, as from `shard_sequence`: (B, L, Hq, D), (B, L, Hkv, D) and
-            (B, L, Hkv, Dv), or with cu_seqlens (T, Hq, D), (T, Hkv, D) and (T, Hkv, Dv). The
-            processes' lengths may differ, and may be 0.
+            (B, L, Hkv, Dv), or with cu_seqlens (T, Hq, D), (T, Hkv, D) and (T, Hkv, Dv). L and T
+            may differ between the processes, and may be 0.
         group: a ProcessGroup whose backend sends CPU tensors (gloo), or a DeviceMesh with one
             dimension. None is the default group.
         causal: a query sees its own key and earlier ones.
         layout: "contiguous" or "zigzag", as in the call of `shard_sequence`. With causal,
             "zigzag" gives each process the same work; "contiguous" leaves the first idle.
-        cu_seqlens: (sequences + 1,), the bounds of WHOLE concatenated sequences, the same on every
-            process. Each sequence is split over the processes. The host waits for its values.
+        cu_seqlens: (sequences + 1,), the bounds of the WHOLE concatenated sequences, the same on
+            every process. Each sequence is split over the processes. The host waits for its values.
         softmax_scale: factor of the scores; D ** -0.5 if None.
         window_size: (left, right) as in `flash_attn_func`, in positions of the whole sequence.
         softcap: c > 0 makes a score c * tanh(score / c).
@@ -85,7 +85,7 @@ def ring_attention(
 
     Raises:
         NotImplementedError: dropout, or alibi_slopes that requires grad; a transform of torch.func;
-            a second derivative, when it is asked for.
+            a second derivative, when it is requested.
         TypeError: an argument of another type.
         ValueError: a value that is not supported, here or on another process, or that differs
             between the processes. Arguments are exchanged first, so every process raises.
@@ -161,7 +161,7 @@ def _values(tensor: Tensor | None) -> str | None:
 def _added(
     alibi_slopes: Tensor | None, learnable_sink: Tensor | None, sequences: int | None
 ) -> dict[str, Tensor]:
-    """Both as options of flash_fwd, of one sequence where they are packed."""
+    """Both as options of flash_fwd for one sequence."""
     added = only_given(alibi_slopes=alibi_slopes, learnable_sink=learnable_sink)
     check_tensors(**added)
     if alibi_slopes is not None:
@@ -175,7 +175,7 @@ def _added(
                     f"alibi_slopes has {count_text(alibi_slopes.shape[0], 'row')}; cu_seqlens has "
                     f"{count_text(sequences, 'sequence')}, and each needs one"
                 )
-            # No sequence has no first row, but the width is checked all the same.
+            # Without sequences there is no first row, but the number of columns is still checked.
             added["alibi_slopes"] = (
                 alibi_slopes[:1] if sequences else alibi_slopes.new_zeros(1, alibi_slopes.shape[1])
             )
@@ -183,7 +183,7 @@ def _added(
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict[str, Any]) -> None:
-    """Raise the errors of the kernels before any process waits for another."""
+    """Raise the kernels' errors before any process waits for another."""
     length = 0 if packed else 1
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:

@@ -1,7 +1,7 @@
 """Messages between the processes of a group: their arguments, and tensors along a ring.
 
-Only public functions of torch.distributed are used. Tensors travel through the host's memory, so
-that gloo serves tensors on mps too.
+Only public functions of torch.distributed are used. Tensors are sent from the host's memory, so
+that gloo works for tensors on mps too.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ class Ring:
         return (self.rank - steps) % self.processes
 
     def pass_on(self, sent: Tensor, elements: int, tag: int) -> Callable[[], Tensor]:
-        """Send `sent` to the next process. The result waits for what the previous one sent.
+        """Send `sent` to the next process. The returned function receives from the previous one.
 
-        sent: one-dimensional, on the host. elements: of the received tensor, of sent's dtype. tag:
-        tells tensors apart that are under way at the same time.
+        sent: one-dimensional, on the host. elements: size of the received tensor, which has sent's
+        dtype. tag: must differ between messages that are in flight at the same time.
         """
         if self.processes == 1:
             return lambda: sent
@@ -48,23 +48,23 @@ class Ring:
         return wait
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors, of one shape and on the host, of all processes."""
+        """The tensors of all processes, which have the same shape and are on the host."""
         gathered = [torch.empty_like(tensor) for _ in range(self.processes)]
         distributed.all_gather(gathered, tensor, group=self.group)
         return gathered
 
 
 class Agreement:
-    """A `with` block in which a process checks its arguments, and after which all have agreed.
+    """A `with` block in which a process checks its arguments. At its end they are compared.
 
-    If a process raises in its block, or their arguments differ, all of them raise at its end. So
-    none waits for one that has raised. Set `same` and `number` in the block.
+    If a process raises in its block, or the arguments differ, all processes raise at the end. So
+    none waits for a process that has raised. Set `same` and `number` in the block.
     """
 
     def __init__(self, ring: Ring, function: str) -> None:
-        self.same: dict[str, Any] = {}  # by name what must be the same on every process
-        self.number = 0  # of this process
-        self.numbers: list[int] = []  # of all processes, after the block
+        self.same: dict[str, Any] = {}  # by name the values that must be equal on every process
+        self.number = 0  # this process' number
+        self.numbers: list[int] = []  # the numbers of all processes, after the block
         self._ring, self._function = ring, function
 
     def __enter__(self) -> "Agreement":
@@ -72,7 +72,7 @@ class Agreement:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None and not isinstance(error, Exception):
-            return  # an interrupt does not wait for others
+            return  # an interrupt does not wait for other processes
         if error is None:
             same = {"the function called": self._function}
             same |= {name: str(value) for name, value in self.same.items()}
@@ -80,7 +80,7 @@ class Agreement:
         else:
             message = {"error": str(error)}
         messages: list[Any] = [None] * self._ring.processes
-        with torch._C._DisableFuncTorch():  # a transform of torch.func would wrap what it sends
+        with torch._C._DisableFuncTorch():  # transforms of torch.func would wrap the message
             distributed.all_gather_object(messages, message, group=self._ring.group)
         if error is None:
             self._compare(messages)

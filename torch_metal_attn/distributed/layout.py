@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import check_integers
 from torch_metal_attn.wording import count_text, value_text
 
-Spans = list[list[range]]  # of each sequence, the rows that a process holds, counted in it
+Spans = list[list[range]]  # the rows of each sequence that a process holds
 
 
 def check_layout(layout: object) -> None:
@@ -33,7 +33,7 @@ def bounds_of(cu_seqlens: Tensor) -> list[int]:
 
 
 def checksum(values: list[Any] | None) -> str | None:
-    """A short text that tells tensors of different values apart."""
+    """A short text that differs between different values."""
     return None if values is None else hashlib.sha256(str(values).encode()).hexdigest()[:16]
 
 
@@ -72,7 +72,7 @@ def rows(spans: Spans) -> int:
 
 
 def in_packed(spans: Spans, bounds: list[int]) -> list[range]:
-    """The same rows as ranges of the concatenated sequences, which start at `bounds`."""
+    """The rows as ranges of the concatenated sequences, which start at `bounds`."""
     return [
         range(start + span.start, start + span.stop)
         for start, of_sequence in zip(bounds, spans, strict=False)

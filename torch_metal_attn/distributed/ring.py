@@ -1,8 +1,8 @@
-"""Attention of a sequence that is split over processes (Liu et al. 2023, Ring Attention).
+"""Attention over a sequence that is split over processes (Liu et al. 2023, Ring Attention).
 
 Keys and values are passed around the ring. Each process attends to them with `flash_fwd` and merges
 the results with `merge_state_`. In the backward `flash_bwd` gets the log-sum-exp of all keys, and
-the gradients of keys and values travel with them until they are back at their process.
+the gradients of keys and values are passed on with them until they return to their process.
 """
 
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ from torch_metal_attn.distributed.layout import Spans, rows
 from torch_metal_attn.ops.differentiation import save, saved, without_gradient
 from torch_metal_attn.ops.flash_bwd import gradient_of, sink_gradient
 
-_KEYS, _GRADIENTS = 0, 1  # tags of what travels
+_KEYS, _GRADIENTS = 0, 1  # tags of messages
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A call of `ring_attention` that was checked. Tensors are (B, H, L, D), packed ones too."""
+    """A checked call of `ring_attention`. Tensors are (B, H, L, D), packed ones (1, H, T, D)."""
 
     ring: Ring
     spans: list[Spans]  # of each process
     visible: Visible
     packed: bool
     options: dict[str, Any]
-    alibi_slopes: Tensor | None = None  # (Hq,), or of each sequence of the batch
+    alibi_slopes: Tensor | None = None  # (Hq,), or (sequences of the batch, Hq)
 
     def calls(self, owner: int, device: torch.device) -> list[Call]:
         rank = self.ring.rank
@@ -58,7 +58,7 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        # A sink is in the softmax once: as what was there before any key.
+        # The sink is in the softmax once, as a state before the first key.
         state = None if sink is None else _nothing_seen(q, v, sink)
         for owner, (visiting_k, visiting_v) in _visits(problem, k, v):
             for call in problem.calls(owner, q.device):
@@ -75,7 +75,7 @@ class RingAttention(torch.autograd.Function):
         out = exact_out.to(q.dtype)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        # The sink's gradient is a sum over all rows, which would add up the rounding of out.
+        # Unrounded, because the sink's gradient is a sum over all rows.
         with_sink = (sink, exact_out) if ctx.needs_input_grad[4] else ()
         save(ctx, q, k, v, out, lse, *with_sink)
         return out, lse
@@ -89,8 +89,8 @@ class RingAttention(torch.autograd.Function):
             if with_sink:
                 gradients.append(_sink_gradient(whole, dlse, lse, *with_sink))
         if torch.is_grad_enabled():  # with create_graph
-            # Not once_differentiable: if dout requires no grad, or autograd.grad asks for some
-            # inputs only, that leaves the derivative out and raises nothing.
+            # once_differentiable would omit the derivative without an error if dout requires no
+            # grad, or if autograd.grad is called for some of the inputs.
             message = "ring_attention has no second derivative (double backward)"
             inputs = [x for x in (dout, dlse, q, k, v, *with_sink[:1]) if x is not None]
             gradients = without_gradient(message, inputs, lambda: tuple(gradients))
@@ -99,7 +99,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yields (owner, [k, v]), this process' own first; the next ones are already under way."""
+    """Yields (owner, [k, v]), first this process'. The next ones are already being received."""
     ring, flat = problem.ring, _packed_flat(k, v)
     for step in range(ring.processes):
         owner, last = ring.previous(step), step + 1 == ring.processes
@@ -114,7 +114,7 @@ def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[
 def _gradients(
     problem: Problem, of_queries: list[Tensor | None], k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, added in float32 in the order of the ring: always the same bits."""
+    """dq, dk and dv, added in float32 in the order of the ring, so that the bits are the same."""
     ring, q = problem.ring, of_queries[2]
     assert q is not None
     dq = torch.zeros_like(q, dtype=torch.float32)
@@ -137,7 +137,7 @@ def _gradients(
 
 
 def _nothing_seen(q: Tensor, v: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The state of queries that have seen no key, at most the sink of their head, in float32."""
+    """The float32 state of queries that have seen no key, but maybe the sink of their head."""
     rows_of = q.shape[:3]
     out = q.new_zeros(*rows_of, v.shape[-1], dtype=torch.float32)
     lse = q.new_full(rows_of, -torch.inf, dtype=torch.float32)

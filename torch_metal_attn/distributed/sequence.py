@@ -1,4 +1,4 @@
-"""Splits a sequence over the processes of a group, and puts it together again."""
+"""Splits a sequence over the processes of a group, and joins it again."""
 
 from typing import Any
 
@@ -29,11 +29,11 @@ def shard_sequence(
 ) -> Tensor:
     """This process' share of a tensor that every process has: tokens, positions, labels, ...
 
-    Nothing is sent. The lengths of chunks differ by at most one. Positions for rotary embeddings
-    are a share of `torch.arange(length)`.
+    There is no communication. The lengths of chunks differ by at most one. For rotary embeddings,
+    positions are the share of `torch.arange(length)`.
 
     Args:
-        x: a tensor with all rows of the sequence, or with cu_seqlens of the concatenated sequences.
+        x: a tensor with all rows of the sequence, or of all sequences between cu_seqlens.
         group, layout, cu_seqlens: as for `ring_attention`.
         dim: the dimension of the sequence. None is 1, as in (B, L, ...), or with cu_seqlens 0, as
             in (T, ...).
@@ -66,7 +66,7 @@ def unshard_sequence(
     layout: str = "contiguous",
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The whole tensor, on every process, from each process' share: undoes `shard_sequence`.
+    """The whole tensor from the shares of all processes, on every process.
 
     Every process of the group calls it. There are no gradients: compute losses on shares.
 

@@ -1,1 +1,1 @@
-"""Integrations with other libraries. Each module imports its library: import what you need."""
+"""Integrations with other libraries. Import only those you need: each one imports its library."""

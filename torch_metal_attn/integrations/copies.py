@@ -1,7 +1,7 @@
-"""Copies of tensors whose layout the caller cannot change, such as those inside somebody's model.
+"""Copies tensors whose layout the caller cannot change, such as those inside a model.
 
-The ops refuse a tensor whose rows are not contiguous. The adapters for transformers and
-diffusers copy it, and `explain` shows the copy.
+The ops refuse tensors whose rows are not contiguous. The adapters for transformers and diffusers
+copy them, and `explain` shows the copies.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Told of a tensor that is copied, by its name, or of a remark on the next call, without a tensor.
+# Called with a copied tensor and its name, or with None and a remark on the next call.
 listeners: list[Callable[[str, Tensor | None], None]] = []
 
 

@@ -1,7 +1,7 @@
-"""torch.nn.functional as diffusers' modules see it: attention that asks for diffusers' backend.
+"""Replaces torch.nn.functional in diffusers' modules, so that attention uses diffusers' backend.
 
 diffusers' older attention (UNets, VAEs, Stable Diffusion 3 and others) calls torch's function and
-knows no backends. This module takes the place of `torch.nn.functional` in each module of diffusers,
+ignores backends. This module takes the place of `torch.nn.functional` in each module of diffusers,
 and differs from it in that one function. It imports nothing of diffusers.
 """
 
@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
 def metal_attention(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
-    """Attention by the kernels, of contiguous copies, or by torch where a hook waits for it."""
+    """Attention by the kernels, with contiguous copies; by torch if a hook waits for its call."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
     if replaces_scores():
@@ -52,13 +52,13 @@ def _metal_is_active() -> bool:
 
 
 def replaces_scores() -> bool:
-    """True if a hook of diffusers waits for torch's function, to return the values instead."""
+    """True if a hook of diffusers waits for a call of torch's function, to replace its result."""
     modes = _get_current_function_mode_stack()
     return any(type(mode).__module__.startswith("diffusers.") for mode in modes)
 
 
 def serve(module: ModuleType) -> None:
-    """Let the module see this one as `torch.nn.functional`."""
+    """Replace `torch.nn.functional` in a module by this one."""
     for name, value in list(vars(module).items()):
         if value is functional:
             setattr(module, name, sys.modules[__name__])
@@ -67,7 +67,7 @@ def serve(module: ModuleType) -> None:
 
 
 def serves(names: Collection[str], known: Mapping[str, Any]) -> bool:
-    """True if code that uses these names calls attention from here. known: its global names."""
+    """True if code that uses these names calls attention from here. known: the code's globals."""
     served = (known.get(name) for name in names)
     return "scaled_dot_product_attention" in names and any(
         value is sys.modules[__name__] or isinstance(value, _NeuralNetworks) for value in served

@@ -1,4 +1,4 @@
-"""Run an action when a module is imported, without importing it, which can take seconds."""
+"""Runs an action when a module is imported. The module is not imported here, which is slow."""
 
 import importlib.abc
 import sys
@@ -10,36 +10,39 @@ from typing import Any
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Run `action` now if the module is already imported, else right after its import."""
+    """Run `action` right after the module's import, or now if it is already imported."""
     if name in sys.modules:
         action()
     elif not any(
         isinstance(finder, _Finder) and (finder.awaited, finder.action) == (name, action)
         for finder in sys.meta_path
     ):
-        sys.meta_path.insert(0, _Finder(name, action))
+        sys.meta_path.insert(0, _Finder(name, action, is_package=False))
 
 
 def with_each_module(package: str, action: Callable[[ModuleType], None]) -> None:
-    """Run `action` with each module of the package: the imported ones now, others when they are."""
-    sys.meta_path.insert(0, _PackageFinder(package, action))
+    """Run `action` with each module of a package: now if it is imported, else after its import."""
+    sys.meta_path.insert(0, _Finder(package, action, is_package=True))
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}.") and isinstance(module, ModuleType):
             action(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the awaited module as the other finders do, with a loader that then runs the action."""
+    """Finds modules by other finders, and adds a loader that runs the action.
 
-    def __init__(self, awaited: str, action: Callable[[], None]) -> None:
-        self.awaited, self.action = awaited, action
+    awaited: a module, or a package whose modules are awaited until the process ends.
+    """
+
+    def __init__(self, awaited: str, action: Callable[..., None], *, is_package: bool) -> None:
+        self.awaited, self.action, self._is_package = awaited, action, is_package
         self._asking = threading.local()
 
-    def awaits(self, name: str) -> bool:
-        return name == self.awaited
-
     def imported(self, module: ModuleType) -> None:
-        # Not before: an import that failed may be tried again.
+        if self._is_package:
+            self.action(module)
+            return
+        # Only after a successful import, because a failed one may be repeated.
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         self.action()
@@ -47,12 +50,18 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # Another finder may ask all others too, this one among them.
-        if not self.awaits(name) or getattr(self._asking, "now", False):
+        is_awaited = (
+            name.startswith(f"{self.awaited}.") if self._is_package else name == self.awaited
+        )
+        # Another finder may ask all finders too, including this one.
+        if not is_awaited or getattr(self._asking, "now", False):
             return None
         self._asking.now = True
         try:
-            spec = _find_elsewhere(self, name, path, target)
+            others = [finder for finder in sys.meta_path if finder is not self]
+            finds = (getattr(other, "find_spec", None) for other in others)
+            specs = (find(name, path, target) for find in finds if find)
+            spec: ModuleSpec | None = next((spec for spec in specs if spec is not None), None)
         finally:
             self._asking.now = False
         if spec is not None and hasattr(spec.loader, "exec_module"):
@@ -60,33 +69,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _PackageFinder(_Finder):
-    """Finds each module of a package so, for as long as the process runs."""
-
-    def __init__(self, package: str, action: Callable[[ModuleType], None]) -> None:
-        super().__init__(f"{package}.", lambda: None)
-        self.with_module = action
-
-    def awaits(self, name: str) -> bool:
-        return name.startswith(self.awaited)
-
-    def imported(self, module: ModuleType) -> None:
-        self.with_module(module)
-
-
-def _find_elsewhere(
-    finder: _Finder, name: str, path: Sequence[str] | None, target: ModuleType | None
-) -> ModuleSpec | None:
-    for other in list(sys.meta_path):
-        find = getattr(other, "find_spec", None)
-        spec: ModuleSpec | None = find(name, path, target) if find and other is not finder else None
-        if spec is not None:
-            return spec
-    return None
-
-
 class _Loader(importlib.abc.Loader):
-    """Wraps the module's own loader, and puts that back before the module runs."""
+    """Wraps a module's loader, and restores that before the module runs."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

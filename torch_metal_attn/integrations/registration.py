@@ -1,7 +1,7 @@
 """Registers "metal_attn" with transformers and diffusers, whichever is imported first.
 
-Importing them takes seconds, so they are not imported here. The backend is registered as soon as
-the module that holds the library's attention functions has been imported.
+Importing them takes seconds, so they are not imported here. The backend is registered right after
+the import of the library's module with attention functions.
 """
 
 import importlib
@@ -16,7 +16,7 @@ _INTEGRATION = "torch_metal_attn.integrations.transformers"
 _DISPATCH = "diffusers.models.attention_dispatch"
 _DIFFUSERS = "torch_metal_attn.integrations.diffusers"
 _CONSTANTS = "diffusers.utils.constants"
-_VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment; diffusers keeps it under the same name
+_VARIABLE = "DIFFUSERS_ATTN_BACKEND"  # of the environment, and its name in diffusers' modules
 _NAME = "metal_attn"
 
 
@@ -39,7 +39,7 @@ def _register_diffusers() -> None:
 
 
 def _take_backend_of_environment() -> None:
-    """diffusers refuses to be imported with a backend that it does not know yet."""
+    """Activate the backend later, because diffusers' import fails for unknown backends."""
     constants = sys.modules[_CONSTANTS]
     if getattr(constants, _VARIABLE, None) == _NAME:
         setattr(constants, _VARIABLE, "native")
@@ -56,8 +56,7 @@ def _import(integration: str, library: str, offered: str) -> None:
     try:
         importlib.import_module(integration)
     except ImportError:
-        # Too old. The library refuses the name by itself; importing the integration says why.
-        pass
+        pass  # the library is too old, and refuses the name; importing the integration says why
     except Exception as error:
         warnings.warn(
             f"torch_metal_attn: {offered} is not available in this {library}: {error!r}",

@@ -1,17 +1,17 @@
-"""`sdpa_replaced()`: run torch's own `scaled_dot_product_attention` on our kernels in a block.
+"""`sdpa_replaced()`: runs torch's own `scaled_dot_product_attention` on our kernels in a block.
 
-It has four parts, because none of them reaches every call:
+It needs four parts, because each one misses some calls:
 
-- A TorchFunctionMode sees the C function itself, under every name it was imported as. But a mode is
-  off while it handles a Python function of torch, so it does not see the calls inside
-  `multi_head_attention_forward`. And a mode belongs to one thread.
+- A TorchFunctionMode sees the C function, under every name it was imported as. But a mode is off
+  while it handles a Python function of torch, so it misses the calls inside
+  `multi_head_attention_forward`. And a mode applies to one thread.
 - So the attribute of `torch.nn.functional` is replaced too, while any thread is inside a block. In
   other threads the replacement calls the original.
-- With `process_wide`, the names that other modules have for the C function are replaced instead of
-  using the mode.
+- With `process_wide`, the C function is replaced under the names that other modules have for it,
+  and there is no mode.
 - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have a fused inference path that calls no
-  attention function at all. It is off in the threads of a block, but not for nested tensors, which
-  these layers take in that path only.
+  attention function. It is off in the threads of a block, except for nested tensors, which these
+  layers support in that path only.
 """
 
 import functools
@@ -53,7 +53,7 @@ from torch_metal_attn.wording import value_text
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
-# Other subclasses have a meaning for torch that the kernels do not know.
+# torch may treat other subclasses specially, and the kernels do not.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 _NESTED = "an argument is a nested tensor"
 _PREFERENCES = ("metal_attn", "fastest")
@@ -80,21 +80,21 @@ class _Blocks:
     """The blocks that are open in all threads, and what they have changed in torch."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # of all but `this_thread`, and of every context's counts
+        self.lock = threading.Lock()  # for all but `this_thread`, and for every context's counts
         self.this_thread = _Thread()
-        self.open = 0  # blocks
+        self.open = 0  # the number of open blocks
         self.process_wide: tuple[SdpaReplaced, ...] = ()
-        self.in_every_thread = False  # if one is process_wide; torch.compile guards on this
-        self.attributes: list[tuple[Any, str, Any]] = []  # ours in torch: owner, name, replacement
+        self.in_every_thread = False  # True if a block is process_wide; torch.compile guards on it
+        self.attributes: list[tuple[Any, str, Any]] = []  # replaced: owner, name, replacement
         self.renaming: Renaming | None = None  # of torch's C function
-        self.compiled = False  # whether torch.compile has ever replaced a call
+        self.compiled = False  # True if torch.compile has ever replaced a call
         self.warned: set[str] = set()  # past warnings without their numbers
 
     def begin(self, everywhere: "SdpaReplaced | None") -> None:
         with self.lock:
             await_causal_bias()
-            # torch.compile keeps this list of what a mode or subclass may override. Made while the
-            # attribute is replaced, it would lack the C function for the rest of the process.
+            # torch.compile caches this list of functions that a mode or subclass may override. If
+            # it were made while the attribute is replaced, it would lack the C function forever.
             get_overridable_functions()
             self.open += 1
             if self.open == 1:
@@ -123,7 +123,7 @@ class _Blocks:
             if self.open > 0:
                 return
             for owner, name, replacement in self.attributes:
-                # Other code may have wrapped our function meanwhile: then it stays.
+                # If other code has wrapped our function meanwhile, it stays.
                 if getattr(owner, name) is replacement:
                     setattr(owner, name, replacement.__wrapped__)
 
@@ -141,7 +141,7 @@ class SdpaReplaced(TorchFunctionMode):
     Attributes: replaced: number of calls that ran on the kernels. left_alone: number of calls that
         torch ran, by reason; reasons that differ only in their numbers count as one. A function
         under torch.compile counts while it is compiled, sometimes twice, and not when it runs.
-        fastest: whether calls are left to torch that it runs faster.
+        fastest: True if torch runs the calls that it runs faster.
     """
 
     def __init__(self, process_wide: bool = False, fastest: bool = False) -> None:
@@ -168,7 +168,7 @@ class SdpaReplaced(TorchFunctionMode):
             if not self._process_wide:
                 _blocks.this_thread.entered = _blocks.this_thread.entered[:-1]
             _blocks.end(self if self._process_wide else None)
-        # A compiled function may have run, which does not count; reasons were warned of.
+        # If torch.compile has replaced calls, uncounted compiled functions may have run.
         if error[:1] == (None,) and not (self.replaced or self.left_alone or _blocks.compiled):
             why = "there was none. The model may have an attention of its own"
             if not self._process_wide:
@@ -212,27 +212,27 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
 
     Args: process_wide: apply to every thread, including those that start later. Servers that run
         models in worker threads need this. It replaces the function under every name that a module
-        has for it, but not a reference stored elsewhere, such as in an object or a local variable.
-        The block may end in another thread than it began in. A call that is running then finishes
-        as it began. prefer: "metal_attn", or "fastest" to leave to torch the calls that it runs
-        faster on this machine, by the times that `python -m torch_metal_attn tune` measured.
-        left_alone counts these calls, without a warning. Calls of other sizes run on the kernels,
-        as do all calls under torch.compile. If blocks are nested, the innermost decides.
+        has for it, but not references elsewhere, such as in an object or a local variable. The
+        block may end in a different thread. Calls that are running then finish as they began.
+        prefer: "metal_attn", or "fastest" to let torch run the calls that it runs faster on this
+        machine, by the times that `python -m torch_metal_attn tune` measured. left_alone counts
+        these calls, without a warning. Calls of other sizes run on the kernels, as do all calls
+        under torch.compile. If blocks are nested, the innermost decides.
 
     If the kernels cannot run a call, torch runs it with its arguments unchanged, and a UserWarning
     gives the reason, once per process and reason. Reasons are: CPU tensors outside `simulate()`,
     other devices and dtypes, nested tensors, tensor subclasses other than CausalBias, torch.func,
     strides that would need a copy, and calls that torch itself refuses. Calls inside TorchScript
-    are torch's too, but not counted. A block in which there was no call warns when it ends, once
-    per process. For the same seed, dropout drops other weights than torch would.
+    run in torch too, but are not counted. A block without any call warns when it ends, once per
+    process. For the same seed, dropout drops different weights than torch would.
 
     The kernels also compute the gradients, including that of attn_mask. For CPU tensors they do so
     if `backward` runs inside `simulate()`; otherwise the reference does.
 
     With torch.compile, enter the block around the call of the compiled function, which is compiled
-    once for calls inside of blocks and once for others. Whether CPU tensors are inside `simulate()`
-    is decided while compiling. Entering the block inside a compiled function breaks the graph (an
-    error with fullgraph=True).
+    once for calls inside of blocks and once for others. The compiled code keeps the decision about
+    CPU tensors, which depends on `simulate()`. Entering the block inside a compiled function breaks
+    the graph (an error with fullgraph=True).
 
     Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.
     """
@@ -250,7 +250,7 @@ def await_causal_bias() -> None:
 
 
 def _pass_original_to_causal_bias() -> None:
-    """Let CausalBias know torch's function in a block; else it returns uninitialised elements."""
+    """Let CausalBias recognise torch's function; otherwise it returns uninitialised elements."""
     bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
     original = bias.__torch_function__.__func__
 
@@ -288,9 +288,9 @@ def _let_torchscript_compile(replacement: Callable[..., Tensor]) -> None:
 
 
 def _fast_path_of(original: Callable[[], bool]) -> Callable[[], bool]:
-    """torch's switch of the fused layers, which is off in the threads of a block."""
+    """torch's switch of the fused layers. It is off in the threads of a block."""
 
-    @functools.wraps(original)  # whose source is what TorchScript compiles
+    @functools.wraps(original)  # TorchScript compiles the source of `original`
     def get_fastpath_enabled() -> bool:
         return original() and (_blocks.this_thread.deciding or not open_here())
 
@@ -298,7 +298,7 @@ def _fast_path_of(original: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a fused layer, which leaves nested tensors to torch."""
+    """The forward of a fused layer. It leaves nested tensors to torch."""
     run = _run_layer
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +317,7 @@ def _run_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     _note(_NESTED, _blocks.of_this_thread())
     with ExitStack() as without_modes:
-        # In any mode torch refuses these tensors. One of other code stays, as do those below it.
+        # torch refuses nested tensors in any mode. Other code's modes stay, and modes below them.
         while isinstance(_get_current_function_mode(), SdpaReplaced):
             without_modes.enter_context(_pop_mode_temporarily())
         _blocks.this_thread.deciding = True
@@ -327,7 +327,7 @@ def _run_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _blocks.this_thread.deciding = False
 
 
-# While a block is open: the attributes that are replaced, and what makes the replacement.
+# The attributes that are replaced while a block is open, and the functions that make replacements.
 _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (functional, "scaled_dot_product_attention", _replacement_of),
     (torch.backends.mha, "get_fastpath_enabled", _fast_path_of),
@@ -337,7 +337,7 @@ _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 
 
 def _run_by_compiler(function: _Function) -> _Function:
-    """As torch.compiler.assume_constant_result, without importing the compiler, which is slow."""
+    """Like torch.compiler.assume_constant_result, without the slow import of the compiler."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
@@ -345,9 +345,9 @@ def _run_by_compiler(function: _Function) -> _Function:
 def _decide(
     original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    # A block that ends during the call counts it too. While compiling, they are looked up later.
+    # Read now, because a block that ends during the call counts it. While compiling, read later.
     contexts = None if torch.compiler.is_compiling() else _blocks.of_this_thread()
-    _blocks.this_thread.deciding = True  # other contexts ignore this call
+    _blocks.this_thread.deciding = True  # nested calls of torch's function are ignored
     try:
         problem, reason = problem_or_reason(args, kwargs)
         if (slower := _slower(problem, contexts)) is not None:
@@ -378,7 +378,7 @@ def open_elsewhere() -> bool:
 
 
 def _slower(problem: Problem | None, contexts: tuple[SdpaReplaced, ...] | None) -> str | None:
-    """Why a call that we could run is left to torch for its speed; None if it is not."""
+    """Why torch should run a call because it is faster, or None."""
     if problem is None or contexts is None:
         return None
     innermost = (_blocks.this_thread.entered or _blocks.process_wide)[-1:]
@@ -388,7 +388,7 @@ def _slower(problem: Problem | None, contexts: tuple[SdpaReplaced, ...] | None) 
 def problem_or_reason(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, on_mps: bool = False
 ) -> tuple[Problem | None, str | None]:
-    """The call as the kernels can run it, or why they cannot; on_mps: if CPU tensors were there."""
+    """The call for the kernels, or why they cannot run it. on_mps: judge CPU tensors as on mps."""
     arguments = given_by_name(args, kwargs)
     if is_causal_bias(arguments.get("attn_mask")):
         del arguments["attn_mask"]  # it has no elements
@@ -399,7 +399,7 @@ def problem_or_reason(
     try:
         return plan(Arguments(*args, **kwargs)), None
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if torch.compiler.is_compiling():  # the sizes in the message may have no values
+        if torch.compiler.is_compiling():  # sizes in the message may be symbolic
             return None, "the arguments are refused: call without torch.compile to see why"
         return None, str(error)
 
@@ -442,7 +442,7 @@ def _transform_level() -> int | None:
 def _note(
     reason: str | None, contexts: tuple[SdpaReplaced, ...] | None, warns: bool = True
 ) -> None:
-    """Count a call in the contexts, and warn once why it is left alone; None while compiling."""
+    """Count a call in the contexts, and warn once why torch runs it. None while compiling."""
     with _blocks.lock:
         if contexts is None:
             contexts = _blocks.of_this_thread()
@@ -454,7 +454,7 @@ def _note(
 
 
 def count_reason(left_alone: dict[str, int], reason: str) -> bool:
-    """Count a reason; those that differ only in numbers are one. Returns whether it is new."""
+    """Count a reason. Reasons that differ only in numbers count as one. True if it is new."""
     kind = without_numbers(reason)
     reason = next((known for known in left_alone if without_numbers(known) == kind), reason)
     left_alone[reason] = left_alone.get(reason, 0) + 1
@@ -466,7 +466,7 @@ def without_numbers(text: str) -> str:
 
 
 def _warn(message: str) -> None:
-    """Warn once per process, whatever the numbers in the message are."""
+    """Warn once per process and message, ignoring numbers in the message."""
     with _blocks.lock:
         kind = without_numbers(message)
         if kind in _blocks.warned:
@@ -476,7 +476,7 @@ def _warn(message: str) -> None:
 
 
 def users_level() -> int:
-    """The stacklevel of the caller's first frame that is neither torch's nor ours."""
+    """The stacklevel of the first frame outside of torch and this package's integrations."""
     level, frame = 1, inspect.currentframe()
     frame = frame and frame.f_back
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):

@@ -1,4 +1,4 @@
-"""Cases of every public op and function, what draws them and what judges them: docs/numerics.md.
+"""Draws calls of every public op and function, runs them and checks the results: docs/numerics.md.
 
 A case is one call as plain data. `check` runs it on this machine's best device and compares the
 result with float64, or expects an error where the documentation promises one.

@@ -1,8 +1,9 @@
-"""Cases of attention: every op and function that computes it, forward and backward."""
+"""Cases of attention: calls of all its ops and functions, forward and backward."""
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch_metal_attn.quantisation import FORMATS
@@ -41,10 +42,10 @@ _STORED = (*_FORWARDS, *_DECODES)
 _CACHED = (*_STORED, "flash_attn_varlen_func")
 _ROTATED = (*_FORWARDS, "flash_decode")
 _SCORED = tuple(call for call in CALLS if call != _SDPA)
-# The others take k and v, or q too, in one tensor.
-_APART = tuple(call for call in CALLS if "packed_func" not in call)
+# Calls that take q, k and v in separate tensors.
+_SEPARATE = tuple(call for call in CALLS if "packed_func" not in call)
 
-# Head dims that are fast, that need a tail, and that take the widest tiles.
+# Head dims that are a multiple of 8, and others, some of which need the widest tiles.
 _HEAD_DIMS = (8, 16, 32, 40, 64, 64, 72, 80, 96, 128)
 _RARE_HEAD_DIMS = (1, 3, 7, 33, 100, 192, 256, 320, 512, 576)
 _LENGTHS = (0, 1, 2, 7, 8, 9, 16, 31, 32, 33, 63, 64, 65, 100)
@@ -82,10 +83,6 @@ def _keys(r: random.Random, case: "Attention", queries: int) -> int:
     return r.randint(1, 300) if case.call in _DECODES and r.random() < 0.5 else _length(r)
 
 
-def _q_lengths(r: random.Random, case: "Attention") -> tuple[int, ...]:
-    return tuple(_queries(r, case) for _ in range(case.batch))
-
-
 def _pairs(r: random.Random, case: "Attention") -> tuple[tuple[int, int], ...]:
     queries = [_queries(r, case) for _ in range(r.choice((1, 1, 2, 3)))]
     return tuple((n, _keys(r, case, n)) for n in queries)
@@ -106,24 +103,8 @@ def _mask(*dtypes: str) -> Draw:
     return draw
 
 
-def _entries(r: random.Random, case: "Attention") -> int:
-    return r.choice((0, 1, 3, 8, 17, 40, 70))
-
-
-def _has_lists(case: Any) -> bool:
-    return case.listed is not None
-
-
-def _q_block(r: random.Random, case: "Attention") -> int:
-    return 1 if case.q_lengths else r.choice((1, 1, 2, 7))
-
-
-def _list_dims(r: random.Random, case: "Attention") -> str:
-    return "h" if case.q_lengths else r.choice(("bh", "b", "h"))
-
-
 def _tree(r: random.Random, case: "Attention") -> str:
-    possible = not _has_lists(case) and not any(case.no_trees().values())
+    possible = case.listed is None and not any(case.no_trees().values())
     return r.choice(("parents", "tree_mask")) if possible else ""
 
 
@@ -136,41 +117,42 @@ _LAYOUTS = one_of(
     *(("order 210", "padded 5"), ("order 120",), ("repeated 0",), ("repeated 1", "padded 8")),
 )
 _ROW_LAYOUTS = one_of((), ("padded 3",), ("order 10",), ("order 10", "padded 8"), ("repeated 1",))
+_if_rotated = partial(field, calls=_ROTATED, when=lambda case: case.rotary)
+_if_listed = partial(field, calls=("flash_decode",), when=lambda case: case.listed is not None)
 
 
 def _operand_layout(
     packed: Callable[["Attention"], Any] = lambda case: case.is_packed and not case.cache,
     when: Callable[["Attention"], Any] = lambda case: True,
 ) -> Any:
-    def draw(r: random.Random, case: "Attention") -> tuple[str, ...]:
-        drawn: tuple[str, ...] = (_ROW_LAYOUTS if packed(case) else _LAYOUTS)(r, case)
-        return drawn
+    def draw(r: random.Random, case: "Attention") -> Any:
+        return (_ROW_LAYOUTS if packed(case) else _LAYOUTS)(r, case)
 
-    return field((), draw, calls=_APART, when=when)
+    return field((), draw, calls=_SEPARATE, when=when)
 
 
 @dataclass(frozen=True)
 class Attention(Case):
-    """One call of attention with normally distributed queries and keys.
+    """One call of attention.
 
-    Attributes: packed: the queries and keys of each sequence, for calls with packed sequences; then
-        batch, q_length and kv_length are not used. q_lengths: the queries of each sequence where
-        only these are packed; then q_length is not used. spare_rows: packed rows after the last
-        sequence. attn_mask, attn_bias: a dtype and the dimensions of (b, h, q, k) in which it is
-        not 1, as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a dtype. rotary: what is
-        rotated: "q", "k" or "qk". cache: "", "paged" or "indexed"; format: "" or the format of a
-        quantised cache, whose rows are rotated in blocks of `hadamard` columns; cache_dtype: "", or
-        the dtype of k and v if it is not that of q.
-        values_in_keys: v is the first columns of k, as in MLA. listed: entries of each list of
-        keys, of which one in five is -1; list_dims: those of "bh" in which lists differ. tree: ""
-        or how a random tree of the queries is given; tree_by_sequence: each sequence has its own.
-        causal_bias: "", "upper_left" or "lower_right", an attn_mask of torch.nn.attention.bias.
-        backward: also check the gradients, or that `backward` raises if the call has none. values:
-        one of `tensors.KINDS`. poison: NaN or infinity in one element of a tensor. layouts: those
-        of q, k and v, see `tensors`.
+    Attributes: packed: the numbers of queries and keys of each sequence, for calls with packed
+        sequences; then batch, q_length and kv_length are not used. q_lengths: the queries of each
+        sequence if only queries are packed; then q_length is not used. spare_rows: packed rows
+        after the last sequence. attn_mask, attn_bias: a dtype, and those of the dimensions (b, h,
+        q, k) whose size is not 1, such as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a
+        dtype. rotary: the rotated tensors: "q", "k" or "qk". cache: "", "paged" or "indexed".
+        format: "" or the format of a quantised cache, whose rows are rotated in blocks of
+        `hadamard` columns. cache_dtype: the dtype of k and v, "" for that of q. values_in_keys: v
+        is the first columns of k, as in MLA. listed: entries of each list of keys, of which one in
+        five is -1. list_dims: those of "bh" in which lists differ. tree: "", or the argument that
+        describes a random tree of the queries. tree_by_sequence: each sequence has a different
+        tree. causal_bias: "", "upper_left" or "lower_right", an attn_mask of
+        torch.nn.attention.bias. backward: also check the gradients, or that `backward` raises if
+        the call has none. values: one of `tensors.KINDS`. poison: NaN or infinity in one element of
+        a tensor. q_layout, ...: see `tensors`.
     """
 
-    # The ops twice as often as each function.
+    # Ops are drawn twice as often as functions.
     call: str = call(*OPS, *CALLS)
     batch: int = field(1, one_of(*[1, 1, 2, 3] * 12, 0), calls=_DENSE, varied=True)
     kv_heads: int = field(1, one_of(1, 1, 1, 2, 2))
@@ -182,7 +164,13 @@ class Attention(Case):
             else r.choice((1, 1, 1, 2, 3, 8 // case.kv_heads)) * case.kv_heads
         ),
     )
-    q_lengths: tuple[int, ...] = field((), _q_lengths, share=0.25, calls=_DECODES, varied=True)
+    q_lengths: tuple[int, ...] = field(
+        (),
+        lambda r, case: tuple(_queries(r, case) for _ in range(case.batch)),
+        share=0.25,
+        calls=_DECODES,
+        varied=True,
+    )
     q_length: int = field(1, _queries, calls=_DENSE, when=lambda c: not c.q_lengths, varied=True)
     kv_length: int = field(1, lambda r, c: _keys(r, c, c.q_length), calls=_DENSE, varied=True)
     values_in_keys: bool = field(False, chance(0.1), calls=_DECODES)
@@ -219,13 +207,9 @@ class Attention(Case):
     alibi_slopes: str = field("", one_of("h", "bh"), share=0.15, calls=_SCORED)
     learnable_sink: str = field("", one_of(*DTYPES), share=0.15, calls=_SCORED)
     rotary: str = field("", one_of("q", "k", "qk"), share=0.2, calls=_ROTATED)
-    rotary_columns: int = field(2, _columns, calls=_ROTATED, when=lambda case: case.rotary)
-    rotary_interleaved: bool = field(
-        False, chance(0.5), calls=_ROTATED, when=lambda case: case.rotary
-    )
-    rotary_by_sequence: bool = field(
-        False, chance(0.4), calls=_ROTATED, when=lambda case: case.rotary
-    )
+    rotary_columns: int = _if_rotated(2, _columns)
+    rotary_interleaved: bool = _if_rotated(False, chance(0.5))
+    rotary_by_sequence: bool = _if_rotated(False, chance(0.4))
     dropout_p: float = field(
         0.0,
         one_of(*[0.0] * 6, 0.1, 0.6, 1.0),
@@ -246,12 +230,16 @@ class Attention(Case):
         calls=_STORED,
         when=lambda case: case.dtype == "float32" and not case.format,
     )
-    listed: int | None = field(None, _entries, share=0.3, calls=("flash_decode",))
-    kv_block_size: int = field(
-        1, one_of(1, 1, 1, 5, 8, 32, 128), calls=("flash_decode",), when=_has_lists
+    listed: int | None = field(
+        None, one_of(0, 1, 3, 8, 17, 40, 70), share=0.3, calls=("flash_decode",)
     )
-    q_block_size: int = field(1, _q_block, calls=("flash_decode",), when=_has_lists)
-    list_dims: str = field("", _list_dims, calls=("flash_decode",), when=_has_lists)
+    kv_block_size: int = _if_listed(1, one_of(1, 1, 1, 5, 8, 32, 128))
+    q_block_size: int = _if_listed(
+        1, lambda r, case: 1 if case.q_lengths else r.choice((1, 1, 2, 7))
+    )
+    list_dims: str = _if_listed(
+        "", lambda r, case: "h" if case.q_lengths else r.choice(("bh", "b", "h"))
+    )
     tree: str = field("", _tree, share=0.3, calls=_DECODES)
     tree_by_sequence: bool = field(
         False, chance(0.5), calls=_DECODES, when=lambda case: case.tree and not case.q_lengths
@@ -261,10 +249,7 @@ class Attention(Case):
         lambda r, case: "bwd" in case.call or r.random() < (0.5 if case.differentiable else 0.1),
     )
     through_lse: bool = field(
-        False,
-        chance(0.4),
-        calls=OPS,
-        when=lambda case: case.backward and case.differentiable,
+        False, chance(0.4), calls=OPS, when=lambda case: case.backward and case.differentiable
     )
     exact_delta: bool = field(False, chance(0.7), calls=_BACKWARDS)
     values: str = kinds()
@@ -303,13 +288,13 @@ class Attention(Case):
 
     @property
     def packs_queries(self) -> bool:
-        """Whether queries are packed, those of packed sequences or these alone."""
+        """True if queries are packed, with their keys or alone."""
         return self.is_packed or bool(self.q_lengths)
 
     @property
     def in_one_tensor(self) -> bool:
-        """Whether the call takes k and v, or q too, in one tensor."""
-        return self.call not in _APART
+        """True if the call takes k and v, or q, k and v, in one tensor."""
+        return self.call not in _SEPARATE
 
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
@@ -319,14 +304,14 @@ class Attention(Case):
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The largest number of queries and of keys of a sequence, or those of a batch of none."""
+        """The largest number of queries and of keys of a sequence."""
         sequences = self.sequences or ((self.q_length, self.kv_length),)
         queries, keys = zip(*sequences, strict=True)
         return max(queries), max(keys)
 
     @property
     def differentiable(self) -> bool:
-        """Whether the call has gradients; if not, `backward` raises."""
+        """True if the call has gradients; if not, `backward` raises."""
         cached = self.cache or self.format or self.cache_dtype
         listed = self.listed is not None and not self.q_lengths
         return not cached and (self.call not in _DECODES or listed)
@@ -335,45 +320,48 @@ class Attention(Case):
         layouts = (*self.q_layout, *self.k_layout, *self.v_layout)
         poisoned = self.poison.partition(" in ")[2]
         return {
-            "packed sequences are some": self.is_packed != bool(self.packed),
-            "keys and values in one tensor are of one size": self.in_one_tensor
+            "calls with packed sequences need packed, and others do not have it": self.is_packed
+            != bool(self.packed),
+            "keys and values in one tensor need one head dim": self.in_one_tensor
             and self.v_head_dim != self.head_dim,
-            "queries and keys in one tensor are of one size": "qkvpacked" in self.call
+            "queries and keys in one tensor need the same heads and lengths": "qkvpacked"
+            in self.call
             and (self.kv_heads != self.heads or any(q != k for q, k in self.sequences)),
-            "there is one length for each sequence": any(
+            "seqused_k and leftpad_k need one length for each sequence": any(
                 lengths is not None and len(lengths) != len(self.sequences)
                 for lengths in (self.seqused_k, self.leftpad_k)
             ),
-            "a sequence has packed queries": self.q_lengths and len(self.q_lengths) != self.batch,
-            "packed queries are of one batch of lists": self.q_lengths and "b" in self.list_dims,
-            "there is a KV head for some heads": 0 < self.heads
+            "q_lengths needs one length for each sequence": self.q_lengths
+            and len(self.q_lengths) != self.batch,
+            "lists of packed queries have no batch": self.q_lengths and "b" in self.list_dims,
+            "kv_heads must be at least 1 and at most heads": 0 < self.heads
             and not 1 <= self.kv_heads <= self.heads,
-            "a page has rows": self.page < 1,
-            "packed keys are quantised in a cache": self.format
+            "page must be at least 1": self.page < 1,
+            "packed keys without a cache have no format": self.format
             and not self.cache
             and self.is_packed,
             "flash_attn_varlen_func has no cache_batch_idx": self.call == "flash_attn_varlen_func"
             and self.cache == "indexed",
-            "values are columns of the keys": self.values_in_keys
+            "values in keys are at most as wide, and not poisoned alone": self.values_in_keys
             and (self.v_head_dim > self.head_dim or poisoned == "v"),
-            "there is one attn_mask": self.causal_bias and self.attn_mask,
-            "lists are of some keys": (self.listed or 0) > 0 and min(self.longest) == 0,
+            "causal_bias takes the place of attn_mask": self.causal_bias and self.attn_mask,
+            "lists need queries and keys": (self.listed or 0) > 0 and min(self.longest) == 0,
             **partial_groups(self),
             "torch's masks are of bool, float32 or the queries' dtype": self.call == _SDPA
             and self.attn_mask
             and self.attn_mask.split()[0] not in ("bool", "float32", self.dtype),
-            "a backward op has gradients": "bwd" in self.call and not self.backward,
-            "what is poisoned is not there": poisoned and not self._has_elements(poisoned),
-            "a value that is quantised or moved takes others along": (
+            "a backward op needs backward": "bwd" in self.call and not self.backward,
+            "the poisoned tensor has no elements": poisoned and not self._has_elements(poisoned),
+            "the cache would spread a poisoned value to others": (
                 poisoned == "v" or (poisoned == "k" and self.values_in_keys)
             )
             and (self.format or (self.cache and self.is_packed)),
-            "what is repeated has no element of its own": poisoned
+            "repeated tensors cannot be poisoned in one element": poisoned
             and any(word.startswith("repeated") for word in layouts),
         }
 
     def _has_elements(self, name: str) -> bool:
-        """Whether q, k, v or attn_bias has an element, of every sequence."""
+        """True if q, k, v or attn_bias has elements for every sequence."""
         if name == "attn_bias":
             sizes = [self.heads, len(self.sequences), *(min(pair) for pair in self.sequences)]
             return self.attn_bias != "" and all(sizes)
@@ -386,15 +374,15 @@ class Attention(Case):
         names = {_SDPA: ("query", "key", "value"), _WITH_KVCACHE: ("q", "k_cache", "v_cache")}
         tensors = names.get(self.call, ("q", "k", "v"))
         dense = self.head_dim > 1 and self.v_head_dim > 1 and self.format == ""
-        # The strides of no elements mean nothing.
+        # Strides are ignored if there are no elements.
         rows = tuple(name for name in tensors if dense and self._has_elements(name[0]))
         ways = invalidation.ways(tensors, rows)
-        if self.call == _SDPA:  # which takes any number of dimensions
+        if self.call == _SDPA:  # it takes any number of dimensions
             ways = tuple(way for way in ways if not way.startswith("dimensions"))
         return ways
 
     def no_trees(self) -> dict[str, Any]:
-        """What is illegal with a tree of the queries."""
+        """Reasons why the fields are illegal with a tree, and whether each holds."""
         ends = self.seqused_k or [keys for _, keys in self.sequences]
         pads = self.leftpad_k or [0] * len(self.sequences)
         return {
@@ -411,7 +399,7 @@ class Attention(Case):
         keys = self.longest[1]
         capacity = -(-keys // self.page) * self.page if self.cache == "paged" else keys
         return {
-            "heads that do not divide": self.heads % max(self.kv_heads, 1),
+            "heads that kv_heads does not divide": self.heads % max(self.kv_heads, 1),
             "head dim": not (1 <= self.head_dim <= 576 and 1 <= self.v_head_dim <= 512),
             "dtype": self.dtype not in DTYPES,
             **{
@@ -421,22 +409,23 @@ class Attention(Case):
             "dropout_p": not 0 <= self.dropout_p <= 1,
             "num_splits": not 0 <= self.num_splits <= 1024,
             "rotated columns": self.rotary and not 2 <= self.rotary_columns <= self.head_dim,
-            "two limits on the right": self.causal
+            "causal with window_size_right": self.causal
             and self.window_size_right > 0
             and self.call in OPS,
-            "a mask that is added, and a bias": self.attn_bias
+            "an additive mask with a bias": self.attn_bias
             and self.attn_mask
             and not self.attn_mask.startswith("bool"),
-            "a rotation of stored keys": (self.format or self.cache_dtype) and "k" in self.rotary,
+            "rotated keys in a format or another dtype": (self.format or self.cache_dtype)
+            and "k" in self.rotary,
             **wrong_rotation(self),
-            "listed keys in a mask or a bias": self.listed is not None
+            "lists of keys with a mask, a bias or slopes": self.listed is not None
             and (self.attn_mask or self.attn_bias or self.alibi_slopes),
             "lists of keys with a tree": self.listed is not None and self.tree,
             **(self.no_trees() if self.tree else {}),
-            "blocks of keys or of queries": not 1 <= self.kv_block_size <= 128
+            "block sizes of lists": not 1 <= self.kv_block_size <= 128
             or self.q_block_size < 1
             or (self.q_lengths and self.q_block_size > 1),
-            "a rotation of keys in a decode": self.call == "flash_decode" and "k" in self.rotary,
+            "rotated keys in a decode": self.call == "flash_decode" and "k" in self.rotary,
             "a mask with is_causal": self.call == _SDPA
             and self.causal
             and (self.attn_mask or self.causal_bias),

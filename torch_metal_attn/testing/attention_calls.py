@@ -1,4 +1,4 @@
-"""Converts a problem's tensors into arguments of each attention function."""
+"""Converts a problem's tensors into the arguments of each attention function."""
 
 import inspect
 import warnings
@@ -16,25 +16,16 @@ from torch_metal_attn.testing.tensors import Memory
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
-# The functions' names of the ops' arguments, where they differ.
+# By function: its names for arguments of the ops, if they differ.
+_KVCACHE = {"k": "k_cache", "v": "v_cache", "leftpad_k": "cache_leftpad"}
+_SDPA = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "causal": "is_causal"}
 _RENAMED = {
-    "flash_attn_with_kvcache": {
-        "k": "k_cache",
-        "v": "v_cache",
-        "leftpad_k": "cache_leftpad",
-        "seqused_k": "cache_seqlens",
-    },
+    "flash_attn_with_kvcache": _KVCACHE | {"seqused_k": "cache_seqlens"},
     "flash_attn_varlen_qkvpacked_func": {
         "cu_seqlens_q": "cu_seqlens",
         "max_seqlen_q": "max_seqlen",
     },
-    "scaled_dot_product_attention": {
-        "q": "query",
-        "k": "key",
-        "v": "value",
-        "softmax_scale": "scale",
-        "causal": "is_causal",
-    },
+    "scaled_dot_product_attention": _SDPA,
 }
 _OTHERS: dict[str, Callable[..., Any]] = {
     "flash_attn_with_kvcache": flash_attn_with_kvcache,
@@ -43,7 +34,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
 
 
 def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
-    """The function, which returns out and the log-sum-exp or None, and its arguments."""
+    """A function that returns out and the log-sum-exp or None, and its arguments."""
     options = problem.options | problem.where
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     packing = zip(names, problem.packing, strict=False)
@@ -80,7 +71,7 @@ def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
 
 
 def _to_blhd(name: str, x: Any) -> Any:
-    """(B, L, H, D) of operands, pages and their scales; a packed row is a token already."""
+    """Operands, pages and their scales as (B, L, H, D). Packed rows are tokens already."""
     is_rows = name in ("q", "k", "v", "k_scale", "v_scale") and x.dim() == 4
     return x.transpose(1, 2) if is_rows else x
 
@@ -93,7 +84,7 @@ def _operands(case: Attention, problem: Problem, memory: Memory) -> dict[str, An
         parts = [_to_blhd(n, tensors.pop(n)) for n in together]
         placed[together] = memory.place(together, torch.stack(parts, -3))
     layouts = {"q": case.q_layout, "k": case.k_layout, "v": case.v_layout}
-    if case.cache or case.format:  # whose rows are not the operands'
+    if case.cache or case.format:  # their rows are not repeated
         for name in "kv":
             layouts[name] = tuple(w for w in layouts[name] if not w.startswith("repeated"))
     placed |= {n: memory.place(n, x, layouts[n]) for n, x in tensors.items()}
@@ -103,24 +94,18 @@ def _operands(case: Attention, problem: Problem, memory: Memory) -> dict[str, An
 def _arguments(
     case: Attention, problem: Problem, memory: Memory, options: dict[str, Any]
 ) -> dict[str, Any]:
-    return within_keys(case, _operands(case, problem, memory) | _placed(case, memory, options))
-
-
-def _placed(case: Attention, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:
-    masks = ("attn_mask", "attn_bias")
-    return {
-        n: memory.place(n, x, case.mask_layout if n in masks else ())
-        if isinstance(x, Tensor)
-        else x
-        for n, x in options.items()
-    }
+    arguments = _operands(case, problem, memory) | options
+    for n, x in options.items():
+        if isinstance(x, Tensor):
+            layout = case.mask_layout if n in ("attn_mask", "attn_bias") else ()
+            arguments[n] = memory.place(n, x, layout)
+    return within_keys(case, arguments)
 
 
 def _causal_bias(case: Attention) -> Tensor:
-    """Imports its module, which takes seconds, only if a case needs it."""
-    from torch.nn.attention import bias
+    from torch.nn.attention import bias  # the import takes seconds
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of queries that see no key
+        warnings.simplefilter("ignore")  # torch warns of queries that see no key
         made: Tensor = getattr(bias, f"causal_{case.causal_bias}")(case.q_length, case.kv_length)
     return made

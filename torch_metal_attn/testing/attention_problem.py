@@ -1,4 +1,4 @@
-"""The tensors of a case of attention, in the form of the ops and of the reference."""
+"""Makes the tensors of a case of attention for the ops and for the reference."""
 
 import math
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from torch_metal_attn.testing.tensors import dtype_of, expanded, numbers, wrong_
 class Problem:
     """The tensors on the CPU, without layouts.
 
-    Attributes: q, k, v: (B, H, L, D), or (T, H, D) for packed sequences; k and v in the form of the
-        reference: without a cache, dequantised, and in the dtype of q. packing: cu_seqlens_q,
-        cu_seqlens_k and the longest lengths, or empty. Where only queries are packed, it is
-        cu_seqlens_q, None and their longest length. options: the ops' options, without those of
-        caches. stored: k and v as the op takes them. where: the options that say where and how they
-        are stored. dout, dlse: gradients of the results. poisoned_v: the element of v that is NaN
-        or infinite, as (batch or row, head, key, column); None if there is none.
+    Attributes: q, k, v: for the reference, (B, H, L, D), or (T, H, D) for packed sequences; k and v
+        are not in a cache, but dequantised and in the dtype of q. packing: cu_seqlens_q,
+        cu_seqlens_k and the longest lengths; for packed queries alone cu_seqlens_q, None and the
+        longest length; else empty. options: the ops' options, without those of caches. stored: k
+        and v as the op takes them. where: the options of the cache that they are in. dout, dlse:
+        gradients of the results. poisoned_v: the index (batch or row, head, key, column) of the
+        NaN or infinite element of v, or None.
     """
 
     q: Tensor
@@ -40,7 +40,7 @@ class Problem:
 
 
 def build(case: Attention) -> Problem:
-    """The problem of a case. Its values depend only on the case."""
+    """Make the problem, whose values depend only on the case."""
     dtype = dtype_of(case.dtype)
     batch = len(case.sequences)
     lengths = [k for _, k in case.sequences]
@@ -56,7 +56,7 @@ def build(case: Attention) -> Problem:
     def made(*shape: int, seed: int, dtype: torch.dtype, values: bool = False) -> Tensor:
         return numbers(*shape, kind=case.values, seed=case.seed + seed, dtype=dtype, values=values)
 
-    # There are no quantised formats of float64, which is the dtype of queries that are refused.
+    # Quantised caches are made from float32. Refused cases may have float64, which has no formats.
     kv_dtype = dtype_of(case.cache_dtype or ("float32" if case.format else case.dtype))
     plain = not case.cache and not case.format
     q = expanded(made(*q_shape, case.head_dim, seed=1, dtype=dtype), case.q_layout)
@@ -97,7 +97,7 @@ def ends_of(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-# Options of the ops that are fields of a case, but for those that belong to a tensor.
+# Options of the ops that a case has as fields, except those that are set with a tensor.
 _NUMBERS = [
     argument.name
     for argument in torch.ops.metal_attn.flash_fwd.default._schema.arguments
@@ -108,14 +108,14 @@ _NUMBERS = [
 
 
 def options_of(case: Attention, batch: int, rows: int) -> dict[str, Any]:
-    """The ops' options, without those of caches. rows: of each sequence in a cache."""
+    """The ops' options, without those of caches. rows: number of rows per sequence in a cache."""
     options: dict[str, Any] = {n: getattr(case, n) for n in _NUMBERS}
     for name in ("seqused_k", "leftpad_k"):
         value = getattr(case, name)
         if value is not None:
             options[name] = ints(*value)
     longest_q, longest = case.longest
-    # A cache in pages has as many keys as its table has room for.
+    # A paged cache has as many keys as its pages have rows.
     keys = rows if case.cache and not case.is_packed else longest
     whole = {"b": batch, "h": case.heads, "q": longest_q, "k": keys}
     for seed, name in ((5, "attn_mask"), (6, "attn_bias")):
@@ -150,7 +150,7 @@ def options_of(case: Attention, batch: int, rows: int) -> dict[str, Any]:
 
 
 def parents_of(case: Attention) -> Tensor:
-    """(sequences or 1, tokens) int32: of each token any earlier one, or -1 as of a root."""
+    """(sequences or 1, tokens) int32: a random earlier token for each token, or -1 for a root."""
     count = len(case.sequences) if case.tree_by_sequence or case.q_lengths else 1
     tokens = case.longest[0]
     chosen = torch.rand(count, tokens, generator=torch.Generator().manual_seed(case.seed + 15))
@@ -163,18 +163,17 @@ def _trees(case: Attention) -> Tensor:
     assert tree is not None
     if not case.q_lengths:
         return tree if case.tree_by_sequence else tree[0]
-    # Spare rows, and columns that a sequence has no tokens for, hold nothing that is right.
+    # Spare rows, and columns past a sequence's tokens, hold invalid values.
     rows = sum(case.q_lengths) + case.spare_rows
     packed = tree.new_full((rows, *tree.shape[2:]), -9)
-    ends = ends_of(case.q_lengths).tolist()
-    for b, length in enumerate(case.q_lengths):
-        own_rows = packed[ends[b] : ends[b + 1]]
-        own_rows[..., :length] = tree[b][(slice(length),) * (tree.dim() - 1)]
+    parts = packed[: sum(case.q_lengths)].split(case.q_lengths)
+    for of_sequence, part, length in zip(tree, parts, case.q_lengths, strict=True):
+        part[..., :length] = of_sequence[(slice(length),) * (tree.dim() - 1)]
     return packed
 
 
 def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
-    """Lists of any keys, some of them more than once."""
+    """Lists of random keys, some of which are repeated."""
     sizes = (
         batch if "b" in case.list_dims else 1,
         case.kv_heads if "h" in case.list_dims else 1,
@@ -204,7 +203,7 @@ def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
 def _poison(
     case: Attention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[int, ...] | None:
-    """Put NaN or infinity into one element. Its place in v, if v has it."""
+    """Put NaN or infinity into one element. Returns its index in v, or None if v lacks it."""
     if not case.poison:
         return None
     bad, name = case.poison.split(" in ")
@@ -218,13 +217,12 @@ def _poison(
 
 
 def _hide(case: Attention, k: Tensor, v: Tensor) -> None:
-    """Put NaN into the rows that belong to no sequence and must not be read."""
-    rows = [(k, case.k_layout)]
-    if not case.values_in_keys:
-        rows.append((v, case.v_layout))
+    """Put NaN into rows outside of all sequences, which must not be read."""
     lengths = [length for _, length in case.sequences]
-    for x, layout in rows:
+    for x, layout in ((k, case.k_layout), (v, case.v_layout)):
         if any(word.startswith("repeated") for word in layout):
+            continue
+        if x is v and case.values_in_keys:
             continue
         parts = list(x)  # (H, L, D) of each sequence
         if x.dim() == 3:
@@ -247,11 +245,11 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
 def stored(
     case: Any, k: Tensor, v: Tensor, table: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-    """The values that k and v (B, H, L, D) stand for, their storage, and the options for it."""
+    """k and v (B, H, L, D) dequantised, k and v as stored in a cache, and the cache's options."""
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
     if case.format:
-        # Rows cannot have a size that the call refuses.
+        # Rows cannot be rotated in blocks that the call must refuse.
         size = 0 if any(wrong_rotation(case).values()) else case.hadamard
         for i, (name, x, format) in enumerate(
             (("k", k, case.format), ("v", v, case.v_format or case.format))
@@ -260,7 +258,7 @@ def stored(
             head_scale = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
             data, scale = quantise(x, format, head_scale, hadamard=size)
             exact[i] = dequantise(data, scale, torch.float32, hadamard=size)
-            # As bytes, which every device has.
+            # As bytes, a dtype of every device.
             kept[name] = data.view(torch.uint8) if by_head else data
             assert scale is not None
             scales[f"{name}_scale"] = scale
@@ -286,7 +284,7 @@ def stored(
 
 
 def within_keys(case: Any, arguments: dict[str, Any], suffix: str = "") -> dict[str, Any]:
-    """Arguments of which, with values_in_keys, v and its scale are views of the keys'."""
+    """The arguments. With values_in_keys, v and its scale become views of the keys'."""
     if not case.values_in_keys:
         return arguments
     columns, scales = sizes(case.format, case.v_head_dim) if case.format else (case.v_head_dim, 0)
@@ -298,7 +296,7 @@ def within_keys(case: Any, arguments: dict[str, Any], suffix: str = "") -> dict[
 
 
 def _in_pages(x: Tensor, table: Tensor, count: int, page: int) -> Tensor:
-    """(B, H, L, D) in pages (count, H, page, D). All bits are 1 in pages that belong to nobody."""
+    """(B, H, L, D) in pages (count, H, page, D). All bits of unused pages are 1."""
     pages = torch.full((count, x.shape[1], page, x.shape[3] * x.itemsize), -1, dtype=torch.int8)
     pages = pages.view(x.dtype)
     for b, owned in enumerate(table.tolist()):

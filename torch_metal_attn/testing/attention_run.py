@@ -1,4 +1,4 @@
-"""Calls a case of attention, and compares its results with the bounds of docs/numerics.md."""
+"""Runs a case of attention and compares the errors with the bounds of docs/numerics.md."""
 
 import math
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def prepare(case: Attention, device: torch.device) -> Prepared:
     if case.call == "scaled_dot_product_attention":
         problem.options["q_offset"] = None if case.causal_bias == "lower_right" else 0
         problem.options["causal"] |= bool(case.causal_bias)
-    if case.causal:  # flash-attn's functions let it win
+    if case.causal:  # flash-attn's functions ignore window_size_right
         problem.options["window_size_right"] = -1
     if not case.backward:
         return Prepared(function, arguments, partial(judge, case, problem), memory)
@@ -53,9 +53,7 @@ def prepare(case: Attention, device: torch.device) -> Prepared:
         for name, x in (("dout", problem.dout), ("dlse", problem.dlse))
         if x is not None
     }
-    differentiate = _directly if "bwd" in case.call else _by_autograd
-    if not case.differentiable:
-        differentiate = _without_gradient
+    differentiate = _directly if "bwd" in case.call and case.differentiable else _by_autograd
     run = partial(differentiate, case, function, gradients)
     return Prepared(run, arguments, partial(judge, case, problem), memory)
 
@@ -70,81 +68,69 @@ def _leaves(case: Attention, arguments: dict[str, Any]) -> dict[str, Tensor]:
 def _by_autograd(
     case: Attention, function: Callable[..., Any], gradients: dict[str, Tensor], **arguments: Any
 ) -> Any:
-    """out, lse, and the gradients by name, including those of q, k and v in one tensor."""
+    """out, lse and the gradients by name. If the call has no gradients, `backward` must raise."""
     leaves = {n: x.detach().requires_grad_() for n, x in _leaves(case, arguments).items()}
     out, lse = function(**(arguments | leaves))
+    detached = out.detach(), None if lse is None else lse.detach()
     results, wanted = [out], [gradients["dout"]]
     if "dlse" in gradients:
         results.append(lse)
         wanted.append(gradients["dlse"])
-    grads = torch.autograd.grad(results, list(leaves.values()), wanted)
+    try:
+        grads = torch.autograd.grad(results, list(leaves.values()), wanted)
+    except NotImplementedError:
+        if case.differentiable:
+            raise
+        return detached
+    if not case.differentiable:
+        raise AssertionError("a call without a gradient returned one")
     named = dict(zip(leaves, grads, strict=True))
-    transposed = "flash_attn" in case.call and not case.packs_queries
     for together in ("qkv", "kv"):
         if together in named:
             named |= dict(zip(together, named.pop(together).unbind(-3), strict=True))
     named = {_OPS_NAMES.get(n, n): x for n, x in named.items()}
-    if transposed:
+    if "flash_attn" in case.call and not case.packs_queries:
         named |= {n: named[n].transpose(1, 2) for n in "qkv"}
-    return out.detach(), None if lse is None else lse.detach(), named
-
-
-def _without_gradient(
-    case: Attention, function: Callable[..., Any], gradients: dict[str, Tensor], **arguments: Any
-) -> Any:
-    """out and lse for arguments that require grad, where `backward` must raise."""
-    leaves = {n: x.detach().requires_grad_() for n, x in _leaves(case, arguments).items()}
-    out, lse = function(**(arguments | leaves))
-    try:
-        torch.autograd.grad(out, list(leaves.values()), gradients["dout"])
-    except NotImplementedError:
-        return out.detach(), lse.detach()
-    raise AssertionError("a call without a gradient returned one")
+    return *detached, named
 
 
 def _directly(
     case: Attention, function: Callable[..., Any], gradients: dict[str, Tensor], **arguments: Any
 ) -> Any:
-    """The same by the ops that autograd calls."""
+    """The same with direct calls of the ops that autograd calls."""
     ops = torch.ops.metal_attn
     out, lse = function(**arguments)
-    dlse = gradients.get("dlse")
-    name = case.call
-    *grads, delta, normalisers = getattr(ops, name)(
-        dout=gradients["dout"],
-        dlse=dlse,
-        out=out,
-        softmax_lse=lse,
-        exact_delta=case.exact_delta,
-        **arguments,
+    common = {"dout": gradients["dout"], "softmax_lse": lse, **arguments}
+    *grads, delta, normalisers = getattr(ops, case.call)(
+        dlse=gradients.get("dlse"), out=out, exact_delta=case.exact_delta, **common
     )
     named = dict(zip("qkv", grads, strict=True))
-    for option, op in (
-        ("attn_bias", f"{name}_bias"),
-        ("attn_mask", f"{name}_bias"),
-        ("alibi_slopes", f"{name}_slopes"),
+    common["delta"] = delta
+    if case.exact_delta:
+        common["normalisers"] = normalisers
+    for option, suffix in (
+        ("attn_bias", "bias"),
+        ("attn_mask", "bias"),
+        ("alibi_slopes", "slopes"),
     ):
         if option in arguments and arguments[option].is_floating_point():
-            more = {"dout": gradients["dout"], "softmax_lse": lse, "delta": delta}
-            if case.exact_delta:
-                more["normalisers"] = normalisers
-            named[option] = getattr(ops, op)(**more, **arguments)
+            named[option] = getattr(ops, f"{case.call}_{suffix}")(**common)
     return out, lse, named
 
 
 def judge(
     case: Attention, problem: Problem, results: Any, parts: list[Tensor] | None = None
 ) -> list[Measure]:
-    """Measures of out, lse and gradients. parts: those that were merged, as in `merge_errors`."""
+    """The measures of out, lse and gradients. parts: the merged parts, as for `merge_errors`."""
     actual, actual_lse = results[:2]
     exact, exact_lse = _attend(problem, torch.float64)
     with as_multiplied():
         composed, _ = _attend(problem, None)
     if problem.poisoned_v is not None:
-        exact, composed = _with_poison_where_seen(problem, actual.cpu(), exact, composed)
+        exact, composed = _poisoned(problem, actual.cpu(), exact, composed)
     if actual.dtype != problem.q.dtype:
         raise AssertionError(f"out has dtype {actual.dtype} and not {problem.q.dtype}")
-    sequences = _alone(case, problem)
+    sequences = _torch_calls(case, problem)
     errors = [torch_error(*operands, options) for operands, _, options in sequences]
     error = max([*errors, worst_of([(composed, exact)])])
     errors_of_scores = _score_errors(case, problem)
@@ -165,21 +151,17 @@ def judge(
 
 
 def _attend_to(problem: Problem, v: Tensor) -> Tensor:
-    """The exact output for other values."""
     operands = (problem.q.nan_to_num(0, 0, 0), problem.k.nan_to_num(0, 0, 0), v)
     return _attend(problem, torch.float64, operands)[0].nan_to_num(0, 0, 0)
 
 
 def _out_slack(
-    case: Attention,
-    problem: Problem,
-    attend: Callable[[Tensor], Tensor],
-    errors_of_scores: Tensor,
+    case: Attention, problem: Problem, attend: Callable[[Tensor], Tensor], errors_of_scores: Tensor
 ) -> Tensor:
     slack = out_errors(attend, problem.v, errors_of_scores, case.longest[1], case.dropout_p)
     if case.format:
         sizes = problem.v.abs().nan_to_num(0, 0, 0)
-        if case.hadamard:  # rotated back, a column has a part of the errors of its block's others
+        if case.hadamard:  # the rotation mixes the errors of the columns of a block
             blocks = sizes.unflatten(-1, (-1, case.hadamard))
             sizes = blocks.norm(dim=-1, keepdim=True).expand_as(blocks).flatten(-2)
         slack = slack + ROUNDING[problem.q.dtype] * attend(sizes)
@@ -192,7 +174,7 @@ def _scale(problem: Problem) -> float:
 
 
 def _score_errors(case: Attention, problem: Problem) -> Tensor:
-    """Bounds for the errors of each row's scores: (B, Hq, Lq), or (T, Hq) for packed sequences."""
+    """Bounds of the errors of each row's scores: (B, Hq, Lq), or (T, Hq) for packed sequences."""
     options = problem.options
     added = [largest(options[n]) for n in _ADDED[:2] if _added(options.get(n))]
     if "alibi_slopes" in options:
@@ -222,57 +204,50 @@ def _attend(
     return function(q, k, v, *problem.packing, **options, compute_dtype=compute_dtype)
 
 
-def _with_poison_where_seen(
+def _poisoned(
     problem: Problem, actual: Tensor, exact: Tensor, composed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What is in the column of v's NaN or infinity: for queries that see it, and for others NaN."""
+    """The results with v's NaN or infinity: queries that do not see it may have NaN there too."""
     place = problem.poisoned_v
     assert place is not None
     v = problem.v.clone()
-    # Weights are positive: their product with infinity is infinity.
+    # Weights are positive, so their product with infinity is infinity.
     poison, v[place] = float(v[place]), 1.0
     other, _ = _attend(problem, torch.float64, (problem.q, problem.k, v))
     seen = (other - exact).abs() > 1e-30
-    may_be = torch.zeros_like(seen)
-    may_be[..., place[-1]] = True
-    unclear = may_be & actual.isnan() & ~seen
+    in_column = torch.zeros_like(seen)
+    in_column[..., place[-1]] = True
+    allowed = in_column & actual.isnan() & ~seen
     exact, composed = (
-        x.masked_fill(unclear, math.nan).masked_fill(seen, poison) for x in (exact, composed)
+        x.masked_fill(allowed, math.nan).masked_fill(seen, poison) for x in (exact, composed)
     )
     return exact, composed
 
 
-def _alone(
+def _torch_calls(
     case: Attention, problem: Problem
 ) -> list[tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]]:
-    """The arguments for torch's own attention; packed sequences give one call each."""
+    """Operands, dout and options for torch's attention, with one call for each packed sequence."""
     if not problem.packing:
         return [((problem.q, problem.k, problem.v), problem.dout, problem.options)]
-    whole_options = {
-        n: x for n, x in problem.options.items() if n not in ("dropout_p", "rng_state")
-    }
+    kept = {n: x for n, x in problem.options.items() if n not in ("dropout_p", "rng_state")}
     ends_q, ends_k = (None if x is None else x.tolist() for x in problem.packing[:2])
     assert ends_q is not None
-    asked = []
+    made = []
     for b, (q_length, kv_length) in enumerate(case.sequences):
         if q_length and kv_length:
             rows = slice(ends_q[b], ends_q[b + 1])
-            q, dout = (
-                None if x is None else x[None, rows].transpose(1, 2)
-                for x in (problem.q, problem.dout)
-            )
+            q = problem.q[None, rows].transpose(1, 2)
+            dout = None if problem.dout is None else problem.dout[None, rows].transpose(1, 2)
             k, v = (
                 x[b : b + 1]
                 if ends_k is None
                 else x[None, ends_k[b] : ends_k[b + 1]].transpose(1, 2)
                 for x in (problem.k, problem.v)
             )
-            assert q is not None
-            options = {
-                n: option_of_sequence(n, x, b, rows, k.shape[2]) for n, x in whole_options.items()
-            }
-            asked.append(((q, k, v), dout, options))
-    return asked
+            options = {n: option_of_sequence(n, x, b, rows, k.shape[2]) for n, x in kept.items()}
+            made.append(((q, k, v), dout, options))
+    return made
 
 
 def _judge_gradients(
@@ -284,18 +259,16 @@ def _judge_gradients(
     operands = (q, k, v)
 
     def gradients(
-        attend: Callable[..., Any],
-        dtype: torch.dtype,
-        options: dict[str, Any],
+        attend: Callable[..., Any], dtype: torch.dtype, options: dict[str, Any]
     ) -> dict[str, Tensor]:
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in operands]
-        mine = {n: options[n].clone().requires_grad_() for n in added}
-        out, lse = attend(*leaves, **(options | mine))
+        scores = {n: options[n].clone().requires_grad_() for n in added}
+        out, lse = attend(*leaves, **(options | scores))
         loss = (out * dout.to(out.dtype)).sum()
         if problem.dlse is not None:
             hidden = lse == -math.inf
             loss = loss + (lse.masked_fill(hidden, 0) * problem.dlse.to(lse.dtype)).sum()
-        grads = torch.autograd.grad(loss, [*leaves, *mine.values()], allow_unused=True)
+        grads = torch.autograd.grad(loss, [*leaves, *scores.values()], allow_unused=True)
         names = ("q", "k", "v", *added)
         return {n: g for n, g in zip(names, grads, strict=True) if g is not None}
 
@@ -312,13 +285,13 @@ def _judge_gradients(
     with as_multiplied():
         composed = gradients(attend, q.dtype, options)
     errors = [
-        torch_gradient_errors(asked[0], asked[1], asked[2], gradient, options)
-        for asked, gradient, options in sequences
+        torch_gradient_errors(q_rows, k_rows, v_rows, gradient, options)
+        for (q_rows, k_rows, v_rows), gradient, options in sequences
     ]
     slacks = (_policy_slacks if case.strict else _gradient_slacks)(case, problem)
     narrow = {n: x.to(q.dtype) if n in added else x for n, x in options.items()}
-    # Torch's own attention above is without dropout, which leaves differences between scores'
-    # gradients where equal values have none.
+    # The calls of torch's attention above have no dropout. With dropout, even equal values give
+    # gradients of scores that differ.
     rough = {}
     if added or case.dropout_p:
         with as_multiplied():
@@ -341,8 +314,8 @@ def _policy_slacks(case: Attention, problem: Problem) -> dict[str, float | Tenso
     slacks: dict[str, float | Tensor] = dict.fromkeys(_ADDED, 0.0)
     slacks |= {n: ROUNDING[torch.float32] * term for n, term in zip("qkv", terms, strict=True)}
     if "learnable_sink" in problem.options:
-        weight, of_rows = _sink_terms(problem)
-        slacks["learnable_sink"] = ACCUMULATION * (weight * of_rows).flatten(0, -2).sum(0)
+        weight, sizes = _sink_terms(problem)
+        slacks["learnable_sink"] = ACCUMULATION * (weight * sizes).flatten(0, -2).sum(0)
     return slacks
 
 
@@ -350,20 +323,19 @@ def _sink_terms(problem: Problem) -> tuple[Tensor, Tensor]:
     """The sink's weight in each row, heads last, and the magnitudes that it multiplies."""
     assert problem.dout is not None
     out, lse = _attend(problem, torch.float64)
-    of_rows = (out * problem.dout).abs().sum(-1)
-    dlse = problem.dlse
+    sizes = (out * problem.dout).abs().sum(-1)
     if not problem.packing:
-        of_rows = of_rows.transpose(1, 2)
-    if dlse is not None:
-        of_rows = of_rows + dlse.transpose(-2, -1).abs()
+        sizes = sizes.transpose(1, 2)
+    if problem.dlse is not None:
+        sizes = sizes + problem.dlse.transpose(-2, -1).abs()
     lse = lse.transpose(-2, -1)
-    # The log-sum-exp of rows that belong to no sequence is -inf.
+    # The log-sum-exp of rows outside of all sequences is -inf.
     logits = problem.options["learnable_sink"].double() - lse
-    return logits.masked_fill(lse == -math.inf, -math.inf).exp(), of_rows.nan_to_num(0, 0, 0)
+    return logits.masked_fill(lse == -math.inf, -math.inf).exp(), sizes.nan_to_num(0, 0, 0)
 
 
 def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Tensor]:
-    """Bounds for the rounding errors of the gradients (docs/design/numerics.md), by name."""
+    """Bounds of the rounding errors of the gradients (docs/design/numerics.md), by name."""
     q, k, v, dout, options = problem.q, problem.k, problem.v, problem.dout, problem.options
     assert dout is not None
     if not q.numel():
@@ -380,24 +352,23 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
     )
     kept = 1 / (1 - case.dropout_p) if case.dropout_p < 1 else 0.0
     norms = [largest(x.double().nan_to_num(0, 0, 0).norm(dim=-1)) for x in (v, dout)]
-    of_delta = 2 * kept * summing(v.shape[-1]) * norms[0] * norms[1]
-    of_rows = (out * dout).abs().sum(-1)
+    delta_error = 2 * kept * summing(v.shape[-1]) * norms[0] * norms[1]
     if "bwd" in case.call and not case.exact_delta:
-        of_delta += ROUNDING[q.dtype] * largest(of_rows)
+        delta_error += ROUNDING[q.dtype] * largest((out * dout).abs().sum(-1))
     tolerated = max(ROUNDING[q.dtype], ACCUMULATION)
     # (B, Hq, Lq, Lk)
-    errors = relative * score_gradients.abs() + of_delta * weights
+    errors = relative * score_gradients.abs() + delta_error * weights
 
-    def of_keys(x: Tensor) -> float:
+    def largest_of_keys(x: Tensor) -> float:
         """The largest sum over the queries that share a key."""
         return largest(x.sum(2).unflatten(1, (case.kv_heads, group)).sum(2))
 
     scale = abs(_scale(problem))
     slacks: dict[str, float | Tensor] = {
-        # dq is walked again only where delta errs by more than a rounding of the row's gradients.
+        # dq is computed again only if delta errs by more than a rounding of the row's gradients.
         "q": scale * largest((errors + tolerated * score_gradients.abs()).sum(-1)) * largest(k),
-        "k": scale * of_keys(errors) * largest(q),
-        "v": relative * kept * of_keys(weights) * largest(dout),
+        "k": scale * largest_of_keys(errors) * largest(q),
+        "v": relative * kept * largest_of_keys(weights) * largest(dout),
     }
     for name in ("attn_mask", "attn_bias"):
         if _added(options.get(name)):
@@ -413,11 +384,12 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
         ]
         # (B, 1, Lq, Lk)
         positions = torch.tensor(firsts)[:, None, None, None] + torch.arange(longest_q)[:, None]
-        far = (positions - torch.arange(errors.shape[-1])).abs()
-        slacks["alibi_slopes"] = (far * errors).sum((0, 2, 3) if slopes.dim() == 1 else (2, 3))
+        distances = (positions - torch.arange(errors.shape[-1])).abs()
+        dims = (0, 2, 3) if slopes.dim() == 1 else (2, 3)
+        slacks["alibi_slopes"] = (distances * errors).sum(dims)
     if "learnable_sink" in options:
-        weight, of_sink = _sink_terms(problem)
-        slacks["learnable_sink"] = (weight * (relative * of_sink + of_delta)).flatten(0, -2).sum(0)
+        weight, sizes = _sink_terms(problem)
+        slacks["learnable_sink"] = (weight * (relative * sizes + delta_error)).flatten(0, -2).sum(0)
     return slacks
 
 

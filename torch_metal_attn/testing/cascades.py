@@ -1,4 +1,4 @@
-"""Cases of `CascadePlan`: sequences whose pages are a tree of prefixes."""
+"""Cases of `CascadePlan`: sequences that share pages of their prefixes."""
 
 import random
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def _own(r: random.Random, case: "Cascade") -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cascade(Case):
-    """Sequences with common pages, of all (shared) or of every other sequence (branched)."""
+    """shared: pages of all sequences. branched: pages of every second one. own: further rows."""
 
     call: str = call("CascadePlan.attend")
     kv_heads: int = field(1, one_of(1, 1, 2))
@@ -80,8 +80,7 @@ class Cascade(Case):
     num_splits: int = field(0, one_of(0, 1, 2))
     values: str = kinds()
 
-    # `stored` puts the rows into pages.
-    cache: ClassVar[str] = "paged"
+    cache: ClassVar[str] = "paged"  # read by `stored`
     OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("own",)
 
     @property
@@ -91,8 +90,8 @@ class Cascade(Case):
     def conflicts(self) -> dict[str, Any]:
         return {
             **impossible_heads(self),
-            "there are sequences, with keys": not self.own or max(self.lengths) < 1,
-            "a page has rows": self.page < 1,
+            "at least one sequence must have keys": not self.own or max(self.lengths) < 1,
+            "page must be at least 1": self.page < 1,
         }
 
     def illegal(self) -> dict[str, Any]:
@@ -113,7 +112,7 @@ class Cascade(Case):
 
 
 def prepare(case: Cascade, device: torch.device) -> Prepared:
-    """The plan and its call. Unused rows are NaN."""
+    """A plan and its call. Unused rows are NaN."""
     memory, attention, dtype = Memory(device), case.attention, dtype_of(case.dtype)
     batch, blocks = len(case.own), -(-max(case.lengths) // case.page)
 
@@ -127,11 +126,10 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
     table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
     levels = [case.shared * case.page, (case.shared + case.branched) * case.page]
     for b in range(batch):
-        # The first sequence holds the shared rows, and the first two those of their branches.
+        # The shared rows are those of sequence 0, the branches' rows those of sequences 0 and 1.
         for first, end, origin in ((0, levels[0], 0), (*levels, b % 2)):
-            table[b, first // case.page : end // case.page] = table[
-                origin, first // case.page : end // case.page
-            ]
+            pages = slice(first // case.page, end // case.page)
+            table[b, pages] = table[origin, pages]
             for x in (k, v):
                 x[b, :, first:end] = x[origin, :, first:end]
         k[b, :, case.lengths[b] :] = v[b, :, case.lengths[b] :] = torch.nan
@@ -168,14 +166,13 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
 
 
 def _parts(plan: CascadePlan, keys: int) -> list[Tensor]:
-    """The keys of each sequence's rest, and of each level: bool (B, keys)."""
+    """The keys that are not shared, and the keys of each level, bool (B, keys) each."""
     parts = [torch.ones(plan.batch_size, keys, dtype=torch.bool)]
     for level in plan.levels:
         part = torch.zeros_like(parts[0])
         for shared in level:
-            part[
-                list(shared.sequences), shared.first * plan.page_size : shared.end * plan.page_size
-            ] = True
+            rows = slice(shared.first * plan.page_size, shared.end * plan.page_size)
+            part[list(shared.sequences), rows] = True
         parts[0] &= ~part
         parts.append(part)
     return parts

@@ -1,4 +1,4 @@
-"""A case: one call of a public function as plain data, and what runs it."""
+"""A case: one call of a public function as plain data. Its fields say how they are drawn."""
 
 import dataclasses
 import random
@@ -19,7 +19,7 @@ Draw = Callable[[random.Random, Any], Any]  # None leaves the default
 
 @dataclass(frozen=True)
 class Drawn:
-    """How a field is drawn: `field`."""
+    """How a field is drawn; see `field`."""
 
     draw: Draw
     share: float
@@ -41,11 +41,11 @@ def field(
 ) -> Any:
     """A field of a case, and how it is drawn.
 
-    default: the simplest case's. share: how often it is drawn; otherwise it is the default. calls:
-    those that have it; None for all. when: further conditions under which it has a meaning, by the
-    other fields. varied: no kernel is specialised for the value, so that variations of a case
-    draw it again, unless its share left it at the default. least: the call refuses smaller values.
-    feature: the value of the cases in `features.FEATURES` that have this option.
+    default: the value in the simplest case. share: how often the field is drawn; otherwise it is
+    the default. calls: the calls that have the field; None for all. when: a condition on earlier
+    fields for it to have a meaning. varied: no kernel is specialised for the value, so variations
+    of a case draw it again, unless its share left it at the default. least: the call refuses
+    smaller values. feature: the value in the cases of `features.FEATURES` for this option.
     """
     how = Drawn(draw, share, calls, when, varied)
     metadata = {"drawn": how, "least": least, "feature": feature}
@@ -53,18 +53,16 @@ def field(
 
 
 def call(*names: str) -> Any:
-    """The field `call`: one of the names, each as often as it is there; by default the first."""
+    """The field `call`. Repeated names are drawn more often. The first is the default."""
     how = Drawn(one_of(*names), 1.0, None, lambda case: True, False)
     return dataclasses.field(default=names[0], metadata={"drawn": how, "calls": names})
 
 
 def one_of(*values: Any) -> Draw:
-    """Each as likely as the others."""
     return lambda r, case: r.choice(values)
 
 
 def chance(share: float) -> Draw:
-    """True in this share of the cases."""
     return lambda r, case: r.random() < share
 
 
@@ -74,7 +72,7 @@ def layout(*layouts: Layout, **options: Any) -> Any:
 
 
 def value_formats(**options: Any) -> Any:
-    """A field for the format of a cache's values, where it is not that of its keys."""
+    """A field for the format of a cache's values; "" for that of its keys."""
     return field(
         "",
         one_of(*FORMATS),
@@ -91,7 +89,7 @@ def kinds() -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case's call. written: the tensors in `memory` that it may write."""
+    """A call that is ready to run. written: the tensors in `memory` that it may write."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -102,14 +100,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Case:
-    """Fields are numbers, strings and tuples of them. Their defaults are the simplest case's.
+    """One call. Fields are numbers, strings and tuples; their defaults make the simplest call.
 
-    Attributes: call: the function. dtype: of its operands. seed: of the values. invalidated: how
-        one argument is made wrong, see `invalidation`, so that the call must be refused. strict:
-        judge by the policy alone. Otherwise the bounds also allow the roundings that few or equal
-        values show (docs/numerics.md). threads: call again in so many threads at once, for the same
-        bits.
-        tiles: of attention: "8x8", "TF32" where the GPU has it, or "" for those of the dtype.
+    Attributes: call: the function. dtype: of its operands. seed: of the values. invalidated: the
+        argument that is made wrong, and how, so that the call must be refused; see `invalidation`.
+        strict: judge by the policy alone. Otherwise the bounds also allow the roundings that few or
+        equal values show (docs/numerics.md). threads: repeat the call in this number of threads at
+        once, and compare the bits. tiles: of attention: "8x8", "TF32" if the GPU has it, or ""
+        for those of the dtype.
     """
 
     call: str = ""
@@ -120,13 +118,13 @@ class Case:
     threads: int = 0
     tiles: str = ""
 
-    # Exceptions that the documentation of a call promises in addition to those of every call.
+    # Documented exceptions of a call, in addition to those of every call.
     ALSO_RAISES: ClassVar[dict[str, tuple[type[Exception], ...]]] = {}
 
-    # Reasons of `refused` that are numbers in tensors: on mps the host does not read them.
+    # Reasons of `refused` that depend on values of tensors, which the host does not read on mps.
     UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ()
 
-    # Fields with an entry for each sequence, or their number; and sizes that shrink at once.
+    # Fields with an entry for each sequence, or the number of sequences. Sizes that shrink at once.
     OF_SEQUENCES: ClassVar[tuple[str, ...]] = ()
     SIZES: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
@@ -142,12 +140,12 @@ class Case:
             )
 
     def has(self, name: str) -> bool:
-        """True if the field has a meaning for the call and the other fields."""
+        """True if the field has a meaning for this call and these other fields."""
         how = self.__dataclass_fields__[name].metadata.get("drawn")
         return how is None or ((how.calls is None or self.call in how.calls) and how.when(self))
 
     def invalid_reason(self) -> str:
-        """Why no call can be made from the fields; "" for every case that was drawn."""
+        """Why no call can be made from the fields; "" for drawn cases."""
         names = self.__dataclass_fields__["call"].metadata.get("calls", (self.call,))
         if self.call not in names:
             allowed = ", ".join(dict.fromkeys(names))
@@ -156,7 +154,7 @@ class Case:
             if not self.has(name):
                 return f"{self.call} has no {name}, or not with the other fields"
         if self.invalidated and self.invalidated not in self.ways():
-            return "what is invalidated is not there"
+            return f"invalidated is {value_text(self.invalidated)}, which the call does not have"
         return next((why for why, holds in self.conflicts().items() if holds), "")
 
     def conflicts(self) -> dict[str, Any]:
@@ -164,7 +162,7 @@ class Case:
         return {}
 
     def refused(self) -> str:
-        """Why the call must raise according to the documentation; "" if it must not."""
+        """Why the documentation says that the call must raise; "" if it must not."""
         if self.invalidated:
             return f"{self.invalidated} is wrong"
         return next((why for why, holds in self.illegal().items() if holds), "")
@@ -178,7 +176,7 @@ class Case:
         return ()
 
     def wrong(self) -> list[dict[str, Any]]:
-        """Changes that may make the case one that must be refused."""
+        """Changes after which the call may have to be refused."""
         return []
 
     def fields(self) -> dict[str, Any]:
@@ -212,6 +210,6 @@ def with_metadata(family: type[Case], name: str) -> dict[str, Any]:
 
 
 def drawn(family: type[Case]) -> dict[str, Drawn]:
-    """How the fields of a family are drawn, by name and in order; without those that are not."""
+    """How the drawn fields of a family are drawn, by name and in order."""
     fields = dataclasses.fields(family)
     return {f.name: f.metadata["drawn"] for f in fields if "drawn" in f.metadata}

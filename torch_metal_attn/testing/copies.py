@@ -28,7 +28,7 @@ def _copies(r: random.Random, case: "Copy") -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Copy(Case):
-    """Some pages of a cache, copied to others. copies: for each copy the source and target page."""
+    """Copies of pages of a cache. copies: pairs of source and target page."""
 
     call: str = call("copy_pages")
     dtype: str = field("float32", one_of(*DTYPES, "int8", "uint8", "int32", "int64", "bool"))
@@ -37,21 +37,21 @@ class Copy(Case):
     index_dtype: str = field("int64", one_of("int32", "int64"))
     layout: tuple[str, ...] = layout(("padded 3",), ("order 10",), ("order 021", "padded 8"))
 
-    UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ("a page that is not there",)
+    UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ("a page beyond the cache",)
 
     def conflicts(self) -> dict[str, Any]:
         sources, targets = {a for a, _ in self.copies}, {b for _, b in self.copies}
         ordered = any("order 021" in word for word in self.layout)
         return {
-            "a page has elements": len(self.shape) < 2,
-            "two pages go to one place": len(targets) < len(self.copies),
-            "a page that is copied is written too": sources & targets,
-            "an order of three dimensions": ordered and len(self.shape) < 3,
+            "shape needs two dimensions": len(self.shape) < 2,
+            "two copies have one target": len(targets) < len(self.copies),
+            "a source is also a target": sources & targets,
+            "this layout needs three dimensions": ordered and len(self.shape) < 3,
         }
 
     def illegal(self) -> dict[str, Any]:
         pages = {n for pair in self.copies for n in pair}
-        return {"a page that is not there": any(not 0 <= n < self.shape[0] for n in pages)}
+        return {"a page beyond the cache": any(not 0 <= n < self.shape[0] for n in pages)}
 
     def wrong(self) -> list[dict[str, Any]]:
         return [{"copies": ((0, self.shape[0]),)}]
@@ -74,11 +74,7 @@ def prepare_copy(case: Copy, device: torch.device) -> Prepared:
         bits = expected.view(torch.uint8)
         bits[dst.long()] = cache.view(torch.uint8)[src.long()]
     placed = memory.place("cache", cache, case.layout)
-    arguments = {
-        "cache": placed,
-        "src": memory.place("src", src),
-        "dst": memory.place("dst", dst),
-    }
+    arguments = {"cache": placed, "src": memory.place("src", src), "dst": memory.place("dst", dst)}
 
     def judge(_: Any) -> list[Measure]:
         return [same_bits("cache", placed, expected)]
@@ -88,7 +84,7 @@ def prepare_copy(case: Copy, device: torch.device) -> Prepared:
 
 @dataclass(frozen=True)
 class Quantised(Case):
-    """Values that are quantised and dequantised. scale: for fp8_e4m3."""
+    """Quantises and dequantises values. scale: for fp8_e4m3."""
 
     call: str = call(*FORMATS)
     rows: int = field(1, one_of(0, 1, 5, 40))
@@ -98,7 +94,7 @@ class Quantised(Case):
     values: str = field("normal", one_of("normal", "zeros", "constant"))
 
     def illegal(self) -> dict[str, Any]:
-        return {"columns that fill no block": self.columns % shared_columns(self.call)}
+        return {"columns that are not whole blocks": self.columns % shared_columns(self.call)}
 
     def wrong(self) -> list[dict[str, Any]]:
         return [{"columns": 33}]
@@ -137,8 +133,8 @@ def _judge(case: Quantised, x: Tensor, actual: Tensor) -> list[Measure]:
             bound = amax / 254 * (1 + 2**-10) + 2**-18
         else:
             largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-            alike = (blocks.sign() == largest.sign()) | (blocks.abs() <= amax * 15 / 16)
+            near = (blocks.sign() == largest.sign()) | (blocks.abs() <= amax * 15 / 16)
             bound = amax / 16 * (1 + 2**-7) + 2**-22
-            bound = torch.where(alike, bound, 2 * bound)
+            bound = torch.where(near, bound, 2 * bound)
         bound = bound.expand_as(blocks).flatten(-2)
     return [worst("values", error, bound)]

@@ -1,4 +1,4 @@
-"""The families of cases: how often each is drawn, and what makes its cases calls."""
+"""The families of cases: how often each is drawn, and the function that prepares its calls."""
 
 import dataclasses
 import random
@@ -22,7 +22,7 @@ from torch_metal_attn.testing.case import Case, Prepared, drawn
 
 
 class Family(NamedTuple):
-    """weight: how often it is drawn; 0 for families of listed cases alone."""
+    """weight: how often it is drawn; 0 for families that are not drawn."""
 
     weight: int
     prepare: Callable[[Any, torch.device], Prepared]
@@ -41,14 +41,14 @@ FAMILIES: dict[type[Case], Family] = {
     rotations.Tables: Family(0, rotations.prepare_tables),
 }
 # Compiling takes longer than running, so cases are variations of a few models: of _MODELS at first,
-# and of one more for every _CASES_OF_A_MODEL cases.
+# and of one more per _CASES_OF_A_MODEL cases.
 _MODELS, _CASES_OF_A_MODEL = 16, 20
 _REFUSED = 0.1  # of the cases
 _TRIES = 20
 
 
 def draw(seed: int, index: int) -> Case:
-    """Case `index` of a run. It depends only on the two numbers, not on who runs it."""
+    """Case `index` of a run. It depends only on the two numbers."""
     r = random.Random(f"{seed}/{index}")
     model = random.Random(f"{seed}/model {r.randrange(_MODELS + index // _CASES_OF_A_MODEL)}")
     weights = [family.weight for family in FAMILIES.values()]
@@ -57,7 +57,7 @@ def draw(seed: int, index: int) -> Case:
 
 
 def draw_of(family: type[Case], r: random.Random) -> Case:
-    """Any meaningful case of a family. One of ten must be refused."""
+    """A meaningful case of a family. One case in ten must be refused."""
     fields = drawn(family)
     call = fields.pop("call").draw(r, None)
     while True:
@@ -70,7 +70,7 @@ def draw_of(family: type[Case], r: random.Random) -> Case:
 
 
 def _set(case: Case, name: str, value: Any) -> None:
-    """Set a field of a new case in place; `replace` would take milliseconds a case."""
+    """Set a field of a new case in place, because `replace` would take milliseconds."""
     if value is not None:
         object.__setattr__(case, name, value)
 
@@ -86,7 +86,7 @@ def _made_wrong(case: Case, r: random.Random) -> Case:
 
 
 def vary(case: Case, r: random.Random) -> Case:
-    """Other values, lengths and limits of the same kinds."""
+    """The case with other values, lengths and limits."""
     for _ in range(_TRIES):
         varied = dataclasses.replace(case)
         for name, how in drawn(type(case)).items():

@@ -1,4 +1,4 @@
-"""Cases of attention by the names of features, caches and layouts, for lists of cases."""
+"""Makes cases of attention from names of features, caches and layouts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.case import with_metadata
 from torch_metal_attn.testing.tensors import Layout
 
-# Grouped heads, several sequences, and lengths that are no multiple of a tile.
+# Grouped heads, several sequences, and lengths that no tile divides.
 _SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 33, "kv_length": 65, "head_dim": 64}
 
 
@@ -25,10 +25,10 @@ def _option(name: str, value: Any) -> Callable[[Attention], dict[str, Any]]:
     return lambda c: {name: value, "softmax_scale": 0.5}
 
 
-# The fields of score options that are numbers.
+# The score options that are numbers.
 ALL_OPTIONS = with_metadata(Attention, "feature")
 
-# Fields of a case, which may depend on its sizes.
+# By name the fields of a case, which may depend on its sizes.
 FEATURES: dict[str, Callable[[Attention], dict[str, Any]]] = {
     "plain": lambda c: {},
     "scale": lambda c: {"softmax_scale": 0.3},
@@ -70,7 +70,7 @@ CACHES = ("paged", "indexed", *FORMATS, *(f"paged {format}" for format in _PAGED
 
 
 def _stored(cache: str) -> dict[str, str]:
-    """The fields of a cache: "", or one of CACHES and HALF_CACHES."""
+    """The fields for "", or for one of CACHES and HALF_CACHES."""
     if cache in HALF_CACHES:
         return {"cache_dtype": cache}
     where = next((way for way in ("paged", "indexed") if cache.startswith(way)), "")
@@ -80,7 +80,7 @@ def _stored(cache: str) -> dict[str, str]:
 def attention(
     feature: str = "plain", cache: str = "", layout: str = "contiguous", **fields: Any
 ) -> Attention:
-    """A case of a feature at odd sizes, judged by the policy. Other fields are `Attention`'s."""
+    """A case of a feature at odd sizes, judged by the policy. fields: others of `Attention`."""
     values = _SIZES | fields
     words = _LAYOUTS[layout]
     values = {"v_head_dim": values["head_dim"], "q_layout": words, "v_layout": words} | values

@@ -1,4 +1,4 @@
-"""Cases of index_scores, an indexer's scores of keys."""
+"""Cases of index_scores, the scores of keys by an indexer."""
 
 import math
 import random
@@ -23,7 +23,7 @@ def _offset(r: random.Random, case: "IndexScores") -> int:
 
 @dataclass(frozen=True)
 class IndexScores(Case):
-    """Scores of all keys by some heads of an indexer."""
+    """An indexer's scores of all keys."""
 
     call: str = call("index_scores")
     batch: int = field(1, one_of(0, 1, 1, 2), varied=True)
@@ -53,7 +53,7 @@ class IndexScores(Case):
 
 
 def prepare(case: IndexScores, device: torch.device) -> Prepared:
-    """The call, whose weights lie by query as the models have them."""
+    """The call. Its weights are (B, Lq, H) in memory, as in the models."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
 
     def made(*shape: int, seed: int) -> Tensor:
@@ -79,7 +79,7 @@ def prepare(case: IndexScores, device: torch.device) -> Prepared:
 def _judge(
     case: IndexScores, q: Tensor, k: Tensor, weights: Tensor, actual: Tensor
 ) -> list[Measure]:
-    """By Cauchy-Schwarz the terms of a score add up to at most |q| |k|, of each head."""
+    """By Cauchy-Schwarz the terms of a head's score add up to at most |q| |k|."""
     exact = index_scores(
         *(q, k, weights),
         softmax_scale=case.softmax_scale,

@@ -1,4 +1,4 @@
-"""Makes one argument of any call wrong, so that the call must be refused."""
+"""Makes one argument of a call wrong, so that the call must be refused."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def ways(tensors: tuple[str, ...], rows: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def invalidate(arguments: dict[str, Any], how: str) -> dict[str, Any]:
-    """The arguments, one with a dtype, rank, strides, storage or device that no function takes."""
+    """Give one argument a dtype, rank, strides, storage or device that every function refuses."""
     if not how:
         return arguments
     way, name = how.split(" of ")
@@ -33,6 +33,6 @@ def _invalidated(x: Tensor, way: str) -> Tensor:
         short = x.clone()
         short.untyped_storage().resize_(max(min(7, x.nbytes - 1), 0))
         return short
-    if way in ("bits8", "float8_e8m0fnu"):  # the stable ABI has no scalar_type for them
+    if way in ("bits8", "float8_e8m0fnu"):  # dtypes without a scalar_type in the stable ABI
         return torch.zeros(x.shape, dtype=torch.uint8).view(getattr(torch, way))
     return x.repeat_interleave(2, -1)[..., ::2]

@@ -11,8 +11,8 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Unit roundoff of the result's dtype.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-# Rounding of float32 accumulation, relative to the largest result: torch's own error can be exactly
-# zero on small inputs.
+# Rounding of float32 accumulation, relative to the largest result. It is allowed in addition,
+# because torch's own error can be exactly zero on small inputs.
 ACCUMULATION = 2**-21
 
 
@@ -22,7 +22,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Measure:
-    """The error of one result, where it is nearest to its bound or furthest beyond it."""
+    """The error of the element of a result that is nearest to its bound or furthest beyond it."""
 
     what: str
     error: float
@@ -34,14 +34,14 @@ class Measure:
 
     @property
     def share(self) -> float:
-        """The error divided by the bound; 0 for no error, whatever the bound is."""
+        """The error divided by the bound; 0 without an error."""
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 else math.inf
 
 
 def apart(actual: Tensor, exact: Tensor) -> Tensor:
-    """|actual - exact| in float64: 0 where both are the same NaN or infinity, inf where one is."""
+    """|actual - exact| in float64. Equal NaN or infinities give 0, and other ones infinity."""
     actual, exact = actual.cpu().double(), exact.cpu().double()
     same = (actual == exact) | (actual.isnan() & exact.isnan())
     return (actual - exact).abs().nan_to_num(nan=math.inf).masked_fill(same, 0.0)
@@ -67,10 +67,9 @@ def near(
 ) -> Measure:
     """Allows twice torch's error, one rounding to the dtype of actual and float32's accumulation.
 
-    Below the normal numbers of the dtype, a rounding is half of the smallest subnormal one. An
-    infinity stands for the nearest number that rounds to it.
-
-    exact: float64. slack: what is also allowed, one number or one per element.
+    The rounding of subnormal numbers is half of the smallest one. An actual infinity counts as the
+    nearest number that rounds to it. exact: float64. slack: a further allowed error, one number or
+    one per element.
     """
     if actual.shape != exact.shape:
         raise AssertionError(f"{what} has shape {tuple(actual.shape)} and not {tuple(exact.shape)}")
@@ -87,15 +86,15 @@ def near(
 def near_statistic(
     what: str, actual: Tensor, exact: Tensor, rounding: float, slack: float | Tensor = 0.0
 ) -> Measure:
-    """A float32 number. Its allowed error is relative to 1 plus its magnitude."""
+    """Allows a float32 number an error relative to 1 plus its magnitude."""
     exact = exact.cpu().double()
     bound = rounding * (1 + exact.abs().nan_to_num(0, 0, 0)) + slack
     return worst(what, apart(actual, exact), bound)
 
 
 def same_bits(what: str, actual: Tensor, expected: Tensor) -> Measure:
-    """The number of bytes that differ; none may."""
-    # A clone: `contiguous` keeps any stride of a dimension of size 1, which `view` refuses.
+    """Counts the bytes that differ. The bound is 0."""
+    # Not contiguous(): it keeps the strides of dimensions of size 1, which `view` may refuse.
     actual, expected = (
         x.cpu().clone(memory_format=torch.contiguous_format).flatten() for x in (actual, expected)
     )
@@ -121,7 +120,7 @@ def on(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normally distributed numbers on the CPU, the same on every machine."""
+    """Normally distributed numbers on the CPU. They are the same on every machine."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

@@ -27,11 +27,11 @@ _STATES, _SPLITS = ("merge_state", "merge_state_"), ("merge_splits",)
 
 @dataclass(frozen=True)
 class Merge(Case):
-    """Results for parts of the keys, merged.
+    """Merges results for parts of the keys.
 
     Attributes: packed: (tokens, heads) instead of (batch, heads, length). empty: the share of parts
-        that have no keys, and NaN as their out. infinity_is_empty: half of these have a log-sum-exp
-        of +inf. masked: only some rows are merged. sink: a dtype, for merge_splits.
+        without keys, whose out is NaN. infinity_is_empty: half of these have a log-sum-exp of +inf.
+        masked: merge only some rows. sink: a dtype, for merge_splits.
     """
 
     call: str = call("merge_state", *_STATES, *_SPLITS)
@@ -61,28 +61,29 @@ class Merge(Case):
         return {"packed states have no batch": self.packed and ordered}
 
     def illegal(self) -> dict[str, Any]:
-        return {
-            "head dim": not 1 <= self.head_dim <= 512,
-            "splits": not 1 <= self.splits <= 1024,
-        }
+        splits = not 1 <= self.splits <= 1024
+        return {"head dim": not 1 <= self.head_dim <= 512, "splits": splits}
 
     def wrong(self) -> list[dict[str, Any]]:
         return [{"head_dim": 513}, {"splits": 1025}]
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (self.length, self.heads) if self.packed else (self.batch, self.heads, self.length)
+
 
 def union(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The definition: outs (..., S, D) and lses (..., S) of S parts, and one more logit."""
+    """The exact merge of outs (..., S, D) and lses (..., S) of S parts, and of a sink's logit."""
     logits = lses if sink is None else torch.cat([lses, sink.expand(*lses.shape[:-1], 1)], -1)
     weights = torch._safe_softmax(logits, -1)[..., : lses.shape[-1], None]
-    alive = (lses != -math.inf)[..., None]
-    return (weights * outs.where(alive, 0.0)).sum(-2), logits.logsumexp(-1)
+    has_keys = (lses != -math.inf)[..., None]
+    return (weights * outs.where(has_keys, 0.0)).sum(-2), logits.logsumexp(-1)
 
 
 def _parts(case: Merge) -> tuple[Tensor, Tensor]:
-    """outs (..., S, D) and lses (..., S), with rows as in out."""
-    rows = (case.length, case.heads) if case.packed else (case.batch, case.heads, case.length)
-    outs = normal(*rows, case.splits, case.head_dim, seed=case.seed)
-    lses = 3 * normal(*rows, case.splits, seed=case.seed + 1)
+    """outs (..., S, D) and lses (..., S)."""
+    outs = normal(*case.rows, case.splits, case.head_dim, seed=case.seed)
+    lses = 3 * normal(*case.rows, case.splits, seed=case.seed + 1)
     hidden = torch.sigmoid(normal(*lses.shape, seed=case.seed + 2)) < case.empty
     lses = lses.masked_fill(hidden, -math.inf)
     dtype = torch.float32 if case.call == "merge_splits" else dtype_of(case.dtype)
@@ -90,7 +91,7 @@ def _parts(case: Merge) -> tuple[Tensor, Tensor]:
 
 
 def prepare(case: Merge, device: torch.device) -> Prepared:
-    """The call, with states that two calls could have returned, or float32 parts."""
+    """The call, with two states, or with float32 parts for merge_splits."""
     memory = Memory(device)
     outs, lses = _parts(case)
     judge = partial(_judge, case, outs, lses)
@@ -122,7 +123,7 @@ def _mask(case: Merge) -> Tensor:
 
 
 def _with_infinities(case: Merge, lses: Tensor) -> Tensor:
-    """With +inf for -inf in every other split, if both mean the same."""
+    """With infinity_is_empty, +inf replaces -inf in every second split."""
     changed = lses.clone()
     if case.infinity_is_empty:
         changed[..., ::2] = changed[..., ::2].masked_fill(changed[..., ::2] == -math.inf, math.inf)
@@ -150,21 +151,18 @@ def _run(case: Merge, infinity_is_empty: bool, **states: Tensor) -> Any:
 
 
 def _gradients_of(case: Merge) -> tuple[Tensor, Tensor]:
-    rows = (case.length, case.heads) if case.packed else (case.batch, case.heads, case.length)
-    dlse = normal(*rows, seed=case.seed + 5)
-    dout = normal(*rows, case.head_dim, seed=case.seed + 4, dtype=dtype_of(case.dtype))
+    dlse = normal(*case.rows, seed=case.seed + 5)
+    dout = normal(*case.rows, case.head_dim, seed=case.seed + 4, dtype=dtype_of(case.dtype))
     return dout, dlse.t() if case.packed else dlse
 
 
 def _judge(case: Merge, outs: Tensor, lses: Tensor, results: Any) -> list[Measure]:
-    sink = None
-    if case.sink:
-        sink = _sink(case)[:, None, None]
+    sink = _sink(case)[:, None, None] if case.sink else None
     exact, exact_lse = union(outs.double(), lses.double(), None if sink is None else sink.double())
     rounded, _ = union(outs.float(), lses, None if sink is None else sink.float())
     rounded = rounded.to(dtype_of(case.dtype))
-    actual, found_lse = results[:2]
-    found_lse = found_lse.t() if case.packed else found_lse
+    actual, actual_lse = results[:2]
+    actual_lse = actual_lse.t() if case.packed else actual_lse
     if case.masked:
         merged = _mask(case)[:, None] if case.packed else _mask(case)[:, None, :]
         rounded, exact = (
@@ -173,7 +171,7 @@ def _judge(case: Merge, outs: Tensor, lses: Tensor, results: Any) -> list[Measur
         exact_lse = exact_lse.where(merged, _with_infinities(case, lses)[..., 0].double())
     measures = [
         near("out", actual, exact, worst_of([(rounded, exact)])),
-        near_statistic("lse", found_lse, exact_lse, 1e-6),
+        near_statistic("lse", actual_lse, exact_lse, 1e-6),
     ]
     if case.backward:
         measures += _judge_gradients(case, outs, lses, results[2])
@@ -183,14 +181,13 @@ def _judge(case: Merge, outs: Tensor, lses: Tensor, results: Any) -> list[Measur
 def _judge_gradients(
     case: Merge, outs: Tensor, lses: Tensor, actual: tuple[Tensor, ...]
 ) -> list[Measure]:
-    """With w_a = sigmoid(lse_a - lse_b): w_a dout, and w_a dlse + w_a w_b <dout, a - b>."""
+    """Exact: w_a dout and w_a dlse + w_a w_b <dout, a - b>, with w_a = sigmoid(lse_a - lse_b)."""
     dout, dlse = _gradients_of(case)
     dlse = dlse.t() if case.packed else dlse
 
     def gradients(dtype: torch.dtype) -> list[Tensor]:
         weights = torch._safe_softmax(lses.to(dtype), -1)
-        alive = (lses != -math.inf)[..., None]
-        parts = outs.to(dtype).where(alive, 0.0)
+        parts = outs.to(dtype).where((lses != -math.inf)[..., None], 0.0)
         wide = dout.to(dtype)
         apart = ((parts[..., 0, :] - parts[..., 1, :]) * wide).sum(-1)
         moved = weights.prod(-1) * apart

@@ -1,4 +1,4 @@
-"""The errors that torch's own attention has on a problem, in its dtype, as the oracle of bounds."""
+"""Errors of torch's own attention on a problem in its dtype, which the bounds are made from."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> flo
     sees = visible.any(-1)
     scale = options.get("softmax_scale")
     if q.numel() == 0 or not sees.any():
-        return 0.0  # some versions of torch end the process where there is nothing to attend to
+        return 0.0  # some versions of torch crash if there is nothing to attend to
     k, v = k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0)
     exact_q, exact_k = rotated(q.double(), k.double(), options)
     exact, _ = attention(exact_q, exact_k, v.double(), softmax_scale=scale, attn_mask=visible)
@@ -38,7 +38,7 @@ def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> flo
 def torch_gradient_errors(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
 ) -> list[float]:
-    """The same for dq, dk and dv. A query that sees nothing sees everything, without gradient."""
+    """The same for dq, dk and dv. Queries without keys get all keys here, and a gradient of 0."""
     if q.numel() == 0:
         return [0.0] * 3
     visible = visible_keys(q, k, options)
@@ -59,7 +59,7 @@ def torch_gradient_errors(
 
 
 def rounding_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """The reference with q and k rounded after the rotation, as the kernels round them."""
+    """The reference with q and k rounded after the rotation, as in the kernels."""
     plain = {n: x for n, x in options.items() if "rotary" not in n}
     q, k = rotated(q, k, options)
     return attention(q, k, v, **plain)
@@ -79,7 +79,7 @@ def rotated(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tens
 
 
 def visible_keys(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """Bool (B, Hq, Lq, Lk), from the reference: where the weights of equal scores are not 0."""
+    """Bool (B, Hq, Lq, Lk): True if the reference gives the key a weight for equal scores."""
     seen = {name: options[name] for name in _VISIBILITY if name in options}
     zeros = torch.zeros(*q.shape[:3], 1)
     keys = torch.zeros(*k.shape[:3], 1)
@@ -90,7 +90,7 @@ def visible_keys(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
 def largest_terms(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
 ) -> tuple[float, float, float]:
-    """Bounds of one term of dq, dk and dv. Every sum of dq and dk may cancel to 0."""
+    """Bounds of a single term of dq, dk and dv, because the sums of dq and dk may cancel to 0."""
     norms = [largest(x.double().norm(dim=-1)) for x in (q, k, v, dout)]
     return (
         abs(scale) * norms[3] * norms[2] * norms[1],

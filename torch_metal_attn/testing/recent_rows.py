@@ -1,4 +1,4 @@
-"""Calls of a cache of `kv_cache` that keeps recent rows in full precision, for cases of `Step`."""
+"""Runs cases of `Step` on caches of `kv_cache` that keep recent rows in full precision."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch_metal_attn.kv_cache import PagedKVCache, StaticKVCache
 from torch_metal_attn.testing.tensors import dtype_of
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
-# Arguments that a cache of `kv_cache` gives itself, or does not have.
+# Arguments of the op that a cache's `decode_step` does not take.
 _OF_CACHES = (
     *("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "hadamard"),
     *("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_from_leftpad"),
@@ -20,7 +20,7 @@ _OF_CACHES = (
 def step_of_cache(
     case: Any, device: torch.device, old: list[Tensor], **arguments: Any
 ) -> tuple[Tensor, None]:
-    """`decode_step` of a cache with recent rows that was filled with `old`."""
+    """Fill a cache with `old`, and call its `decode_step`."""
     size = (case.kv_heads, case.head_dim, case.v_head_dim)
     scale = torch.linspace(0.02, 0.03, case.kv_heads, device=device)
     scales = {"k_scale": scale} if case.format == "fp8_e4m3" else {}
@@ -50,7 +50,7 @@ def step_of_cache(
 
 
 def first_recent(case: Any) -> list[int]:
-    """The first row of each sequence that attention reads in full precision."""
+    """By sequence the first row that attention reads in full precision."""
     if not case.recent:
         return [case.capacity] * len(case.lengths)
     room = case.recent + VERIFY_QUERIES

@@ -30,11 +30,11 @@ def _place(r: random.Random, case: "Rotation") -> str:
 
 @dataclass(frozen=True)
 class Rotation(Case):
-    """A rotation of q, and of k with other heads.
+    """A rotation of q, and of k with a different number of heads.
 
-    Attributes: columns: the number that is rotated. place: how positions are given: "" (from 0),
-        "offset", "offsets" (one per sequence), "positions" or "positions of each". table_dtype: of
-        cos and sin. tables_by_sequence: cos and sin have a batch dimension. alone: without k.
+    Attributes: columns: the number of rotated columns. place: the form of the positions: "" (from
+        0), "offset", "offsets" (one per sequence), "positions" or "positions of each". table_dtype:
+        of cos and sin. tables_by_sequence: cos and sin have a batch dimension. alone: without k.
     """
 
     call: str = call("rope", *_OPS, *_FUNCTIONS)
@@ -71,43 +71,43 @@ class Rotation(Case):
         return {
             "flash-attn's functions take no positions": self.call in _FUNCTIONS
             and self.place.startswith("positions"),
-            "it rotates one tensor": self.call == "apply_rotary_emb" and not self.alone,
-            "q, k and v are in one tensor": in_one_tensor and self.heads != self.kv_heads,
-            "what shares memory cannot be written": self.call == "rope_"
+            "apply_rotary_emb needs alone": self.call == "apply_rotary_emb" and not self.alone,
+            "one tensor needs equal heads": in_one_tensor and self.heads != self.kv_heads,
+            "repeated tensors cannot be written": self.call == "rope_"
             and any(word.startswith("repeated") for word in self.layout),
-            "columns are rotated in pairs": self.columns < 0 or self.columns % 2,
+            "columns must be even and not negative": self.columns < 0 or self.columns % 2,
         }
 
     def illegal(self) -> dict[str, Any]:
-        return {"more rotated columns than there are": self.columns > self.head_dim}
+        return {"more rotated columns than the head dim": self.columns > self.head_dim}
 
     def wrong(self) -> list[dict[str, Any]]:
         return [{"columns": self.head_dim + 2 + self.head_dim % 2}]
 
 
 def prepare(case: Rotation, device: torch.device) -> Prepared:
-    """The call, with tables that have a few rows more than the last position."""
+    """The call. Its tables have a few more rows than positions need."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
     generator = torch.Generator().manual_seed(case.seed)
     rows = case.length + 11
     table = (case.batch, rows) if case.tables_by_sequence else (rows,)
     angles = 3 * normal(*table, case.columns // 2, seed=case.seed + 1)
     cos, sin = (x.to(dtype_of(case.table_dtype)) for x in (angles.cos(), angles.sin()))
-    chosen = torch.arange(case.length).expand(case.batch, -1)
+    positions = torch.arange(case.length).expand(case.batch, -1)
     options: dict[str, Any] = {}
     if case.place == "offset":
         options["seqlen_offset"] = 9
-        chosen = chosen + 9
+        positions = positions + 9
     elif case.place == "offsets":
         firsts = torch.randint(0, 10, (case.batch,), generator=generator)
         options["seqlen_offsets"] = memory.place("seqlen_offsets", firsts.int())
-        chosen = chosen + firsts[:, None]
+        positions = positions + firsts[:, None]
     elif case.place:
-        count = case.batch if "each" in case.place else 1
-        chosen = torch.randint(0, rows, (count, case.length), generator=generator)
-        positions = chosen if "each" in case.place else chosen[0]
-        options["positions"] = memory.place("positions", positions)
-        chosen = chosen.expand(case.batch, -1)
+        each = "each" in case.place
+        size = (case.batch if each else 1, case.length)
+        positions = torch.randint(0, rows, size, generator=generator)
+        options["positions"] = memory.place("positions", positions if each else positions[0])
+        positions = positions.expand(case.batch, -1)
     arguments: dict[str, Any]
     written: tuple[str, ...]
     sides = {}
@@ -118,7 +118,7 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
     if case.alone:
         del sides["k"]
     tables = {"cos": memory.place("cos", cos), "sin": memory.place("sin", sin)}
-    judge = partial(_judge, case, sides, cos, sin, chosen)
+    judge = partial(_judge, case, sides, cos, sin, positions)
     if case.call in _FUNCTIONS:
         options["seqlen_offsets"] = options.pop("seqlen_offset", options.get("seqlen_offsets", 0))
         together = case.call == "apply_rotary_emb_qkv_"
@@ -142,7 +142,7 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
 
 
 def _run(case: Rotation, **arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The rotated tensors, and gradients of a loss whose own gradients are these tensors."""
+    """The rotated tensors, and the gradients if their own gradients are these tensors."""
     names = [n for n in ("q", "k") if arguments[n] is not None]
     if case.call == "rope_":
         torch.ops.metal_attn.rope_(**arguments)
@@ -157,17 +157,17 @@ def _run(case: Rotation, **arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _judge(
-    case: Rotation, sides: dict[str, Tensor], cos: Tensor, sin: Tensor, chosen: Tensor, results: Any
+    case: Rotation, sides: dict[str, Tensor], cos: Tensor, sin: Tensor, place: Tensor, results: Any
 ) -> list[Measure]:
     actual, grads = results
     b = torch.arange(case.batch)[:, None]
-    cos, sin = (x[b, chosen] if case.tables_by_sequence else x[chosen] for x in (cos, sin))
+    cos, sin = (x[b, place] if case.tables_by_sequence else x[place] for x in (cos, sin))
     sin = -sin if case.conjugate else sin
     measures = []
-    for suffix, tensors_found, sine in (("", actual, sin), (" (gradient)", grads, -sin)):
-        for (name, x), rotated in zip(sides.items(), tensors_found, strict=False):
+    for suffix, tensors, sine in (("", actual, sin), (" (gradient)", grads, -sin)):
+        for (name, x), rotated in zip(sides.items(), tensors, strict=False):
             exact, rounded = x.double(), x
-            if case.columns:  # the reference rotates some
+            if case.columns:  # the reference needs at least one pair
                 exact = rotate(exact, cos.double(), sine.double(), case.interleaved)
                 rounded = rotate(x, cos.to(x.dtype), sine.to(x.dtype), case.interleaved)
             measures.append(near(name + suffix, rotated, exact, worst_of([(rounded, exact)])))

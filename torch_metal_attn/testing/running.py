@@ -1,4 +1,4 @@
-"""Runs one case: its result must be right, or an error where the documentation says so."""
+"""Runs one case, whose result must be right, or an error if the documentation says so."""
 
 import contextvars
 import traceback
@@ -32,10 +32,10 @@ _REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, NotImplementedE
 class Outcome:
     """The outcome of a case.
 
-    Attributes: status: PASSED; FAILED, a result beyond its bound; RAISED, an error that is not a
-        refusal; REFUSED although the call is legal; ACCEPTED although it is not; DIED or HUNG with
-        the process that ran it; SKIPPED, which the message gives the reason of. what: the result or
-        the type of exception.
+    Attributes: status: PASSED; FAILED, an error beyond its bound; RAISED, an exception that is not
+        a refusal; REFUSED although the call is legal; ACCEPTED although it is not; DIED or HUNG,
+        the fate of the process that ran it; SKIPPED, for the reason in the message. what: the
+        result or the type of exception.
     """
 
     status: str
@@ -53,13 +53,13 @@ class Outcome:
         return max(self.measures, key=lambda measure: measure.share, default=None)
 
     def shows(self, fault: "Outcome") -> bool:
-        """True if it fails like the other one, apart from numbers and other failures."""
+        """True if this outcome has the same failure, maybe with other numbers or more failures."""
         wrong = {self.what} | {measure.what for measure in self.measures if not measure.ok}
         return self.status == fault.status and fault.what in wrong
 
 
 def run(case: Case, device: torch.device) -> Outcome:
-    """Run a case. Raises ToolchainError or CacheError if nothing can be compiled."""
+    """Run a case. Raises ToolchainError or CacheError if no kernel can be compiled."""
     with settings_of(case):
         return _run(case, device)
 
@@ -67,7 +67,7 @@ def run(case: Case, device: torch.device) -> Outcome:
 @contextmanager
 def settings_of(case: Case) -> Iterator[None]:
     tiles = tensor_tiles.off() if case.tiles == "8x8" else nullcontext()
-    # Float32 is judged as such, whatever the user's setting.
+    # Float32 is judged as float32, even if the user allows TF32.
     with allow_tf32(case.tiles == "TF32"), tiles:
         yield
 
@@ -81,7 +81,7 @@ def _run(case: Case, device: torch.device) -> Outcome:
     except Skipped as reason:
         return Outcome(SKIPPED, message=without_paths(str(reason)))
     except Exception as error:
-        return _raised(RAISED, error, "the case could not be made")
+        return _raised(RAISED, error, "while making the case")
     refusals: tuple[type[Exception], ...] = _REFUSALS + case.ALSO_RAISES.get(case.call, ())
     try:
         results = prepared.function(**arguments)
@@ -100,11 +100,10 @@ def _run(case: Case, device: torch.device) -> Outcome:
     if expected and not unchecked_on_mps:
         return Outcome(ACCEPTED, expected, f"it must be refused: {expected}")
     try:
-        around = prepared.memory.undisturbed(prepared.written)
-        measures = [around]
+        measures = [prepared.memory.undisturbed(prepared.written)]
         if not unchecked_on_mps:
             repeated = _repeated(partial(prepared.function, **arguments), results, case.threads)
-            measures = [*prepared.judge(results), *repeated, around]
+            measures = [*prepared.judge(results), *repeated, *measures]
     except Exception as error:
         return _raised(FAILED, error)
     judged = [measure for measure in measures if not measure.ok] or measures
@@ -117,7 +116,7 @@ def _repeated(call: Callable[[], Any], first: Any, threads: int) -> list[Measure
     """Compares the bits of the first results with those of the same call in each thread."""
     if not threads:
         return []
-    # simulate() holds in the context that it was entered in.
+    # simulate() applies to the context in which it was entered.
     contexts = [contextvars.copy_context() for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
         runs = [pool.submit(context.run, call) for context in contexts]
@@ -135,6 +134,6 @@ def _tensors(*results: Any) -> Iterator[tuple[Tensor, ...]]:
 def _raised(status: str, error: Exception, where: str = "") -> Outcome:
     text = f"{error} ({where})" if where else str(error)
     what = getattr(error, "kind", None) or type(error).__name__
-    if status == FAILED or where:  # a mistake of this package: say where it is
+    if status == FAILED or where:  # a bug of this package, so the traceback helps
         text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-3:])
     return Outcome(status, what, without_paths(f"{type(error).__name__}: {text}"))

@@ -1,4 +1,4 @@
-"""Simplifies a failing case as far as it still fails in the same way."""
+"""Simplifies a failing case while it still fails in the same way."""
 
 import dataclasses
 import time
@@ -9,12 +9,12 @@ from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.running import Outcome
 
 SHRINK_SECONDS = 120.0
-# Head dims that tiles or the blocks of a format fill.
+# Sizes to try first, because tiles and the blocks of formats divide them.
 _FULL = (8, 32)
 
 
 def shrink(case: Case, outcome: Outcome, run: Callable[[Case], Outcome]) -> tuple[Case, Outcome]:
-    """The simplest case found, and its outcome."""
+    """The simplest such case, and its outcome. Stops after SHRINK_SECONDS."""
     tried, fault = {case}, outcome
     ends = time.monotonic() + SHRINK_SECONDS
     progress = True
@@ -36,7 +36,7 @@ def shrink(case: Case, outcome: Outcome, run: Callable[[Case], Outcome]) -> tupl
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """The largest steps first: sequences, sizes, fields at their defaults; then smaller values."""
+    """Yields the largest steps first: fewer sequences, smaller sizes, defaults, smaller values."""
     by_sequence = {n: getattr(case, n) for n in case.OF_SEQUENCES if case.has(n)}
     count = max((_count(value) for value in by_sequence.values()), default=0)
     for b in range(count if count > 1 else 0):
@@ -85,7 +85,7 @@ def _less(value: Any, default: Any) -> Iterator[Any]:
 
 
 def _smaller(counts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The same counts, or pairs of them, with one reduced, or both of a pair."""
+    """The counts with one of them reduced; of a pair, one or both."""
     for i, n in enumerate(counts):
         lesser: list[Any] = []
         if isinstance(n, tuple):

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, layout, one_of
-from torch_metal_attn.testing.judge import (
-    ROUNDING,
-    Measure,
-    near,
-    normal,
-    same_bits,
-    worst_of,
-)
+from torch_metal_attn.testing.judge import ROUNDING, Measure, near, normal, same_bits, worst_of
 from torch_metal_attn.testing.tensors import Memory, dtype_of, numbers
 
 _CALLS = ("softmax", "softmax_", "apply_causal_mask_")
@@ -38,7 +31,7 @@ def _dim(r: random.Random, case: "Softmax") -> int:
 
 @dataclass(frozen=True)
 class Softmax(Case):
-    """A softmax along a dimension, or scores with a causal mask. hidden: the share of -inf."""
+    """A softmax along a dimension, or a causal mask for scores. hidden: the share of -inf."""
 
     call: str = call(*_CALLS)
     shape: tuple[int, ...] = field((1,), _shape)
@@ -54,20 +47,20 @@ class Softmax(Case):
 
     def conflicts(self) -> dict[str, Any]:
         return {
-            "one dimension has one order": self.layout and len(self.shape) < 2,
-            "a mask has two dimensions": self.call == "apply_causal_mask_" and len(self.shape) < 2,
+            "a layout needs two dimensions": self.layout and len(self.shape) < 2,
+            "a mask needs two dimensions": self.call == _CALLS[2] and len(self.shape) < 2,
         }
 
     def illegal(self) -> dict[str, Any]:
         rank = len(self.shape)
-        return {"a dimension that is not there": not -rank <= self.dim < rank}
+        return {"dim out of range": not -rank <= self.dim < rank}
 
     def wrong(self) -> list[dict[str, Any]]:
         return [{"dim": len(self.shape)}]
 
 
 def prepare(case: Softmax, device: torch.device) -> Prepared:
-    """The call. Rows in which everything is -inf give 0."""
+    """The call. Rows of only -inf must give 0."""
     memory = Memory(device)
     x = numbers(*case.shape, kind=case.values, seed=case.seed, dtype=dtype_of(case.dtype))
     x = x.masked_fill(
@@ -106,12 +99,12 @@ def _judge(case: Softmax, x: Tensor, results: Any) -> list[Measure]:
     measures = [near("weights", actual, exact, worst_of([(rounded, exact)]))]
     if gradient is not None:
         weights = _gradient_of(case)
-        exact_gradient, own_gradient = (
+        exact_gradient, rounded_gradient = (
             y * (g - (g * y).sum(case.dim, keepdim=True))
             for y, g in ((exact, weights.double()), (rounded, weights))
         )
-        error = worst_of([(own_gradient, exact_gradient)])
-        # The weights that the forward returned are rounded.
+        error = worst_of([(rounded_gradient, exact_gradient)])
+        # The forward returned rounded weights.
         terms = (exact * weights.double()).abs()
         slack = ROUNDING[x.dtype] * (exact_gradient.abs() + exact * terms.sum(case.dim, True))
         measures.append(near("dx", gradient, exact_gradient, error, slack))

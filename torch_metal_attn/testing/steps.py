@@ -1,4 +1,4 @@
-"""Cases that write a cache: append_kv, decode_step and flash_attn_with_kvcache with new rows."""
+"""Cases that write a cache: append_kv, decode_step and flash_attn_with_kvcache with new keys."""
 
 import random
 from collections.abc import Callable
@@ -54,8 +54,8 @@ _SHARED = (
 _TENSORS = ("leftpad_k", "learnable_sink", "parents", "tree_mask")
 
 
-def _layout() -> Any:
-    return layout(("order 021",), ("padded 8",), ("order 021", "padded 3"))
+_layout = partial(layout, ("order 021",), ("padded 8",), ("order 021", "padded 3"))
+_if_rotated = partial(field, when=lambda case: case.rotary_columns)
 
 
 def _head_dim(r: random.Random, case: "Step") -> int:
@@ -92,14 +92,15 @@ def _tree(r: random.Random, case: "Step") -> str:
 class Step(Case):
     """New rows for a cache, and attention to it.
 
-    Attributes: lengths: the rows that each sequence has before the call. length: the number of new
-        rows. packed: the queries and new rows of each sequence, packed; then q_length and length
-        are not used. capacity: rows of each sequence, a multiple of page if the cache is paged.
-        rotary_columns: 0 for no rotation. rotary_last: rotate the last columns. by_token: rotate
-        each query by its own row. backward: the new rows and the queries require grad, and
-        `backward` must raise. recent: call `decode_step` of a cache of `kv_cache` with so many
-        recent rows. values_in_keys: v and v_cache are the first columns of k and k_cache, which no
-        rotation may reach. The others are those of `Attention`.
+    Attributes: lengths: the number of rows that each sequence has before the call. length: the
+        number of new rows. packed: the numbers of queries and new rows of each sequence, which are
+        packed; then q_length and length are not used. capacity: the maximum number of rows of each
+        sequence, a multiple of page if the cache is paged. rotary_columns: 0 for no rotation.
+        rotary_last: rotate the last columns. by_token: rotate each query by a separate row of the
+        tables. backward: the new rows and the queries require grad, and `backward` must raise.
+        recent: call `decode_step` of a cache of `kv_cache` with this number of recent rows.
+        values_in_keys: v and v_cache are the first columns of k and k_cache; rotated columns must
+        not be among them. For the other fields see `Attention`.
     """
 
     call: str = call(*_OPS, _FUNCTION)
@@ -133,15 +134,10 @@ class Step(Case):
         lambda r, case: r.choice((2, _most_rotated(case) // 4 * 2, _most_rotated(case) // 2 * 2)),
         share=0.4,
     )
-    rotary_interleaved: bool = field(False, chance(0.5), when=lambda case: case.rotary_columns)
-    rotary_from_leftpad: bool = field(
-        True, chance(0.5), calls=_OPS, when=lambda case: case.rotary_columns
-    )
-    rotary_last: bool = field(
-        False,
-        lambda r, case: case.values_in_keys or r.random() < 0.3,
-        calls=_OPS,
-        when=lambda case: case.rotary_columns,
+    rotary_interleaved: bool = _if_rotated(False, chance(0.5))
+    rotary_from_leftpad: bool = _if_rotated(True, chance(0.5), calls=_OPS)
+    rotary_last: bool = _if_rotated(
+        False, lambda r, case: case.values_in_keys or r.random() < 0.3, calls=_OPS
     )
     q_length: int = field(
         1,
@@ -157,7 +153,7 @@ class Step(Case):
     softcap: float = field(0.0, one_of(0.0, 0.0, 20.0), calls=_ATTENDING)
     learnable_sink: str = field("", one_of("", "", "", "float32", "bfloat16"), calls=_ATTENDING)
     num_splits: int = field(0, one_of(0, 0, 1, 2, 3), calls=_ATTENDING)
-    # The function decides how queries are rotated.
+    # flash_attn_with_kvcache decides by its other arguments how queries are rotated.
     by_token: bool = field(
         True,
         lambda r, case: (
@@ -199,25 +195,26 @@ class Step(Case):
         by_token = self.tree != "" or self.causal or self.window_size_left >= 0
         pads = self.lengths if self.leftpad_k is None else self.leftpad_k
         return {
-            "there is one length for each sequence": len(pads) != len(self.lengths)
+            "each sequence needs one entry of lengths, leftpad_k and packed": len(pads)
+            != len(self.lengths)
             or len(self.pairs) != len(self.lengths),
-            "tokens of a tree are rotated by their depth": self.tree and not self.by_token,
-            "a padding ends before the new rows": any(
+            "a tree needs by_token": self.tree and not self.by_token,
+            "leftpad_k must not exceed lengths": any(
                 pad > n for pad, n in zip(pads, self.lengths, strict=False)
             ),
             "the function decides how queries are rotated": self.call == _FUNCTION
             and self.by_token != by_token,
-            "nothing is rotated": self.call != _FUNCTION
+            "by_token must be True without a rotation": self.call != _FUNCTION
             and not self.rotary_columns
             and not self.by_token,
             "queries before the first row of the tables": self.rotary_columns
             and self.by_token
             and any(queries > new for queries, new in self.pairs),
             **impossible_heads(self),
-            "pages are whole": self.cache == "paged"
+            "capacity must be a multiple of page": self.cache == "paged"
             and (self.page < 1 or self.capacity % max(self.page, 1)),
-            "there are sequences": not self.lengths,
-            "caches with recent rows have other options": self.recent
+            "there must be a sequence": not self.lengths,
+            "caches with recent rows do not have these options": self.recent
             and (
                 any(queries != new for queries, new in self.packed)
                 or self.leftpad_k is not None
@@ -233,12 +230,12 @@ class Step(Case):
             "a length without room for the new rows": min(self.lengths, default=0) < 0
             or any(n > self.capacity for n in self.lengths_after),
             "no packed rows": self.packed and not all(map(sum, zip(*self.packed, strict=True))),
-            "a tree of other tokens than the new rows": self.tree
+            "a tree whose tokens are not the new rows": self.tree
             and any(queries != new for queries, new in self.pairs),
-            "queries before recent rows": self.recent
+            "causal with more queries than new rows and recent rows": self.recent
             and self.causal
             and self.q_length > self.length,
-            "a tree to rotate, with recent rows": self.recent and self.tree and self.rotary_columns,
+            "a rotated tree with recent rows": self.recent and self.tree and self.rotary_columns,
             "rotated columns": self.rotary_columns > self.head_dim,
             "rotated values": self.values_in_keys
             and self.rotary_columns
@@ -271,7 +268,7 @@ class Step(Case):
 
 
 def prepare(case: Step, device: torch.device) -> Prepared:
-    """The call that writes new rows, with caches whose unused rows are NaN."""
+    """The call. Unused rows of the caches are NaN."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
     batch, attention = len(case.lengths), case.attention
 
@@ -340,7 +337,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         measures = [same_bits(n, placed[n], after[n]) for n in written if n != "q"]
         if case.call == "append_kv":
             return measures + ([same_bits("q", placed["q"], rotated)] if "q" in placed else [])
-        # If q is rotated, another tile may be taken.
+        # For rotated queries decode_step may have another tile than flash_decode.
         strict = case.strict and not case.recent
         if strict and case.call == "decode_step" and not case.rotary_columns:
             parts = _in_sequence(case, device, rotated, after | options | packing)
@@ -359,7 +356,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
 
 
 def _packed_rows(case: Step, x: Tensor, side: int) -> Tensor:
-    """Queries (side 0) or new keys (side 1), (B, H, L, D), packed if the case is."""
+    """Pack queries (side 0) or new keys (side 1), (B, H, L, D), if the case has packed rows."""
     if not case.packed:
         return x
     return torch.cat([x[b, :, : n[side]].transpose(0, 1) for b, n in enumerate(case.packed)])
@@ -378,7 +375,7 @@ def first_rotated(case: Step) -> int:
 def _rotated(
     case: Step, device: torch.device, tables: dict[str, Tensor], *rows: Tensor
 ) -> list[Tensor]:
-    """The queries and the new keys, rotated by `rope`, whose bits they must have."""
+    """The queries and the new keys, rotated by `rope`. The call must give the same bits."""
     if not tables:
         return list(rows)
     first = torch.tensor(case.lengths)
@@ -392,7 +389,7 @@ def _rotated(
             seen = tree_rows(parents_of(case.attention), None)
             assert seen is not None
             offsets = depths(seen)
-        # No table has rows for what fills up the shorter ones of packed sequences.
+        # The tables lack rows for the padding of shorter packed sequences.
         positions = (first[:, None] + offsets).clamp(max=case.capacity - 1).to(device)
         x = x.to(device, copy=True)
         torch.ops.metal_attn.rope_(
@@ -410,7 +407,7 @@ def _rotated(
 def _in_sequence(
     case: Step, device: torch.device, rotated: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The results of `flash_decode` after `rope` and `append_kv`."""
+    """The results of `rope`, `append_kv` and `flash_decode` in sequence."""
     there = on(device, {n.removesuffix("_cache"): x for n, x in arguments.items()})
     results: tuple[Tensor, Tensor] = torch.ops.metal_attn.flash_decode(
         rotated.to(device),
@@ -422,7 +419,7 @@ def _in_sequence(
 
 
 def _without_gradient(case: Step, function: Callable[..., Any], **arguments: Any) -> Any:
-    """The call with new rows that require grad, where `backward` must raise."""
+    """Call with new rows and queries that require grad. `backward` must raise."""
     names = ("k", "v") if case.call == "append_kv" else ("q", "k", "v")
     leaves = {n: arguments[n].detach().requires_grad_() for n in names}
     results = function(**(arguments | leaves))
@@ -430,7 +427,7 @@ def _without_gradient(case: Step, function: Callable[..., Any], **arguments: Any
     for x in written:
         if x.is_floating_point():
             try:
-                # Not autograd.grad: written rows have no edge to where they come from.
+                # Not autograd.grad: the graph has no edge from written rows to the new ones.
                 x.backward(torch.ones_like(x))
             except NotImplementedError:
                 continue

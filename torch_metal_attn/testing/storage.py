@@ -1,4 +1,4 @@
-"""Cases and outcomes as JSON, and a failure as a few lines of Python."""
+"""Converts cases and outcomes to JSON, and a case to Python code."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ def to_json(case: Case) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Case:
-    """The case. Raises ValueError if the data are not a case, with the reason."""
+    """Read a case. Raises ValueError if the data are no case."""
     fields = dict(data)
     name = fields.pop("family", None)
     if name not in _BY_NAME:
@@ -32,12 +32,11 @@ def from_json(data: dict[str, Any]) -> Case:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, because JSON has only lists."""
     return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
-    """An outcome for a reader; it is never read back."""
+    """An outcome for people. It is not read back."""
     rows = [
         {"what": m.what, "error": m.error, "bound": m.bound} for m in outcome.measures if not m.ok
     ]

@@ -1,4 +1,4 @@
-"""Values and memory of a case's tensors, from words and seeds that JSON can hold."""
+"""Makes the values and the memory layouts of a case's tensors from seeds and words."""
 
 import math
 import random
@@ -19,10 +19,10 @@ Layout = tuple[str, ...]
 _FAR = 2**31  # elements
 _MEMORY_FOR_FAR = 16e9  # bytes; such a tensor of two parts in half precision has 4.3e9
 
-# For each kind of values the factors of q and k, and of v, which are normally distributed.
+# By kind of values: factors for normally distributed q and k, and for v.
 _SCALES = {
     "normal": (1.0, 1.0),
-    "sharp": (3.0, 1.0),  # scores of 9 times the usual size
+    "sharp": (3.0, 1.0),  # scores are 9 times as large
     "tiny": (2.0**-8, 2.0**-8),
     "huge": (1.0, 2.0**10),
     "zeros": (0.0, 1.0),
@@ -38,34 +38,33 @@ def dtype_of(name: str) -> torch.dtype:
 def numbers(
     *shape: int, kind: str = "normal", seed: int = 0, dtype: torch.dtype, values: bool = False
 ) -> Tensor:
-    """A tensor of the kind on the CPU. values: for v, which is not in a softmax."""
+    """A tensor of a kind on the CPU. values: True for v."""
     if kind == "constant":
         return torch.full(shape, 0.75, dtype=dtype)
     return (normal(*shape, seed=seed) * _SCALES[kind][values]).to(dtype)
 
 
 def expanded(x: Tensor, layout: Layout) -> Tensor:
-    """x with the values that it has if the layout repeats a dimension."""
+    """x, expanded along the dimensions that the layout repeats."""
     for dim in _repeated(layout, x.dim()):
         x = x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
     return x
 
 
 class Memory:
-    """The memory of a case's tensors: each is part of a larger one that holds NaN or nonsense."""
+    """The memory of a case's tensors. Each is part of a larger one, filled with NaN or nonsense."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._held: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # whole, as it was, the part
 
     def place(self, name: str, x: Tensor, layout: Layout = ()) -> Tensor:
-        """The values of x on the device, laid out as the layout says.
+        """Copy x to the device in a layout, which is a tuple of these words:
 
-        "order 021": the dimensions from the outermost in memory; those not named follow. "padded
-        n": n elements that are not x's at each end of the innermost dimension, and one row at each
-        end of the others.
-        "repeated n": dimension n has stride 0; x must be `expanded`.
-        "far n", alone: dimension n has a stride of 2**31 elements, and nothing around is watched.
+        "order 021": the dimensions from the outermost in memory; omitted ones follow. "padded n":
+        n other elements at each end of the innermost dimension, and one row at each end of the
+        other dimensions. "repeated n": dimension n has stride 0; x must be `expanded`. "far n", as
+        the only word: dimension n has a stride of 2**31 elements; the memory around is not checked.
         """
         if layout and layout[0].startswith("far"):
             return self._far(x, int(layout[0].split()[1]))
@@ -103,7 +102,7 @@ class Memory:
         return {name: part for name, (_, _, part) in self._held.items()}
 
     def _far(self, x: Tensor, dim: int) -> Tensor:
-        """Raises Skipped where there is no memory for it."""
+        """Raises Skipped if the device has too little memory."""
         memory = memory_of(self.device)
         if memory < _MEMORY_FOR_FAR:
             least = _MEMORY_FOR_FAR / 1e9
@@ -113,11 +112,11 @@ class Memory:
         try:
             size = (len(parts) - 1) * _FAR + count
             whole = torch.empty(size, dtype=x.dtype, device=self.device)
-            for i, part in enumerate(parts):  # by itself, which torch copies without an index
+            for i, part in enumerate(parts):  # torch copies a contiguous part without an index
                 there = whole[i * _FAR : i * _FAR + count]
                 there.copy_(part.flatten())
                 if not torch.equal(there.cpu(), part.flatten()):
-                    raise RuntimeError("what was written is not what is read")
+                    raise RuntimeError("it reads other values than it wrote")
             strides = [*parts[0].contiguous().stride()]
             return whole.as_strided(x.shape, (*strides[:dim], _FAR, *strides[dim:]))
         except RuntimeError as error:
@@ -125,7 +124,7 @@ class Memory:
 
     @torch.no_grad()
     def undisturbed(self, written: tuple[str, ...] = ()) -> Measure:
-        """Measures bytes that a call has changed outside the tensors that it may write."""
+        """Counts the bytes that a call changed outside of the tensors that it may write."""
         changed = 0.0
         for name, (whole, before, part) in self._held.items():
             expected = before
@@ -134,7 +133,7 @@ class Memory:
                 as_in = torch.as_strided(expected, part.shape, part.stride(), part.storage_offset())
                 as_in.copy_(part)
             changed += same_bits(name, whole, expected).error
-        return Measure("memory that is not to be written, bytes that differ", changed, 0.0)
+        return Measure("memory that must not be written, bytes that differ", changed, 0.0)
 
 
 def _repeated(layout: Layout, dims: int) -> list[int]:
@@ -149,7 +148,7 @@ def _nonsense(dtype: torch.dtype) -> Any:
 
 
 def rotated_blocks(r: random.Random, case: Any) -> int:
-    """Columns of rotated blocks, which divide both head dims; 0 without a format."""
+    """Draw the size of rotated blocks, which divides both head dims; 0 without a format."""
     fit = [n for n in HADAMARD if case.head_dim % n == 0 and case.v_head_dim % n == 0]
     return r.choice(fit) if fit and case.format else 0
 
@@ -157,8 +156,8 @@ def rotated_blocks(r: random.Random, case: Any) -> int:
 def wrong_rotation(case: Any) -> dict[str, Any]:
     size = case.hadamard
     return {
-        "a rotation of rows that are not quantised": size and not case.format,
-        "a rotation in blocks": size not in (0, *HADAMARD)
+        "hadamard without a format": size and not case.format,
+        "hadamard": size not in (0, *HADAMARD)
         or (size and (case.head_dim % size or case.v_head_dim % size)),
     }
 
@@ -180,7 +179,8 @@ def partial_groups(case: Any) -> dict[str, Any]:
 def impossible_heads(case: Any) -> dict[str, Any]:
     """Conflicts of heads and head dims in a case with a cache."""
     return {
-        "values are columns of the keys": case.values_in_keys and case.v_head_dim > case.head_dim,
-        "there is a KV head for some heads": case.kv_heads < 1 or case.heads % case.kv_heads,
+        "values in keys are at most as wide": case.values_in_keys
+        and case.v_head_dim > case.head_dim,
+        "heads must be a multiple of kv_heads": case.kv_heads < 1 or case.heads % case.kv_heads,
         **partial_groups(case),
     }

@@ -1,4 +1,4 @@
-"""torch's own products with operands of TF32: what float32 is judged by where TF32 is allowed."""
+"""torch's products with operands rounded to TF32, which float32 is judged by if TF32 is allowed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_metal_attn.runtime.tensor_tiles import tf32_allowed
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
-# Bits of a float32's significand that TF32 has not.
-_LOST = 13
+_LOST = 13  # bits of a float32's significand that TF32 drops
 UNIT_ROUNDOFF = 2**-11
 
 
@@ -27,7 +26,7 @@ def rounded_to_tf32(x: Tensor) -> Tensor:
 
 
 class _Tf32Products(TorchDispatchMode):
-    """A block in which torch's products of float32, and their gradients, have TF32's operands."""
+    """A block in which torch rounds the operands of float32 products and their gradients."""
 
     def __torch_dispatch__(
         self,
@@ -42,15 +41,15 @@ class _Tf32Products(TorchDispatchMode):
 
 
 def tf32_rounding(dtype: torch.dtype) -> float:
-    """The unit roundoff that products may apply to operands of `dtype`, or 0."""
+    """The unit roundoff of operands of `dtype` in products; 0 if they are not rounded."""
     return UNIT_ROUNDOFF if dtype == torch.float32 and tf32_allowed() else 0.0
 
 
 @contextmanager
 def as_multiplied() -> Iterator[None]:
-    """A block in which torch multiplies float32 as the kernels may: in TF32 if that is allowed."""
+    """A block in which torch multiplies float32 as the kernels do: in TF32 if it is allowed."""
     if tf32_allowed():
-        # Fused kernels have products that no mode sees.
+        # The mode does not see products inside fused kernels.
         with sdpa_kernel(SDPBackend.MATH), _Tf32Products():
             yield
     else:

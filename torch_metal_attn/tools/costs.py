@@ -1,20 +1,20 @@
-"""The fewest operations and bytes that an attention op needs. All these formulas are in this file.
+"""The fewest FLOPs and bytes that each op needs. All these formulas are in this file.
 
 FLOPs are those of the matrix products, two per multiply-add; ops without products have none.
 Attention needs 2 (D + Dv) for each head and each pair of a query and a key that it sees. Its
 gradients need 2 (4 D + 3 Dv): the seven products of the two kernels (`flash_bwd_dq` three,
-`flash_bwd_dkv` four). The gradient of a bias or slopes, and that of each load of a tensor that
-score_mod captures, needs 2 (D + Dv) more: it computes scores and dP again. A mask or bias saves no
-products. Repeated work is not counted: scores that are computed once for each slice of a wide head
-dim, and tiles that reach over an edge. Of flex attention every pair in a listed block counts, and
-of `indices` every entry.
+`flash_bwd_dkv` four). The gradients of a bias or slopes, and those of each load of a tensor that
+score_mod captures, need 2 (D + Dv) more, because they compute scores and dP again. A mask or bias
+saves no products. Repeated work is not counted: scores that are computed for each slice of a wide
+head dim, and parts of tiles beyond an edge. Flex attention counts every pair in a listed block, and
+`indices` every entry.
 
-Bytes are those that must move between device memory and the kernel: every input once (of keys and
-values only the rows that some query sees) and every result once. Partial results of splits are not
+Bytes are those that must move between device memory and the kernel: every input once (only the key
+and value rows that some query sees) and every result once. Partial results of splits are not
 counted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Seen:
-    """The pairs of a query and a key that it sees, and keys from the first to the last one seen."""
+    """pairs: of a query and a key that it sees. keys: from the first to the last one seen."""
 
     pairs: int
     keys: int
@@ -61,7 +61,7 @@ def seen(
     seqused_k: int | None = None,
     leftpad_k: int = 0,
 ) -> Seen:
-    """Counts for one head of one sequence, by the options of `flash_fwd`."""
+    """The counts of one head of one sequence for options of `flash_fwd`."""
     end = kv_length if seqused_k is None else min(seqused_k, kv_length)
     start = max(leftpad_k, 0)
     if q_offset is None:
@@ -71,9 +71,9 @@ def seen(
         rows = np.arange(q_length, dtype=np.int64)
     else:  # first and last rows of the spans over which the counts are linear
         sides = (max(window_size_left, 0), -max(right, 0) - 1)
-        turns = (edge + side - q_offset for edge in (start, end) for side in sides)
-        ends = {min(max(turn + more, 0), q_length) for turn in turns for more in (0, 1)}
-        begins = np.array(sorted(ends | {0, q_length}), dtype=np.int64)
+        breaks = (edge + side - q_offset for edge in (start, end) for side in sides)
+        clamped = {min(max(row + more, 0), q_length) for row in breaks for more in (0, 1)}
+        begins = np.array(sorted(clamped | {0, q_length}), dtype=np.int64)
         rows = np.stack([begins[:-1], begins[1:] - 1])
     position = rows + q_offset
     first, last = np.full_like(position, start), np.full_like(position, end)
@@ -91,7 +91,7 @@ def seen(
     counts = np.where(visible, last - first, 0)
     if attention_chunk > 0:
         pairs = int(counts.sum())
-    else:  # in Python's ints, as twice the sum may exceed int64
+    else:  # in Python's ints, because twice the sum may exceed int64
         spans = zip(counts.sum(0).tolist(), np.diff(begins).tolist(), strict=True)
         pairs = sum(both * length for both, length in spans) // 2
     return Seen(pairs, int(last[visible].max() - first[visible].min()))
@@ -103,15 +103,15 @@ def attention_flops(pairs: int, head_dim: int, v_head_dim: int) -> int:
 
 
 def gradient_flops(pairs: int, head_dim: int, v_head_dim: int) -> int:
-    """FLOPs of dq's kernel (scores, dP, dq) and of the other (scores, dP, dv, dk)."""
+    """FLOPs of `flash_bwd_dq` (scores, dP, dq) and `flash_bwd_dkv` (scores, dP, dv, dk)."""
     return 2 * (4 * head_dim + 3 * v_head_dim) * pairs
 
 
 def cost(op: str, arguments: Mapping[str, Any]) -> Cost:
-    """The cost of `torch.ops.metal_attn.<op>` with these arguments, by name; missing ones are None.
+    """The cost of `torch.ops.metal_attn.<op>` with these arguments, by name. None is as missing.
 
-    Lengths that are tensors are read, which waits for the GPU; if they have no data, every key
-    counts. Raises KeyError for an op that has no formula.
+    Lengths that are tensors are read, which waits for the GPU. If they have no data, every key
+    counts. Raises KeyError for an op without a formula.
     """
     args = {name: value for name, value in arguments.items() if value is not None}
     return _FORMULAS[op](args)
@@ -126,14 +126,14 @@ def stored(tensor: Tensor) -> int:
 
 
 def row_bytes(x: Tensor, scale: Tensor | None) -> int:
-    """Bytes of one row of keys or values in a cache, with the row's own scales."""
+    """Bytes of one row of keys or values in a cache, including its scales."""
     scale_bytes = 0 if scale is None or scale.dim() < 3 else scale.shape[-1] * scale.itemsize
     return x.shape[-1] * x.itemsize + scale_bytes
 
 
 @dataclass(frozen=True)
 class _Work:
-    """One call: pairs of all heads, key rows of all KV heads, and what describes them."""
+    """One call. pairs: of all heads. keys: rows of all KV heads."""
 
     pairs: int
     keys: int
@@ -157,7 +157,7 @@ def _has_data(tensor: Tensor) -> bool:
 
 
 def in_keys(k: Tensor, v: Tensor) -> bool:
-    """True if v's rows are the first columns of k's, as in MLA, so that one read gives both."""
+    """True if v's rows are the first columns of k's, as in MLA, so that k's bytes include v's."""
     if not _has_data(k):
         return v is k
     return v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
@@ -170,32 +170,28 @@ def _numbers(tensor: Tensor | None) -> list[int] | None:
     return values
 
 
-def _sequences(args: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def _sequences(args: dict[str, Any]) -> list[tuple[int, int]]:
+    """The numbers of queries and keys of each sequence."""
     q, k = args["q"], args["k"]
-    if "cu_seqlens_k" not in args:
-        pages = args.get("block_table")
-        kv_length = k.shape[2] if pages is None else k.shape[2] * pages.shape[1]
-        queries = [q.shape[2]] * q.shape[0] if q.dim() == 4 else _packed_queries(args)
-        yield from [(length, kv_length) for length in queries]
-        return
-    bounds = [_numbers(args[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
-    if bounds[0] is None or bounds[1] is None:
-        count = len(args["cu_seqlens_q"]) - 1
-        yield from [(args["max_seqlen_q"], args["max_seqlen_k"])] * count
-        return
-    for b in range(len(bounds[0]) - 1):
-        yield bounds[0][b + 1] - bounds[0][b], bounds[1][b + 1] - bounds[1][b]
+    queries = [q.shape[2]] * q.shape[0] if q.dim() == 4 else _packed_lengths(args, "q")
+    if "cu_seqlens_k" in args:
+        return [*zip(queries, _packed_lengths(args, "k"), strict=True)]
+    pages = args.get("block_table")
+    kv_length = k.shape[2] if pages is None else k.shape[2] * pages.shape[1]
+    return [(length, kv_length) for length in queries]
 
 
-def _packed_queries(args: dict[str, Any]) -> list[int]:
-    ends = _numbers(args["cu_seqlens_q"])
+def _packed_lengths(args: dict[str, Any], side: str) -> list[int]:
+    """Without data, every sequence has the longest length."""
+    bounds = args[f"cu_seqlens_{side}"]
+    ends = _numbers(bounds)
     if ends is None:
-        return [args.get("max_seqlen_q", 0)] * (len(args["cu_seqlens_q"]) - 1)
+        return [args.get(f"max_seqlen_{side}", 0)] * (len(bounds) - 1)
     return [end - begin for begin, end in pairwise(ends)]
 
 
 def _depths(args: dict[str, Any], b: int, tokens: int) -> list[int]:
-    """Depths of sequence b's new tokens in a tree. A tree without data counts as a chain."""
+    """The depths of sequence b's new tokens in their tree. A tree without data is a chain."""
     name = "parents" if "parents" in args else "tree_mask"
     tree: Tensor = args[name]
     if not tokens or not _has_data(tree):
@@ -233,7 +229,7 @@ def _work(args: dict[str, Any]) -> _Work:
         if not is_tree:
             pairs += counts[sizes].pairs * heads
             continue
-        # A token sees as many keys as one that stands at its depth in a chain.
+        # A token sees as many keys as the token at the same depth of a chain.
         for depth in _depths(args, b, q_length):
             end = length - q_length + depth + 1
             pairs += seen(1, kv_length, **options, seqused_k=end, leftpad_k=first).pairs * heads
@@ -259,7 +255,7 @@ def _work(args: dict[str, Any]) -> _Work:
 
 
 def listed_share(args: Mapping[str, Any]) -> float:
-    """The share of a BlockMask's blocks that its lists hold; 1 without lists, or without data."""
+    """The share of a BlockMask's blocks that are listed; 1 without lists, or without data."""
     counts = args.get("kv_num_blocks")
     if counts is None or not _has_data(counts):
         return 1.0
@@ -270,7 +266,7 @@ def listed_share(args: Mapping[str, Any]) -> float:
 
 
 def _listed(args: Mapping[str, Any], keys: int) -> tuple[int, int]:
-    """Pairs of all heads, and rows of all KV heads of which there are `keys`, by `indices`."""
+    """Pairs of all heads, and at most `keys` rows of all KV heads, for `indices`."""
     q, indices = args["q"], args["indices"]
     batch = 1 if "cu_seqlens_q" in args else q.shape[0]
     shared = batch * args["k"].shape[1] / max(indices.shape[:2].numel(), 1)
@@ -307,7 +303,7 @@ def _backward(args: dict[str, Any]) -> Cost:
 
 
 def _score_gradients(args: dict[str, Any], result: int) -> Cost:
-    """Kernels that compute scores and dP again, and sum the gradients of the scores."""
+    """The cost of kernels that compute scores and dP again and sum the scores' gradients."""
     q, work = args["q"], _work(args)
     dout = _rows(q) * work.v_head_dim * q.itemsize
     read = q.nbytes + work.key_bytes + work.other_bytes + dout + 2 * _rows(q) * _STATISTIC
@@ -328,14 +324,14 @@ def _captures_gradient(args: dict[str, Any]) -> Cost:
 
 
 def _append(args: dict[str, Any]) -> Cost:
-    """Reads new rows and writes them in the cache's format; with tables it rotates q in place."""
+    """Reads new rows and writes them in the cache's format. With tables it rotates q in place."""
     moved = 0
     for name in ("k",) if in_keys(args["k_cache"], args["v_cache"]) else ("k", "v"):
         new, cache = args[name], args[f"{name}_cache"]
         moved += new.nbytes + _rows(new) * row_bytes(cache, args.get(f"{name}_scale"))
     if "q" in args and "rotary_cos" in args:
         moved += 2 * args["q"].nbytes
-    # Each new token has its own row of the tables; packed rows are tokens.
+    # Each new token reads one row of the tables. Packed rows are tokens.
     tokens = len(args["k"]) * (args["k"].shape[2] if args["k"].dim() == 4 else 1)
     tables = [args[name] for name in ("rotary_cos", "rotary_sin") if name in args]
     moved += sum(min(table.nbytes, _table_bytes(table, tokens, 1)) for table in tables)
@@ -343,11 +339,11 @@ def _append(args: dict[str, Any]) -> Cost:
 
 
 def _step(args: dict[str, Any]) -> Cost:
-    """`append_kv`, then attention to what the cache holds; q is rotated on the way."""
+    """`append_kv`, then attention to the cache. The attention rotates q as it reads it."""
     append = _append({name: value for name, value in args.items() if name != "q"})
-    apart = {"k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin", "cache_seqlens"}
+    appended = {"k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin", "cache_seqlens"}
     ends = args.get("cu_seqlens_k_new", args.get("cu_seqlens_q"))
-    attention = {name: value for name, value in args.items() if name not in apart}
+    attention = {name: value for name, value in args.items() if name not in appended}
     attention |= {"k": args["k_cache"], "v": args["v_cache"]}
     new = args["k"].shape[2] if ends is None else ends.diff()
     attention["seqused_k"] = args["cache_seqlens"] + new
@@ -367,10 +363,10 @@ def _rope_in_place(args: dict[str, Any]) -> Cost:
 def _rope(args: dict[str, Any]) -> Cost:
     q = args["q"]
     moved = sum(2 * args[name].nbytes for name in ("q", "k") if name in args)
-    # Sequences at one offset have the same rows.
-    alone = "positions" in args or "seqlen_offsets" in args
+    # Without positions and offsets, all sequences read the same rows of the tables.
+    by_sequence = "positions" in args or "seqlen_offsets" in args
     for name in ("cos", "sin"):
-        rows = _table_bytes(args[name], q.shape[2], q.shape[0] if alone else 1)
+        rows = _table_bytes(args[name], q.shape[2], q.shape[0] if by_sequence else 1)
         moved += min(args[name].nbytes, rows)
     moved += sum(stored(args[name]) for name in ("positions", "seqlen_offsets") if name in args)
     return Cost(0, moved)

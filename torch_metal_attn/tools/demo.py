@@ -1,4 +1,4 @@
-"""`python -m torch_metal_attn demo`: real models whose attention runs in the kernels."""
+"""`python -m torch_metal_attn demo`: real models that run on the kernels."""
 
 import copy
 import os
@@ -71,10 +71,8 @@ def _print_similarities(embeddings: Tensor, sentences: tuple[str, ...]) -> None:
     print("\nCosine similarity")
     print(" " * 52 + "".join(f"{column:6d}" for column in range(1, len(sentences) + 1)))
     for row, sentence in enumerate(sentences):
-        print(
-            f"{row + 1:3d} {sentence:<48}"
-            + "".join(f"{value:6.2f}" for value in table[row].tolist())
-        )
+        values = "".join(f"{value:6.2f}" for value in table[row].tolist())
+        print(f"{row + 1:3d} {sentence:<48}{values}")
     print()
 
 
@@ -83,33 +81,30 @@ def _say(line: str) -> None:
 
 
 def _each_way(model: Any, device: torch.device, run: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-    """Results in float64 on the CPU, of eager attention and of the kernels; and their routes."""
+    """Run in float64 on the CPU, with eager attention and with the kernels. Also returns routes."""
     from torch_metal_attn.integrations.transformers import enable, record_routes
 
-    # Eager attention would round the weights of float64 to float32.
+    # Eager attention rounds float64 weights to float32, so the reference uses torch's function.
     reference = copy.deepcopy(model).double()
     reference.set_attn_implementation("sdpa")
     exact = run(reference)
-    # On the same device, which rounds the model's other layers too: an M5 does in its matrix units.
+    # On the kernels' device, because it rounds the other layers too, as an M5's matrix units do.
     model.to(device)
     eager = run(copy.deepcopy(model))
     enable(model)
     start = time.perf_counter()
     with record_routes() as routes:
         ours = run(model)
-    plain, compact, dense = (
-        sum(counter.values()) for counter in (routes.plain, routes.compact, routes.dense)
-    )
     _say(
-        f"Attention calls, all in the kernel: {plain} full or causal, {compact} with lengths, "
-        f"{dense} with a dense mask"
+        f"Attention calls, all in the kernel: {routes.plain.total()} full or causal, "
+        f"{routes.compact.total()} with lengths, {routes.dense.total()} with a dense mask"
     )
     _say(f"Time: {time.perf_counter() - start:.2f} s, kernel compilation included")
     return [exact, eager, ours], routes
 
 
 def demo_embeddings(device: torch.device) -> bool:
-    """Embed SENTENCES; True if the error is allowed and every call ran a kernel."""
+    """Embed SENTENCES. True if the error is allowed and every call ran a kernel."""
     _say("Sentence embeddings: all-MiniLM-L6-v2 (BERT, 6 layers, 12 heads, head dim 32), float32")
     tokenizer, model = _load_embedder()
     embeddings, routes = _each_way(model, device, lambda model: embed(model, tokenizer, SENTENCES))
@@ -124,7 +119,7 @@ def demo_embeddings(device: torch.device) -> bool:
 
 
 def tiny_llama() -> Any:
-    """A random Llama. Its weights are multiplied by 4, so that attention is far from uniform."""
+    """A random Llama. Its weights are multiplied by 4 to make attention far from uniform."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -166,14 +161,14 @@ def demo_generation(device: torch.device) -> bool:
     ways, routes = _each_way(model, device, generate)
     tokens, logits = zip(*ways, strict=True)
     _print_both(tokens, "d")
-    # If two logits are as near as their errors, either may be chosen, and the texts differ.
-    alike = sum((tokens[0] == other).cumprod(0) for other in tokens[1:]) == 2
-    steps = min(int(alike.sum()) + 1, NEW_TOKENS)
+    # Texts may differ from a step on whose two largest logits differ by less than their errors.
+    same = sum((tokens[0] == other).cumprod(0) for other in tokens[1:]) == 2
+    steps = min(int(same.sum()) + 1, NEW_TOKENS)
     return _judge([x[:steps] for x in logits], not routes.dense)
 
 
 def demo_training(device: torch.device) -> bool:
-    """Train; True if the error of the change of the weights is allowed, and the loss falls."""
+    """Train. True if the error of the weights' change is allowed, and the loss falls."""
     _say(f"\nTraining: the same Llama, {TRAINING_STEPS} steps of gradient descent")
     tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -205,23 +200,23 @@ def _print_both(ways: Sequence[Tensor], form: str) -> None:
         print(f"  {name:<11} " + " ".join(f"{value:{form}}" for value in values.tolist()))
 
 
-def _judge(ways: Sequence[Tensor], others: bool) -> bool:
-    """Print and return whether the error is allowed (docs/numerics.md), and `others` holds."""
+def _judge(ways: Sequence[Tensor], others_ok: bool) -> bool:
+    """Print the error. True if it is allowed (docs/numerics.md) and the other checks passed."""
     exact, eager, ours = ways
     exact = exact.double()  # generate rounds its logits to float32
-    of_eager = worst_of([(eager, exact)])
-    measure = near("the result", ours, exact, of_eager)
-    ok = measure.ok and others
+    eager_error = worst_of([(eager, exact)])
+    measure = near("the result", ours, exact, eager_error)
+    ok = measure.ok and others_ok
     print(
         f"Error against float64: {measure.error:.1e} (allowed {measure.bound:.1e}; eager attention "
-        f"has {of_eager:.1e})",
+        f"has {eager_error:.1e})",
         "ok" if ok else "FAILED",
     )
     return ok
 
 
 def demo() -> bool:
-    """Run every part on the best backend. Returns False if a result is wrong or no kernel ran."""
+    """Run every part on the best backend. False if a result is wrong or no kernel ran."""
     _load_embedder()
     with best_device() as device:
         simulator = f"simulator ({mps.problem()})"

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,18 +27,15 @@ def _cache() -> str:
     if directory.exists() and not directory.is_dir():
         return f"error: {directory} is not a directory"
     sizes = []
-    for folder, _, names in os.walk(directory):  # which passes over folders that are gone
+    for folder, _, names in os.walk(directory):  # os.walk ignores deleted folders
         for name in names:
-            try:
+            with suppress(FileNotFoundError):  # another process has evicted the file
                 sizes.append(os.path.getsize(os.path.join(folder, name)))
-            except FileNotFoundError:  # another process has just evicted it
-                continue
-    size = sum(sizes)
     try:
-        most = cache.limit()
+        used, most = (size / 2**20 for size in (sum(sizes), cache.limit()))
     except cache.CacheError as error:
         return f"error: {error}"
-    return f"{directory} ({size / 2**20:.1f} of {most / 2**20:.0f} MiB in {len(sizes)} files)"
+    return f"{directory} ({used:.1f} of {most:.0f} MiB in {len(sizes)} files)"
 
 
 def info(_: argparse.Namespace) -> bool:

@@ -30,7 +30,7 @@ class Progress:
         self.end()
 
     def step(self, group: str, text: str = "") -> None:
-        """Show the step that begins now. group is "" if the caller prints a line for each."""
+        """Show that a step begins. group is "" if the caller prints a line for each step."""
         of_total = "" if self._total is None else f"/{self._total}"
         line = f"[{self._done + 1}{of_total}] {group}".rstrip()
         if self._stream.isatty():
@@ -44,7 +44,7 @@ class Progress:
         self._done += 1
 
     def say(self, text: str) -> None:
-        """Print text on stdout, in place of the changing line."""
+        """Print text on stdout after clearing the changing line."""
         self.end()
         print(text, flush=True)
 
@@ -62,7 +62,7 @@ class Progress:
     def _columns(self) -> int:
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
-        except OSError:  # a terminal that does not know, or a stream that only says it is one
+        except OSError:  # unknown, or the stream is no terminal although isatty() says so
             columns = 0
         return min(columns or 80, 100)
 

@@ -13,7 +13,7 @@ def aligned(
     numbers: Collection[int],
     indent: int,
 ) -> list[str]:
-    """Rows in columns, `numbers` on the right, each with its notes below, wrapped and indented."""
+    """Aligned rows, each followed by its wrapped notes. Columns in `numbers` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for cells, below in zip(table, notes, strict=True):
@@ -31,7 +31,7 @@ def aligned(
 def markdown(
     headings: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Collection[int] = ()
 ) -> Iterator[str]:
-    """The lines of a table in Markdown, each as soon as its row is there."""
+    """Yields the lines of a Markdown table, each as soon as `rows` yields its row."""
     yield f"| {' | '.join(headings)} |"
     yield f"| {' | '.join('---:' if i in numbers else '---' for i in range(len(headings)))} |"
     for row in rows:

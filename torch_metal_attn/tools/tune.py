@@ -1,4 +1,4 @@
-"""`python -m torch_metal_attn tune`: measure tiles on this machine, and keep the fastest."""
+"""`python -m torch_metal_attn tune`: times tiles on this machine and stores the fastest."""
 
 import argparse
 import ctypes
@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,10 @@ from torch_metal_attn.tuned.loading import LEAST_GAIN, BadTable, Machine, Row, T
 from torch_metal_attn.wording import count_text
 
 DEVICE = torch.device("mps")
-_LEAST_ROUNDS = 5  # of a second timing: fewer samples say nothing about their error
+_LEAST_ROUNDS = 5  # of a second timing: fewer samples give no estimate of its error
 _LENGTHS = (512, 2048, 8192)
 _CACHES = (2048, 8192, 32768)
-_TEXT_TOKENS = 77  # keys of the cross attention of images
-
-# Lengths that no tile divides, with several blocks of keys.
-_CHECKED = {"q_length": 70, "kv_length": 133}
-_CHECKED_DECODE = {"kv_length": 300, "num_splits": 2}
-_MOST_QUERIES = 16
+_TEXT_TOKENS = 77  # keys in the cross attention of image models
 
 
 def _square(length: int, heads: int, head_dim: int, dtype: str, **options: Any) -> Shape:
@@ -53,7 +48,7 @@ def _language(dtype: str, training: Iterable[int] = (), **heads: Any) -> list[Sh
     ]
 
 
-# The most common models come first: an interrupt keeps their times.
+# The most common models come first, because an interrupt keeps what was measured.
 COMMON = (
     *_language("bfloat16", heads=32, kv_heads=8, head_dim=128),  # Llama 3, Mistral, Qwen 3
     *_language("float16", heads=32, kv_heads=8, head_dim=128),
@@ -115,7 +110,7 @@ def _shapes_of(options: argparse.Namespace) -> list[Shape]:
 
 
 def tune(options: argparse.Namespace) -> bool:
-    """Write a table of the fastest tiles; False without a GPU, or if a tile's result was wrong."""
+    """Write a table of the fastest tiles. False without a GPU, or if a tile's result was wrong."""
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
     shapes = _shapes_of(options)
@@ -137,9 +132,9 @@ def tune(options: argparse.Namespace) -> bool:
         with Progress(len(shapes)) as progress:
             for shape in shapes:
                 progress.step("", str(shape))
-                progress.say("\n".join(run.lines(shape)))
-                if DEVICE.type == "mps":  # leave no memory of this shape to the next
-                    torch.mps.empty_cache()
+                progress.say("\n".join(run.measure(shape)))
+                if DEVICE.type == "mps":
+                    torch.mps.empty_cache()  # before the next shape
     finally:
         if run.wrong:
             print(
@@ -173,33 +168,33 @@ def kernels_of(shape: Shape, device: torch.device) -> dict[str, Kernel]:
 
 
 class _Run:
-    """One run of the command. wrong: True if a tile's result was wrong."""
+    """One run of the command. wrong: a tile's result was wrong."""
 
     def __init__(self, path: Path, table: Table, timer: Timer, rounds: int) -> None:
         self.table, self.wrong = table, False
         self._path, self._timer, self._rounds = path, timer, rounds
         self._measured: set[str] = set()
 
-    def lines(self, shape: Shape) -> list[str]:
-        """Measure a shape; a line for each tile that was measured, and one for torch."""
-        lines = [f"\n{shape}"]
+    def measure(self, shape: Shape) -> Iterator[str]:
+        """Measure a shape. Yields a line for each tile that was measured, and one for torch."""
+        yield f"\n{shape}"
         try:
-            self._measure(shape, lines)
+            yield from self._measure(shape)
         except RuntimeError as error:
-            lines.append(f"  not measured: {str(error).splitlines()[0]}")
-        return lines
+            yield f"  not measured: {str(error).splitlines()[0]}"
 
-    def _measure(self, shape: Shape, lines: list[str]) -> None:
-        """Time each kernel's tiles for a new key, then a whole call of ours and of torch."""
+    def _measure(self, shape: Shape) -> Iterator[str]:
+        """Time the tiles of kernels with a new key, then a whole call of ours and of torch."""
         with tiles.forced({}):
             kernels = kernels_of(shape, DEVICE)
         forwards, calls = calls_of(shape, DEVICE)
         best: dict[str, str] = {}
         for name, kernel in kernels.items():
             if kernel.key not in self._measured:
-                lines.append(f"  {name}")
+                yield f"  {name}"
                 call = _call_of(name, shape, forwards[OURS], DEVICE)
-                fastest = self._fastest(shape, name, kernel.candidates, call, lines)
+                fastest, notes = self._fastest(shape, name, kernel.candidates, call)
+                yield from notes
                 if fastest is None:
                     self.table.rows.pop(kernel.key, None)
                 else:
@@ -214,23 +209,19 @@ class _Run:
             f"{name}: {one.error.splitlines()[0]}" for name, one in times.items() if one.error
         ]
         if errors:
-            lines.append(f"  whole call: {', '.join(errors)}")
+            yield f"  whole call: {', '.join(errors)}"
             return
         ratio = times[TORCHS].median / times[OURS].median
-        lines.append(f"  whole call: torch takes {ratio:.2f} of our time")
+        yield f"  whole call: torch takes {ratio:.2f} of our time"
         row = self.table.rows.get(next(iter(kernels.values())).key)
         if row is not None:
             row.torch.setdefault(shape.kind, ratio)
             self.table.write(self._path)
 
     def _fastest(
-        self,
-        shape: Shape,
-        kernel: str,
-        candidates: tuple[str, ...],
-        call: Callable[[], object],
-        lines: list[str],
-    ) -> str | None:
+        self, shape: Shape, kernel: str, candidates: tuple[str, ...], call: Callable[[], object]
+    ) -> tuple[str | None, list[str]]:
+        """The fastest tile or None, and a line for each tile."""
         notes: dict[str, str] = {}
         calls: dict[str, Callable[[], object]] = {}
         for tile in candidates:
@@ -251,11 +242,10 @@ class _Run:
                 calls[tile] = functools.partial(_run_with, table, call)
         with tiles.forced({}):
             fastest = choose(calls, candidates[0], self._timer, self._rounds, notes)
-        for tile in candidates:
-            words = ["default"] if tile == candidates[0] else []
-            words += ["chosen"] if tile == fastest else []
-            lines.append(f"    {tile:<78} {', '.join([notes[tile], *words])}")
-        return fastest
+        notes[candidates[0]] += ", default"
+        if fastest is not None:
+            notes[fastest] += ", chosen"
+        return fastest, [f"    {tile:<78} {notes[tile]}" for tile in candidates]
 
 
 def _run_with(table: ctypes.c_void_p | None, call: Callable[[], object]) -> None:
@@ -271,22 +261,22 @@ def choose(
     rounds: int,
     notes: dict[str, str],
 ) -> str | None:
-    """The fastest tile by its call, with a note on each; None if none runs.
+    """The tile whose call is fastest, or None if none runs. Adds a note on each tile.
 
-    Noise alone makes one of many tiles look fastest. So each tile that looks faster than the
-    default, the fastest first, is timed again, alternately with the default alone. The first whose
-    second gain is at least LEAST_GAIN and above two standard errors is chosen.
+    Among many tiles noise makes one look fastest. So tiles that look faster than the default are
+    timed again, each alternately with the default, the fastest first. The first one whose second
+    gain is at least LEAST_GAIN and above two standard errors is chosen.
     """
     times = interleaved(calls, timer, rounds)
     for tile, one in times.items():
         left_out = f"left out: {one.error.splitlines()[0]}" if one.error else ""
         notes[tile] = left_out or f"{one.median * 1e3:.3f} ms"
     medians = {tile: one.median for tile, one in times.items() if not one.error}
+    fastest_first = sorted(medians, key=medians.__getitem__)
     if default not in medians:
-        return min(medians, key=medians.__getitem__, default=None)
-    limit = medians[default] * (1 - LEAST_GAIN)
-    for tile in sorted(medians, key=medians.__getitem__):
-        if medians[tile] > limit:
+        return next(iter(fastest_first), None)
+    for tile in fastest_first:
+        if medians[tile] > medians[default] * (1 - LEAST_GAIN):
             break
         pair = {default: calls[default], tile: calls[tile]}
         again = interleaved(pair, timer, max(rounds, _LEAST_ROUNDS))
@@ -307,19 +297,18 @@ def choose(
 
 
 def _check_of(shape: Shape, kernel: str) -> Case:
-    sizes: dict[str, Any] = {"head_dim": shape.head_dim, "kv_heads": 1}
-    group = shape.heads // shape.kv_heads
+    """A small problem with several blocks of keys, and with lengths that no tile divides."""
+    make = functools.partial(attention, dtype=shape.dtype, head_dim=shape.head_dim, kv_heads=1)
+    group, windowed = shape.heads // shape.kv_heads, shape.window >= 0
+    sizes: dict[str, Any]
     if kernel == "flash_decode":
-        rows = {"q_length": min(shape.length, _MOST_QUERIES)}
-        sizes |= {"heads": group, **rows, **_CHECKED_DECODE}
-        feature = "causal window" if shape.window >= 0 else "plain"
-    else:
-        sizes |= {"heads": min(group, 2), **_CHECKED}
-        windows = "causal window" if shape.causal else "window"
-        feature = windows if shape.window >= 0 else "causal" if shape.causal else "plain"
+        sizes = {"heads": group, "q_length": min(shape.length, 16), "kv_length": 300}
+        feature = "causal window" if windowed else "plain"
+        return make(call="flash_decode", feature=feature, num_splits=2, **sizes)
+    sizes = {"heads": min(group, 2), "q_length": 70, "kv_length": 133}
+    feature = " ".join(["causal"] * shape.causal + ["window"] * windowed) or "plain"
     backward = kernel.startswith("flash_bwd")
-    call = "flash_decode" if kernel == "flash_decode" else "flash_fwd"
-    return attention(call=call, dtype=shape.dtype, feature=feature, backward=backward, **sizes)
+    return make(call="flash_fwd", feature=feature, backward=backward, **sizes)
 
 
 def _call_of(

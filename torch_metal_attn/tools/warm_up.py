@@ -1,7 +1,8 @@
-"""`warm_up`: compiles the kernels of calls that a program will make, before it makes them."""
+"""`warm_up`: compiles the kernels of later calls."""
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch_metal_attn.tools.explain import ops
 from torch_metal_attn.tools.explain.model import blank_result
 from torch_metal_attn.wording import count_text, type_text
 
-# A kernel with its defines, and whether it runs in pieces.
+# A kernel, its defines, and True if its grid is divided into pieces.
 Program = tuple[str, tuple[tuple[str, str], ...], bool]
 
 _MOST_THREADS = 8
@@ -29,10 +30,10 @@ _MOST_THREADS = 8
 class WarmUp:
     """The result of `warm_up`.
 
-    Attributes: kernels: the number of programs of each kernel, by its name. compiled: programs
-        that were compiled now. already: those that were compiled before. failed: the error of each
-        call of an op whose kernels do not compile; the call itself will raise the same. seconds:
-        how long it took, including the model's own work.
+    Attributes: kernels: the number of programs of each kernel, by its name. compiled: number of
+        programs that were compiled now. already: number of programs that were compiled before.
+        failed: the errors of op calls whose kernels do not compile; the calls themselves will raise
+        the same errors. seconds: the time taken, including the model's work.
     """
 
     kernels: dict[str, int]
@@ -60,7 +61,7 @@ def warm_up(
     threads: int | None = None,
     **options: Any,
 ) -> WarmUp:
-    """Compile for mps the kernels that calls need, side by side, before the calls are made.
+    """Compile the kernels that later calls need on mps, in parallel.
 
         warm_up(model)                                   # of transformers: a prompt and a step
         warm_up(model.generate, input_ids, max_new_tokens=2)
@@ -68,24 +69,25 @@ def warm_up(
         warm_up(q, k, v, causal=True, backward=True)     # tensors, which may be on "meta"
 
     Args: the first argument is one of
-        a model of transformers alone: it generates two tokens after a prompt of each length in
-            `prompt_lengths`, without a mask of padding.
-        a callable, such as a model, one of its methods or a function of several calls, followed by
-            its arguments. It runs under no_grad. Our ops do not: each returns zeros of the right
-            shape and writes nothing, so decisions that depend on values may differ. Compiled parts
-            run uncompiled. What the callable keeps itself does change: lengths of caches grow, so
-            give it a cache of its own, and random generators advance.
+        a model of transformers, without further arguments: it generates two tokens after a prompt
+            of each length in `prompt_lengths`, without a padding mask.
+        a callable, such as a model, one of its methods or a function that makes several calls,
+            followed by its arguments. It runs under no_grad. Our ops do not run: each returns zeros
+            of the right shape and writes nothing, so decisions that depend on values may differ.
+            Compiled parts run uncompiled. The callable's state changes: lengths of caches grow, so
+            pass it a separate cache, and random generators advance.
         q: followed by the other arguments of `torch.ops.metal_attn.flash_fwd`.
-        backward: also compile the gradients of q, k and v, and of what flex_attention captures.
+        backward: also compile the gradients of q, k and v, and of tensors that flex_attention
+            captures.
         threads: number of programs compiled at once; by default the number of cores, up to 8.
 
     Nothing of ours is encoded on torch's stream, except the trials that a first launch would make.
 
-    Returns: a `WarmUp`, whose str() says what was done.
+    Returns: a `WarmUp`, whose str() is a summary.
 
     Raises:
         RuntimeError: the kernels cannot run on mps here. In the simulator nothing is warmed up.
-        TypeError: the first argument is none of these, or an argument of the call is wrong.
+        TypeError: another first argument, or a wrong argument of the call.
         ValueError: an op refuses its call.
     """
     backward = as_bool("backward", backward)
@@ -160,7 +162,7 @@ class _Collector(TorchDispatchMode):
         return blank_result(func, args, kwargs)
 
     def note(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Keep the call if it needs a program that no earlier one needs."""
+        """Keep the call if it needs a program that no earlier call needs."""
         op = ops.recording_op(name)
 
         def call() -> list[dict[str, Any]]:
@@ -200,9 +202,7 @@ def _compile(calls: Sequence[_Call], threads: int | None, begun: float) -> WarmU
         if not isinstance(launches, str):
             for launch, program in zip(launches, _programs(launches), strict=True):
                 is_new[program] = is_new.get(program, False) or bool(launch["compiled"])
-    kernels: dict[str, int] = {}
-    for kernel, *_ in is_new:
-        kernels[kernel] = kernels.get(kernel, 0) + 1
+    kernels = dict(Counter(kernel for kernel, *_ in is_new))
     new = sum(is_new.values())
     failed = tuple(outcome for outcome in outcomes if isinstance(outcome, str))
     return WarmUp(kernels, new, len(is_new) - new, failed, time.perf_counter() - begun)

@@ -1,1 +1,1 @@
-"""The table of measured tiles: how it is read and used, and what it says about torch's speed."""
+"""The table of measured tiles: reads it, applies it, and compares torch's speed with ours."""

@@ -1,4 +1,4 @@
-"""Finds the calls that torch's attention runs faster than ours, by the table in use."""
+"""Says which calls torch's attention runs faster than ours, according to the table in use."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from torch_metal_attn.tuned import loading
 
 _MOST_KEYS = 1024
 
-# By the layout of a call's tensors. An explanation takes as long as a short call, so keys are kept.
+# Cached by the layout of a call's tensors, because an explanation takes as long as a short call.
 _keys: dict[tuple[Any, ...], str] = {}
 
 
 def faster_in_torch(problem: Problem) -> str | None:
-    """Why torch should run a call; None if it should not, or nothing like it was measured."""
+    """Why torch should run a call. None if ours is faster, or if no such call was measured."""
     loaded = loading.loaded()
     if not loaded.rows:
         return None
@@ -34,15 +34,14 @@ def _key(problem: Problem, tensors: tuple[torch.Tensor | None, ...]) -> str:
         x if x is None else (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
         for x in tensors
     )
-    options = (problem.is_causal, problem.q_offset, problem.dropout_p > 0)
     tf32 = problem.query.dtype == torch.float32 and tensor_tiles.tf32_allowed()
-    signature = (layouts, *options, tf32)
+    signature = (layouts, problem.is_causal, problem.q_offset, problem.dropout_p > 0, tf32)
     if signature not in _keys:
         if len(_keys) >= _MOST_KEYS:
             _keys.clear()
         try:
-            tuned = [one["tuning"]["key"] for one in problem.launches() if "tuning" in one]
-            _keys[signature] = "".join(tuned)
+            launches = problem.launches()
         except ValueError:
-            _keys[signature] = ""
+            launches = []
+        _keys[signature] = "".join(one["tuning"]["key"] for one in launches if "tuning" in one)
     return _keys[signature]

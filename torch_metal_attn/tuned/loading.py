@@ -1,4 +1,4 @@
-"""The table of measured tiles: its file, and the table that this process uses."""
+"""Files with tables of measured tiles, and the table that this process uses."""
 
 import json
 import math
@@ -21,11 +21,11 @@ from torch_metal_attn.wording import count_text
 SETTING = "TORCH_METAL_ATTN_TUNED"
 OFF = "off"
 DEFAULT, MEASURED = "default", "tuned on this machine"
-FORMAT = 5  # of the file
-LEAST_GAIN = 0.02  # a smaller difference of two times is noise
+FORMAT = 5  # version of the file format
+LEAST_GAIN = 0.02  # smaller differences of times are noise
 
 _KEY = re.compile(r"\w+( [\w<>=]+)+", re.ASCII)
-# Numbers of nine digits fit an int32, which the extension reads.
+# At most nine digits, so that each number fits the extension's int32.
 _TILE = re.compile(r"[A-Z_]+=\d{1,9}( [A-Z_]+=\d{1,9})*", re.ASCII)
 
 
@@ -34,7 +34,7 @@ class BadTable(ValueError):
 
 
 class Machine(NamedTuple):
-    """The Macs that a table is for, with the first two numbers of the versions that matter."""
+    """The machines that a table is for: of macOS and torch the first two numbers of the version."""
 
     gpu: str
     cores: str
@@ -45,7 +45,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """The tile for a key, and the time of torch's attention divided by ours, by kind of shape."""
+    """The tile for a key. torch: torch's time divided by ours, by kind of shape."""
 
     tile: str
     torch: dict[str, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Table:
     rows: dict[str, Row] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write the file in one step, each row on a line. Raises OSError."""
+        """Write the file atomically, with one row per line. Raises OSError."""
         rows = ",\n".join(json.dumps({"key": k} | asdict(row)) for k, row in self.rows.items())
         head = json.dumps({"format": FORMAT, "machine": self.machine._asdict()}, indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class Table:
 
 
 def read(path: Path, machine: Machine) -> Table:
-    """The table in a file. Raises OSError, or BadTable if it is damaged or for another machine."""
+    """Read a file. Raises OSError, or BadTable if it is damaged or for another machine."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (RecursionError, ValueError) as error:
@@ -98,7 +98,7 @@ def read(path: Path, machine: Machine) -> Table:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The table in use, its source in words too, and why a table is ignored, or ""."""
+    """The table in use. words: describes its source. ignored: why a table is ignored, or ""."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     source: str = ""
@@ -114,7 +114,7 @@ def loaded() -> Loaded:
 
 
 def this_machine() -> Machine:
-    """The machine that a table must be for to be used here: the simulator without a GPU."""
+    """The machine that tables must match; without a GPU it is the simulator."""
     name, cores = "the simulator", "unknown"
     if mps.available():
         if hasattr(torch.backends.mps, "get_name"):
@@ -134,7 +134,7 @@ def _minor(version: str) -> str:
 
 
 def path_of(machine: Machine) -> Path:
-    """The user's table for a GPU. Raises CacheError for a user without a home."""
+    """The path of the user's table for a machine. Raises CacheError without a home directory."""
     name = re.sub(r"[^a-z0-9]+", "-", f"{machine.gpu} {machine.cores}".lower()).strip("-")
     return cache.cache_dir() / "tuned" / f"{name}.json"
 
@@ -147,20 +147,19 @@ def load(machine: Machine) -> Loaded:
     source = f"table of {SETTING}" if setting else MEASURED
     try:
         path = Path(setting) if setting else path_of(machine)
-    except cache.CacheError:  # a user without a home has no table
+    except cache.CacheError:  # without a home directory there is no table
         return Loaded()
     try:
         rows = read(path, machine).rows
     except (BadTable, OSError) as error:
         if not setting and isinstance(error, FileNotFoundError):
             return Loaded()
-        line = f"torch_metal_attn: the table of tiles {path} is ignored: {error}"
-        return Loaded(ignored=line)
+        return Loaded(ignored=f"torch_metal_attn: the table of tiles {path} is ignored: {error}")
     return Loaded(rows, source, f"{source} ({count_text(len(rows), 'tile')})")
 
 
 def install() -> None:
-    """Read the table, give it to the extension, and print a line if it is ignored."""
+    """Read the table and pass it to the extension. Print a line if it is ignored."""
     global _loaded
     _loaded = load(this_machine())
     tiles.use(tiles.make((k, row.tile, _loaded.source) for k, row in _loaded.rows.items()))
@@ -169,6 +168,6 @@ def install() -> None:
 
 
 def install_on_import() -> None:
-    """Install a table where there is a GPU, or where the user names one: it reads files."""
+    """Install the table, unless there is neither a GPU nor a table that the user names."""
     if mps.available() or os.environ.get(SETTING, OFF) != OFF:
         install()

@@ -1,4 +1,4 @@
-"""Hands tiles to the extension, whose launches look them up."""
+"""Passes tables of tiles to the extension, whose launches look up their tiles."""
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,15 +6,18 @@ from contextlib import contextmanager
 
 from torch_metal_attn.runtime import extension
 
-FORCED = "forced"  # the source of a tile in `forced`
-# The table that launches look tiles up in, which the extension made, or None.
+FORCED = "forced"  # the source of tiles in `forced`
+# The extension's table in which launches look up tiles, or None.
 _in_use: ctypes.c_void_p | None = None
 
 
 def make(
     rows: Iterable[tuple[str, str, str]], library: ctypes.CDLL | None = None
 ) -> ctypes.c_void_p | None:
-    """A table of rows of key, tile and source, for `use`; None for no rows. Raises ValueError."""
+    """Make a table for `use` from rows of key, tile and source. None for no rows.
+
+    Raises ValueError for other rows.
+    """
     library = library or extension.load()
     text = "\n".join("\t".join(row) for row in rows)
     if not text:
@@ -27,7 +30,7 @@ def make(
 
 
 def use(table: ctypes.c_void_p | None, library: ctypes.CDLL | None = None) -> None:
-    """Let every launch that begins from now on, in all threads, look its tile up in `table`."""
+    """Let all later launches, in every thread, look up their tiles in `table`."""
     global _in_use
     (library or extension.load()).metal_attn_use_tiles(table)
     _in_use = table
@@ -35,7 +38,7 @@ def use(table: ctypes.c_void_p | None, library: ctypes.CDLL | None = None) -> No
 
 @contextmanager
 def forced(tiles: Mapping[str, str]) -> Iterator[None]:
-    """A context in which these kernels, by name, have these tiles, and all others the default."""
+    """A context in which kernels have these tiles, by name, and all others the default tile."""
     before = _in_use
     use(make((kernel, tile, FORCED) for kernel, tile in tiles.items()))
     try:

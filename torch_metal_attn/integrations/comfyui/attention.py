@@ -1,6 +1,6 @@
-"""Attention as ComfyUI calls it, as an override of its own (`optimized_attention_override`).
+"""An override of ComfyUI's attention (`optimized_attention_override`).
 
-ComfyUI gives an override the function that it would have called, and that function's arguments.
+ComfyUI calls an override with the function that it would have called, and with its arguments.
 """
 
 import logging
@@ -17,7 +17,7 @@ from torch_metal_attn.wording import type_text
 LOG = logging.getLogger(__name__)
 OVERRIDE = "optimized_attention_override"  # among a model's transformer_options
 _RUN = "outer_sample"  # ComfyUI's name for a whole run of a sampler
-# Arguments that change no result here: scores and sums are float32 in the kernels.
+# Arguments without an effect here, because scores and sums are float32 in the kernels.
 _PRECISION = ("attn_precision", "low_precision_attention")
 _OF_COMFYUI = ("transformer_options", "_inside_attn_wrapper")
 _PASSED_ON = ("scale", "enable_gqa")
@@ -27,7 +27,7 @@ class Attention:
     """The override, with its counts.
 
     Attributes: replaced: number of calls that ran on the kernels. left_alone: number of calls that
-        ComfyUI's own function ran, by reason; reasons that differ only in numbers count as one.
+        ComfyUI's function ran, by reason; reasons that differ only in numbers count as one.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Attention:
         self.left_alone: dict[str, int] = {}
 
     def __call__(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Run a call of ComfyUI's attention, or leave it to `function` and say why, once."""
+        """Run a call of ComfyUI's attention, or let `function` run it and log the reason once."""
         try:
             problem, reason, by_heads = planned(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -51,7 +51,7 @@ class Attention:
         return function(*args, **kwargs)
 
     def of_run(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a sampler, and log what became of its attention."""
+        """Run a sampler, and log the counts of its attention."""
         before, alone = self.replaced, sum(self.left_alone.values())
         result = executor(*args, **kwargs)
         replaced, alone = self.replaced - before, sum(self.left_alone.values()) - alone
@@ -80,21 +80,21 @@ def planned(
     skip_output_reshape: bool = False,
     **options: Any,
 ) -> tuple[Problem | None, str | None, bool]:
-    """A call of ComfyUI's attention as the kernels can run it, or why not. Runs nothing.
+    """Convert a call of ComfyUI's attention for the kernels, or say why they cannot run it.
 
     Args:
         q: (B, Lq, heads * D); with skip_reshape (B, heads, Lq, D).
         k, v: likewise. With enable_gqa they may have fewer heads.
-        mask: (Lq, Lk), (B, Lq, Lk) or (B, heads, Lq, Lk), or 1 in place of any but the last.
+        mask: (Lq, Lk), (B, Lq, Lk) or (B, heads, Lq, Lk). Any size but the last may be 1.
             Bool: False hides the key. Floating: added to the scores.
-        options: scale, enable_gqa, and what ComfyUI passes to its wrappers.
+        options: scale, enable_gqa, and arguments that ComfyUI passes to its wrappers.
 
-    Returns: the problem or the reason, and whether the result is (B, heads, Lq, D) and not
-        (B, Lq, heads * D).
+    Returns: the problem or None, the reason or None, and True if the result is (B, heads, Lq, D),
+        False if it is (B, Lq, heads * D).
 
     Raises:
-        TypeError: an option that is not known here, or an argument of another type.
-        ValueError: tensors of other numbers of dimensions, or of other heads.
+        TypeError: an unknown option, or an argument of another type.
+        ValueError: tensors with other numbers of dimensions or of heads.
     """
     unknown = sorted(set(options).difference(_PASSED_ON, _PRECISION, _OF_COMFYUI))
     if unknown:
@@ -138,7 +138,7 @@ def patch(model: Any) -> Any:
         raise TypeError(f"model is {type_text(model)}; it must be ComfyUI's ModelPatcher")
     patched = model.clone()
     options = patched.model_options.setdefault("transformer_options", {})
-    if not isinstance(options.get(OVERRIDE, None), Attention | None):
+    if not isinstance(options.get(OVERRIDE), Attention | None):
         raise ValueError(
             f"the model has an override of attention by another node: {options[OVERRIDE]!r}; "
             "take that node out"

@@ -22,7 +22,7 @@ __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
 
 
 class NotComfyUI(BadRequest):
-    """The folder is not ComfyUI's, or a file in it is not ours."""
+    """The folder is not ComfyUI's, or this command did not make the file in it."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

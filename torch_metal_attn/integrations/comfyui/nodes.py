@@ -1,4 +1,4 @@
-"""The node "Metal attention", which patches a model, as ComfyUI loads nodes."""
+"""The node "Metal attention", which patches a model."""
 
 import os
 from typing import Any
@@ -11,7 +11,7 @@ VARIABLE = "TORCH_METAL_ATTN_COMFYUI"
 
 
 class MetalAttention:
-    """ComfyUI finds what a node takes and gives by these names."""
+    """ComfyUI reads a node's inputs and outputs from these names."""
 
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "patch"
@@ -31,7 +31,7 @@ NODE_DISPLAY_NAME_MAPPINGS = {"MetalAttention": "Metal attention"}
 
 
 def replace_everywhere() -> None:
-    """With TORCH_METAL_ATTN_COMFYUI=all, run torch's attention here in all of ComfyUI.
+    """With TORCH_METAL_ATTN_COMFYUI=all, run all of ComfyUI's calls of torch's attention here.
 
     Raises: ValueError: the variable has another value.
     """

@@ -4,9 +4,9 @@
 `model.set_attention_backend("metal_attn")`, `with attention_backend("metal_attn"):` and the
 environment variable DIFFUSERS_ATTN_BACKEND=metal_attn work as with diffusers' own backends.
 
-Models whose attention predates diffusers' backends (UNets, VAEs, Stable Diffusion 3 and others)
-call torch's `scaled_dot_product_attention` by themselves and ignore the backend of the model. They
-run here too while "metal_attn" is diffusers' active backend, which each of the three ways makes it.
+Models whose attention is older than diffusers' backends (UNets, VAEs, Stable Diffusion 3 and
+others) call torch's `scaled_dot_product_attention` and ignore the backend of the model. They run
+here too while "metal_attn" is diffusers' active backend, which each of these three ways sets.
 """
 
 from torch_metal_attn.integrations.diffusers.backend import (

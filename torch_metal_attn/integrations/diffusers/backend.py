@@ -45,7 +45,7 @@ def metal_attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """Attention as diffusers' dispatcher calls it, with gradients.
+    """Attention with the signature of diffusers' dispatcher. It has gradients.
 
     Args:
         query: (B, Lq, Hq, D); float32, float16 or bfloat16; D up to 576.
@@ -60,7 +60,7 @@ def metal_attention(
         enable_gqa: let Hkv be a divisor of Hq.
 
     Returns:
-        (B, Lq, Hq, Dv). An operand whose last dimension is strided is copied first.
+        (B, Lq, Hq, Dv). Operands whose last dimension is not contiguous are copied first.
 
     Raises:
         ValueError: return_lse, context parallelism, or a BlockMask with dropout or is_causal;
@@ -108,12 +108,12 @@ def metal_attention(
 
 
 def activate() -> None:
-    """Make "metal_attn" the backend of calls that ask for none."""
+    """Make "metal_attn" the backend of calls that do not name one."""
     dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName(BACKEND))
 
 
 def register() -> None:
-    """Add the backend to diffusers' enumeration and to its registry, and warn where it is idle."""
+    """Add the backend to diffusers' enumeration and registry, and warn for models without calls."""
     names: Any = dispatch.AttentionBackendName
     if BACKEND not in names._value2member_map_:
         _add_member(names)
@@ -123,21 +123,21 @@ def register() -> None:
 
 
 def _add_member(names: Any) -> None:
-    """diffusers finds backends in an enumeration of str, which nothing else can extend."""
+    """Add a member to diffusers' enumeration of str, which has no public way to do it."""
     member = str.__new__(names, BACKEND)
     member._name_, member._value_ = _MEMBER, BACKEND
-    setattr(names, _MEMBER, member)  # before it is a member, which nobody may set
+    setattr(names, _MEMBER, member)  # first, because an enumeration's members cannot be set
     names._member_map_[_MEMBER] = member
     names._member_names_.append(_MEMBER)
     names._value2member_map_[BACKEND] = member
 
 
 def _warn_of_models_without_attention() -> None:
-    """Let `model.set_attention_backend` say so where it changes nothing in the model."""
+    """Let `model.set_attention_backend` warn if the model has no attention to run here."""
     models = sys.modules[_MODELS].ModelMixin
     choose = models.set_attention_backend
     if hasattr(choose, "__wrapped__"):
-        return  # registered once more
+        return  # already wrapped
 
     @functools.wraps(choose)
     def set_attention_backend(self: nn.Module, backend: str) -> None:

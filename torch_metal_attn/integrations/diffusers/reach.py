@@ -1,6 +1,6 @@
-"""Finds out if a model has any attention that the backend "metal_attn" can run.
+"""Says if a model has any attention that the backend "metal_attn" can run.
 
-Read from the code of its modules' classes and of their processors: nothing of the model runs.
+It reads the code of the modules' classes and of their processors, and runs nothing of the model.
 """
 
 import functools
@@ -17,7 +17,7 @@ _DISPATCHER = "dispatch_attention_fn"
 
 
 def has_attention(model: nn.Module) -> bool:
-    """True if a module calls diffusers' dispatcher, or torch's function where that is served."""
+    """True if a module calls diffusers' dispatcher, or torch's function that we have replaced."""
     kinds: set[type] = set()
     for module in model.modules():
         kinds |= {type(module), type(getattr(module, "processor", None))}
@@ -33,7 +33,7 @@ def _attends(kind: type) -> bool:
 
 
 def _calls_attention(value: Any, seen: set[FunctionType]) -> bool:
-    """True if this is a function that calls attention, or that calls one by name that does."""
+    """True for a function that calls attention, directly or by functions that it names."""
     function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
     if not isinstance(function, FunctionType) or function in seen:
         return False

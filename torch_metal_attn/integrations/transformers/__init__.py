@@ -2,8 +2,8 @@
 
 `import torch_metal_attn` registers the attention function and its mask function once transformers
 is imported too. Then `from_pretrained(..., attn_implementation="metal_attn")` accepts the name, and
-`enable(model)` switches a model over. Both refuse models that would ignore the implementation or
-give wrong results with it.
+`enable(model)` switches an existing model. Both refuse models that would ignore the implementation
+or give wrong results with it.
 
 Every call runs one op of `metal_attn`. The mask has the smallest form that can express it: nothing
 for full or plain causal attention; a compact descriptor for windows, chunks, padding and caches
@@ -45,7 +45,7 @@ from torch_metal_attn.integrations.transformers.routes import Routes, record_rou
 
 AttentionInterface.register(NAME, metal_attention)
 AttentionMaskInterface.register(NAME, metal_attention_mask)
-# Without a mask function: transformers then makes no masks at all.
+# Without a mask function, so that transformers makes no masks.
 AttentionInterface.register(FLASH_NAME, metal_flash_attention)
 guard_models()
 

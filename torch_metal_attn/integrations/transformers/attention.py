@@ -1,4 +1,4 @@
-"""The attention function for transformers: each call runs one kernel of `metal_attn`."""
+"""The attention function for transformers. Each call runs one op of `metal_attn`."""
 
 from typing import Any
 
@@ -32,12 +32,12 @@ from torch_metal_attn.ops.differentiation import call
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 from torch_metal_attn.wording import count_text, type_text, value_text
 
-# The bounds of packed sequences, and the longest of them.
+# The bounds of packed sequences, and their longest lengths.
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# Arguments that reach attention functions from a model's **kwargs and change nothing in the
-# attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
-# options of `generate`, and LFM3-VL the grid of a picture's patches, which its convolutions need.
-# Trainers and tokenizers put labels, and facts about the text, into batches.
+# Arguments that reach attention functions from a model's **kwargs and do not affect attention.
+# Every kernel is `deterministic`. CTC models pass the options of `generate`, and LFM3-VL passes the
+# grid of a picture's patches for its convolutions. Trainers and tokenizers put labels and facts
+# about the text into batches.
 _HARMLESS = frozenset(
     "assistant_masks bos_token_id cache_implementation cache_position completion_mask "
     "deterministic disable_compile do_sample eos_token_id grid_thw labels length logits_indices "
@@ -63,35 +63,35 @@ def metal_attention(
     indices: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Compute what transformers' `eager_attention_forward` does, or raise NotImplementedError.
+    """Compute the same as transformers' `eager_attention_forward`, or raise NotImplementedError.
 
     Args:
         module: the attention module.
         query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch; an `Unrotated` if
             a fused module leaves the rotation to the kernel.
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); a `Latents` of an absorbed module.
-        attention_mask: what `metal_attention_mask` returns, or a bool or additive mask
-            broadcastable to (B, Hq, Sq, Sk), causality included. None masks nothing out, as in
-            eager attention, whatever the module's `is_causal` is.
+        attention_mask: the result of `metal_attention_mask`, or a bool or additive mask
+            broadcastable to (B, Hq, Sq, Sk), which includes causality. None masks nothing out, as
+            in eager attention, even if the module's `is_causal` is True.
         is_causal: used only if there is no mask.
-        sliding_window: only checked, because the mask says which keys are seen.
+        sliding_window: only checked, because the mask already has the window.
         sinks: (B, Hq, Sq, 1), a sink per query.
         position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores.
-        indices: (B, Sq, n) integers, the keys that an indexer selected for each query, each once.
-        keywords: ignored if known to be harmless, refused otherwise unless None, but for
+        indices: (B, Sq, n) integers, the distinct keys that an indexer selected for each query.
+        keywords: known harmless ones and None are ignored, others are refused, except
             dropout: probability to drop a weight while the module is in training.
             softcap: scores become softcap * tanh(scores / softcap).
             s_aux: (Hq,), attention sinks.
             cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds
                 of sequences packed in a batch of 1, each attending to itself.
-            seq_idx, packed_seq_lengths, cu_seqlens: only checked: the bounds or the mask must keep
-                the sequences that they name apart.
+            seq_idx, packed_seq_lengths, cu_seqlens: only checked: the bounds or the mask must
+                separate the sequences that they name.
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never
         computed. A query that sees no key gets 0. Under autocast, as in torch's own attention,
-        query, key, value and what is added to the scores are cast to its dtype, which is also
-        out's.
+        query, key, value and tensors that are added to the scores are cast to its dtype, which is
+        also the dtype of out.
     """
     per_query = {"sinks": sinks, "position_bias": position_bias, "indices": indices}
     tensors = {"attention_mask": attention_mask, "s_aux": keywords.get("s_aux"), **per_query}
@@ -119,7 +119,7 @@ def metal_attention(
 
     if isinstance(query, Unrotated):
         if bounds:
-            # The kernel would count rows of the tables from each sequence's first token.
+            # The kernel would start at the first row of the tables for each sequence.
             q = query.rotated()
         else:
             options |= query.options()
@@ -135,14 +135,14 @@ def metal_attention(
         q = q.expand(key.shape[0], -1, -1, -1)
     route, visible, detail = _visibility(module, q, key, mask, packing, causal, sliding_window)
     if indices is not None and indices.shape[2] < kv_length:
-        # Each query reads its list by itself, so a mask costs less if there are many queries.
+        # Each query reads its list separately, so a mask costs less if there are many queries.
         by_lists = _decodes(q, key, value, **options)
-        visible = _of_selected(module, indices, kv_length, visible, by_lists)
+        visible = _restricted(module, indices, kv_length, visible, by_lists)
         route, detail = "dense", f"{detail}, {indices.shape[2]} keys of each query"
     options |= visible
     if position_bias is not None:
         route, detail = "dense", f"{detail} with bias {tuple(position_bias.shape)}"
-        # A floating mask and a bias are the same thing to the kernel, which takes one.
+        # The kernel takes only one tensor that is added to the scores.
         if (added := options.get("attn_mask")) is not None and added.dtype != torch.bool:
             position_bias, options["attn_mask"] = position_bias + added, None
         options["attn_bias"] = position_bias
@@ -177,7 +177,7 @@ def _check_arguments(
 def _attend_to_latents(
     module: nn.Module, query: Any, latents: Latents, mask: Tensor | None, keywords: dict[str, Any]
 ) -> Tensor:
-    """Few queries read the latent rows themselves; for many the rows are expanded."""
+    """Few queries read the latent rows directly. For many queries the rows are expanded."""
     is_packed = any(keywords.get(name) is not None for name in BOUNDS)
     if is_packed or query.shape[2] > DECODE_QUERIES:
         return metal_attention(module, query, *latents.expanded(), mask, **keywords)[0]
@@ -196,7 +196,7 @@ def score_options(
     output_attentions: bool | None = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """The op's options but for visibility; NotImplementedError for unknown arguments."""
+    """The op's options except visibility. Raises NotImplementedError for unknown arguments."""
     refuse_weights(module, output_attentions)
     for name, value in unknown.items():
         if value is not None and name not in _HARMLESS:
@@ -224,7 +224,7 @@ def _flash(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Run the kernel for many queries or for few. sinks: (B, Hq, Sq, 1), a score without value."""
+    """Run the kernel for many or for few queries. sinks: (B, Hq, Sq, 1), a score without value."""
     (query,) = autocast(query)
     added = {name: options.get(name) for name in ("attn_mask", "attn_bias")}
     options |= {name: autocast(one)[0] for name, one in added.items() if one is not None}
@@ -239,27 +239,27 @@ def _flash(
         out, lse = call(op, (query, key, value), options)
     if sinks is None:
         return out
-    # exp(lse) is the sum over the keys, so this is their share of the sum with the sink.
+    # exp(lse) is the sum over the keys, so this is the keys' share of the sum with the sink.
     share = torch.sigmoid(lse[..., None] - sinks)
     return (out * share).to(out.dtype)
 
 
 def _decodes(query: Tensor, key: Any, value: Any, **options: Any) -> bool:
-    """True if queries are few, and nothing asks for gradients or dropout."""
+    """True for few queries without gradients and dropout."""
     tensors = (query, key, value, *options.values())
     trains = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
     )
-    # A graph for any number of queries must not be made one for few. Traced sizes are tensors.
+    # A graph for any number of queries must not get the op for few. Traced sizes are tensors.
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
     few = not tracing and statically_known_true(query.shape[2] <= DECODE_QUERIES)
     return few and not trains and "dropout_p" not in options
 
 
-def _of_selected(
+def _restricted(
     module: nn.Module, indices: Tensor, kv_length: int, visible: dict[str, Any], by_lists: bool
 ) -> dict[str, Any]:
-    """The options `visible`, of which each query sees the keys in its `indices` alone."""
+    """The options `visible`, restricted to the keys in each query's `indices`."""
     mask = visible.get("attn_mask")
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1):
         raise NotImplementedError(
@@ -288,14 +288,14 @@ def _visibility(
     causal: bool,
     sliding_window: int | None,
 ) -> tuple[str, dict[str, Any], str]:
-    """The keys that each query sees: the route, the op's options, and a description of them."""
+    """The keys that each query sees: the route, the op's options, and a description."""
     q_length, kv_length = query.shape[2], key.shape[2]
     if mask is None:
         # A single query is the last one, so it sees every key.
         causal = causal and q_length > 1
         _check_window(module, sliding_window, min(q_length, kv_length) if causal else kv_length)
-        # More keys than queries: the prefill of a static cache, whose trailing keys hold nothing
-        # yet. The diagonal is therefore aligned top-left.
+        # If there are more keys than queries, it is the prefill of a static cache, whose trailing
+        # keys are still empty. So the diagonal is aligned top-left.
         return "plain", {"causal": causal, "q_offset": 0}, "causal" if causal else "full"
     if packing is not None:
         return "dense", {"attn_mask": bands.expand(mask, q_length, kv_length)}, "packed rows"
@@ -332,7 +332,7 @@ def _bounds(
     per_query: dict[str, Tensor | None],
     keywords: dict[str, Any],
 ) -> dict[str, Any]:
-    """The bounds of packed sequences, or {}; ValueError if nothing keeps sequences apart."""
+    """The bounds of packed sequences, or {}. ValueError if nothing separates the sequences."""
     for name, sequence in sequences.items():
         if sequence is not None:
             _check_sequences(module, name, sequence, query, key, mask, packing, bounds)
@@ -424,7 +424,7 @@ def flash_varlen(
     bounds: dict[str, Any],
     **options: Any,
 ) -> Tensor:
-    """Attention of sequences packed in one row, bottom-right aligned: (1, Sq, Hq, Dv)."""
+    """Attention of sequences packed in one row, aligned bottom-right: (1, Sq, Hq, Dv)."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         check_integers(name, bounds[name], "(sequences + 1)")
     longest = [as_int(name, bounds[name]) for name in ("max_length_q", "max_length_k")]
@@ -485,7 +485,7 @@ def _wrong_size(
 
 
 def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> None:
-    """Refuse a window that should mask out keys if no mask says on which side."""
+    """Refuse a window that would mask out keys, because without a mask its side is unknown."""
     if sliding_window is not None and reach > as_int("sliding_window", sliding_window):
         raise NotImplementedError(
             f"sliding_window={sliding_window} in {type(module).__name__} with "
@@ -494,6 +494,6 @@ def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> 
 
 
 def _shown(values: dict[str, Any]) -> str:
-    """The first of the values that is not None, with its name."""
+    """The name and text of the first value that is not None."""
     name, value = next((name, value) for name, value in values.items() if value is not None)
     return f"{name}={type_text(value) if isinstance(value, Tensor) else value_text(value)}"

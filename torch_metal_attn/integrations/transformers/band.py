@@ -1,15 +1,16 @@
-"""The keys that a query sees, as the numbers and lengths that the ops of `metal_attn` take.
+"""Describes the keys that a query sees by numbers and lengths that the ops of `metal_attn` take.
 
 transformers calls the mask function once per forward and the attention function once per layer, and
-passes one tensor from the first to the second. A `Band` travels as an int32 tensor (B, Sq, 1, 8),
-the descriptor, with one row per sequence, which its queries share: they are in the shape because a
-compiled graph can read no values. If every query sees the same keys, it is (B, 1, 1, 5), for any
-number of queries. The band is also attached as an attribute, so a layer does not wait for the
-device. If the attribute is lost (`.to()`, slicing, checkpoints), the values give the same band.
+passes one tensor from the first to the second. A `Band` is passed as a descriptor: an int32 tensor
+(B, Sq, 1, 8) with one row per sequence, expanded over the queries. Their number is in the shape
+because a compiled graph cannot read values. If every query sees the same keys, the descriptor is
+(B, 1, 1, 5), for any number of queries. The band is also attached as an attribute, so a layer does
+not wait for the device. If the attribute is lost (`.to()`, slicing, checkpoints), the values give
+the same band.
 
 The diagonal from the first key, which most forwards have, is an int32 tensor (B, 1, Sq, 0), a mask
-without keys. So None keeps its meaning in transformers' eager attention, that every query sees
-every key, and models that pass no mask get no diagonal.
+without keys. So None keeps its meaning of transformers' eager attention: every query sees every
+key, and models that pass no mask get no diagonal.
 """
 
 from dataclasses import dataclass
@@ -18,18 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Keys are counted from the first that the attention sees: that of a sliding cache is not token 0.
+# Key 0 is the first key of the call, which in a sliding cache is not token 0.
 COLUMNS = (
-    "q_offset",  # the key at which the first query stands
+    "q_offset",  # the key at the position of the first query
     "q_length",
     "kv_length",
-    "start",  # keys before it do not exist; chunks count from it
-    "end",  # keys from it on do not exist
+    "start",  # the first key; chunks count from it
+    "end",  # the index after the last key
     "window_size_left",  # -1: no limit
     "window_size_right",
     "attention_chunk",  # 0: none
 )
-# The number of columns of a band that is the same for all queries, and the values of the rest.
+# The number of columns if all queries see the same keys, and the values of the missing columns.
 _SHARED = 5
 _NO_LIMITS = (-1, -1, 0)
 
@@ -38,7 +39,7 @@ _ATTRIBUTE = "_metal_attn_band"
 
 @dataclass(frozen=True)
 class Band:
-    """The options of one call. seqused_k, leftpad_k: int32 (B,), None without such padding."""
+    """The options of one call. seqused_k, leftpad_k: int32 (B,), or None without padding."""
 
     q_offset: int
     q_length: int
@@ -55,7 +56,7 @@ class Band:
 
     @property
     def is_causal(self) -> bool:
-        """True if there are several queries, and each sees the keys up to its number."""
+        """True for several queries of which query i sees the keys up to i."""
         on_diagonal = self.window_size_right == 0 and self.q_offset == 0
         return on_diagonal and self.q_length > 1 and self._has_no_other_limit
 
@@ -125,7 +126,7 @@ def is_causal(mask: Tensor) -> bool:
 
 
 def is_descriptor(mask: Tensor, kv_length: int) -> bool:
-    """True for a descriptor, but for no part of one: there is none for 8 keys or fewer."""
+    """True for a whole descriptor. Calls with at most 8 keys have none."""
     return (
         mask.dtype == torch.int32
         and mask.dim() == 4
@@ -136,12 +137,12 @@ def is_descriptor(mask: Tensor, kv_length: int) -> bool:
 
 
 def is_for(descriptor: Tensor, q_length: int) -> bool:
-    """True if a descriptor is for this number of queries, without reading any value."""
+    """True if a descriptor is for this number of queries, by its shape."""
     return descriptor.shape[3] == _SHARED or descriptor.shape[1] == q_length
 
 
 def unpack(descriptor: Tensor) -> Band:
-    """A descriptor's band: its attribute, or read from the device. ValueError for other values."""
+    """A descriptor's band, from its attribute or from the device. ValueError for other values."""
     band = getattr(descriptor, _ATTRIBUTE, None)
     if isinstance(band, Band):
         return band
@@ -169,7 +170,7 @@ def unpack(descriptor: Tensor) -> Band:
 def foreign(mask: Tensor) -> ValueError:
     return ValueError(
         f"attention_mask is an int32 tensor {tuple(mask.shape)}, which only "
-        "metal_attention_mask makes, and its values are none of it: pass a bool mask"
+        "metal_attention_mask makes, but it has other values: pass a bool mask"
     )
 
 
@@ -188,9 +189,9 @@ def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
 
 
 def lengths(descriptor: Tensor) -> dict[str, Tensor]:
-    """leftpad_k and seqused_k, int32 (B,), of a single query; equal if it sees nothing."""
+    """leftpad_k and seqused_k, int32 (B,), of a single query; equal if it sees no key."""
     position, _, _, start, end, left, right, chunk = _columns(descriptor[:, 0, 0])  # (B,) each
-    # The chunk's first key, or the first of all.
+    # The first key of the chunk, or of all keys.
     first = start + (position - start) // chunk.clamp(min=1) * chunk
     last = torch.where(chunk > 0, torch.minimum(end, first + chunk), end)
     first = torch.where(left < 0, first, torch.maximum(first, position - left))

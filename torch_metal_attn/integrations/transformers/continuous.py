@@ -1,8 +1,8 @@
 """`generate_batch`: transformers' continuous batching, with attention over packed sequences.
 
 transformers batches requests token by token and keeps their keys and values in its own pages. It
-assumes that implementations with "flash" in their name need no mask, and refuses to set a name that
-it does not know. Hence a context manager, which sets the name where the layers read it.
+assumes that implementations with "flash" in their name need no mask, and refuses to set an unknown
+name. So a context manager sets the name where the layers read it.
 """
 
 import inspect
@@ -17,11 +17,7 @@ from transformers import PretrainedConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from torch_metal_attn.call.arguments import as_int, check_rank
-from torch_metal_attn.integrations.transformers.attention import (
-    BOUNDS,
-    flash_varlen,
-    score_options,
-)
+from torch_metal_attn.integrations.transformers.attention import BOUNDS, flash_varlen, score_options
 from torch_metal_attn.integrations.transformers.latent import EXPAND
 from torch_metal_attn.integrations.transformers.refusals import checked_parts, unwrapped
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
@@ -33,8 +29,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 _MANAGER = "_cached_continuous_batching_manager"
 
-# By the identity of a configuration, which every layer has: where `continuous_batching` was
-# entered. Layers run in a thread of the manager's, which would not see `simulate()` otherwise.
+# By the id of a configuration, the context in which `continuous_batching` was entered. Layers run
+# in a thread of the manager, where `simulate()` would have no effect without it.
 _entered: dict[int, Context] = {}
 
 
@@ -43,28 +39,26 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
     """Let `model.generate_batch` and continuous batching managers run on the kernels.
 
     Inside the block every attention of the model has the implementation "metal_flash_attn", which
-    works for continuous batching only: `forward` and `generate` raise. When the block ends, also by
-    an exception, the model is as it was before; a manager that `persistent_manager=True` kept is
-    destroyed. Blocks nest, for one model or several. Stop managers inside the block. A model may be
-    wrapped as for `enable`.
+    works for continuous batching only: `forward` and `generate` raise. The end of the block, also
+    by an exception, restores the model and destroys a manager that `persistent_manager=True` kept.
+    Blocks nest, for one model or several. Stop managers inside the block. A model may be wrapped as
+    for `enable`.
 
     Raises: TypeError, NotImplementedError: as `enable`; also NotImplementedError if the model does
         not support attention without masks, or caches latent rows. ImportError: transformers is
         older than 5.20, where attention functions do not update the paged cache.
     """
     if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
-        raise ImportError(
-            "continuous_batching needs transformers 5.20 or later "
-            "(pip install 'transformers>=5.20')"
-        )
+        needed = "transformers 5.20 or later (pip install 'transformers>=5.20')"
+        raise ImportError(f"continuous_batching needs {needed}")
     inner = unwrapped(model)
     parts = checked_parts(inner, FLASH_NAME)
     for name, part in parts:
         if not part._supports_flash_attn:
             where = f"{type(part).__name__}{f' at {name!r}' if name else ''}"
             raise NotImplementedError(
-                f"{where} does not support flash attention, so continuous batching would leave out "
-                "what its masks say; use enable(model) and generate"
+                f"{where} does not support flash attention, so continuous batching would ignore "
+                "its masks; use enable(model) and generate"
             )
     if any(hasattr(module, EXPAND) for module in inner.modules()):
         raise NotImplementedError(
@@ -77,7 +71,7 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
     configs = {id(config): config for config in known if isinstance(config, PretrainedConfig)}
     names = {key: config._attn_implementation for key, config in configs.items()}
     outer = {key: _entered[key] for key in configs if key in _entered}
-    # It was made for another attention: with masks, or without.
+    # A manager of another attention is not reused, because it may use masks.
     manager = inner.__dict__.pop(_MANAGER, None)
     context = copy_context()
     try:
@@ -95,7 +89,7 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
         _entered.update(outer)
 
 
-# The paged cache is updated in place through views, of which a compiled graph would make copies.
+# A compiled graph would copy the views through which the paged cache is updated in place.
 @torch.compiler.disable
 def metal_flash_attention(
     module: nn.Module,
@@ -112,18 +106,18 @@ def metal_flash_attention(
     """Attention in one step of continuous batching: new tokens of many requests in one row.
 
     Args: module: the attention module. query: (1, Hq, T, D). key, value: (1, Hkv, T, D) of the new
-        tokens. cache: transformers' PagedAttentionCache, which stores them and returns those of
-        all requests, concatenated. From 5.24 on the layer itself does that: cache is None, key and
-        value are those of all requests, and the lengths are the layer's. sliding_window: only
-        checked if there is a cache, which knows how many tokens it keeps. keywords: scaling,
-        softcap, s_aux and dropout as in `metal_attention`; cu_seq_lens_q, int32 (requests + 1,);
-        with a cache by type of layer cu_seq_lens_k and max_length_k; by group of layers read_index
-        and write_index, int64, rows of the cache.
+        tokens. cache: transformers' PagedAttentionCache, which stores the new tokens and returns
+        those of all requests, concatenated. From 5.24 on the layer does that itself: cache is None,
+        key and value are those of all requests, and the lengths are the layer's. sliding_window:
+        only checked if there is a cache, which knows its window. keywords: scaling, softcap, s_aux
+        and dropout as in `metal_attention`; cu_seq_lens_q, int32 (requests + 1,); cu_seq_lens_k and
+        max_length_k, with a cache by type of layer; read_index and write_index, int64, rows of the
+        cache, by group of layers.
 
     Returns: out (1, T, Hq, D), contiguous, and None.
 
     Raises: NotImplementedError: no paged cache (`generate` and `forward` have none), a mask,
-        attention that is not causal, a window other than the cache's, an unknown argument.
+        attention that is not causal, a different window than the cache's, an unknown argument.
     """
     if isinstance(query, Unrotated):
         query = query.rotated()
@@ -160,11 +154,11 @@ def metal_flash_attention(
                 f"sliding_window={sliding_window} in {name}, layer {module.layer_idx}, whose cache "
                 f"keeps {'every token' if window is None else f'a window of {window}'}"
             )
-        # It replaces the lengths by type of layer by those of this layer.
+        # This replaces `packed`'s lengths by type of layer by those of this layer.
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packed
         )
     options |= {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
-    # A copy, as a context cannot be entered twice at a time.
+    # A copy, because a context cannot be entered twice at the same time.
     out: Tensor = context.copy().run(flash_varlen, module, query, key, value, packed, **options)
     return out, None

@@ -1,4 +1,4 @@
-"""`enable`: switch a model to this attention, or raise if its results would be wrong."""
+"""`enable`: switches a model to this attention, or raises if its results would be wrong."""
 
 from typing import TypeVar
 
@@ -18,17 +18,17 @@ def enable(model: _Model, *, fuse_rope: bool = False, absorb: bool = False) -> _
         model. It may be wrapped by torch.compile, PEFT or (Distributed)DataParallel. fuse_rope: let
         the attention kernel rotate queries as it loads them (bench/results/transformers.md has the
         savings). It needs a model whose attention calls `apply_rotary_pos_emb` and does not change
-        q afterwards. `metal_attn::rope` still rotates k as it enters the cache, and q in packed
-        sequences and continuous batching. absorb: keep the latent rows of multi-head latent
-        attention (DeepSeek-V3 and its relatives) as they are instead of expanding them to keys and
-        values of every head in each step; `latent_cache` makes a cache that holds them side by
-        side. enable(model) undoes both.
+        q afterwards. `metal_attn::rope` still rotates k before it enters the cache, and q in packed
+        sequences and continuous batching. absorb: attend to the latent rows of multi-head latent
+        attention (DeepSeek-V3 and related models) directly, instead of expanding them to keys and
+        values of every head in each step; `latent_cache` makes a cache with concatenated rows.
+        enable(model) undoes both.
 
     Raises: TypeError: `model` is not a transformers model. NotImplementedError: a part of the model
         ignores the attention interface, or depends on the implementation's name, so that its
         results would be wrong or not come from this library; its queries are rotated in an unknown
-        way (fuse_rope); it has no such attention (absorb). The message names the part and what
-        works instead, and the model is not changed.
+        way (fuse_rope); it has no such attention (absorb). The message names the part and what to
+        do instead. The model is not changed.
     """
     fuse_rope, absorb = as_bool("fuse_rope", fuse_rope), as_bool("absorb", absorb)
     inner = unwrapped(model)

@@ -1,7 +1,7 @@
-"""transformers' own `flash_attention_2`, when `flash_attn` is `torch_metal_attn.flash_attn`.
+"""Allows transformers' `flash_attention_2` if `flash_attn` is `torch_metal_attn.flash_attn`.
 
-transformers runs it only on CUDA, and has no option to change that. So two of its functions are
-replaced where it looks them up: whether flash-attn 2 is installed, and on which devices it runs.
+transformers allows it on CUDA only, without an option. So two things are replaced where it looks
+them up: the test if flash-attn 2 is installed, and the devices that it runs on.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ _PLACES = ("FLASH_ATTENTION_COMPATIBILITY_MATRIX", "_loaded_implementation")
 
 
 def allow(undo: contextlib.ExitStack) -> None:
-    """Let models have attn_implementation="flash_attention_2" until `undo` closes."""
+    """Allow attn_implementation="flash_attention_2" until `undo` closes."""
     if not all(hasattr(lookups, place) for place in _PLACES):
         raise ImportError(
             "install_flash_attn(transformers=True) needs transformers 5.23 "
@@ -24,7 +24,7 @@ def allow(undo: contextlib.ExitStack) -> None:
     rules = lookups.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     undo.callback(setattr, lookups, "is_flash_attn_2_available", before)
     undo.callback(rules.__setitem__, 2, rules[2])
-    # transformers caches the functions that it loaded, and does not check again.
+    # transformers caches the functions that it has loaded, and does not check again.
     undo.callback(setattr, lookups, "_loaded_implementation", None)
     lookups.is_flash_attn_2_available = _yes
     rules[2] = {

@@ -1,8 +1,8 @@
-"""`enable(model, fuse_rope=True)`: queries are rotated as the attention kernel loads them.
+"""`enable(model, fuse_rope=True)`: the attention kernel rotates queries as it loads them.
 
 transformers rotates q and k by `apply_rotary_pos_emb`, which the forward of an attention module
 calls long before the attention function. A fused module gets a class whose forward is the same
-code, but calls a function of this file instead. That function rotates k, which enters the cache
+code, but calls a function of this file instead. That function rotates k, which the cache needs
 rotated, and leaves q to the kernel (see `unrotated`).
 """
 
@@ -29,14 +29,14 @@ _POSITIONS = (3, 17, 101)
 
 
 def restore(model: nn.Module) -> None:
-    """Give every module of `model` whose class was replaced, here or in `latent`, its own back."""
+    """Undo the replacement of classes, here and in `latent`, in every module of `model`."""
     for module in model.modules():
         if own_class(module) is not type(module):
             module.__class__ = own_class(module)
 
 
 def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
-    """The modules to fuse, with their new classes, or NotImplementedError. Changes nothing."""
+    """The modules to fuse, with their new classes. Raises NotImplementedError."""
     modules = [(module, own_class(module)) for module in model.modules()]
     rotating = [(module, kind) for module, kind in modules if _rotations(kind)]
     where = f"fuse_rope=True for {type(model).__name__}"
@@ -44,7 +44,7 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
         raise _refused(f"{where}, which has no attention that calls {_FUNCTION}")
     for module, kind in rotating:
         if "forward" in vars(module):
-            # accelerate puts one there where a model is spread over devices.
+            # accelerate adds such a forward if a model is spread over devices.
             text = f"{where}: {with_article(kind.__name__)} has a forward that is not its class's"
             raise _refused(text, ", or fuse before hooks are added")
     kinds = {kind for _, kind in rotating}
@@ -57,13 +57,13 @@ def _refused(text: str, more: str = "") -> NotImplementedError:
 
 
 class Replacing:
-    """The base that a class has, besides the class of a module that it takes the place of."""
+    """The first base of a class that replaces the class of a module. The second is that class."""
 
     _metal_attn_own: type
     _metal_attn_made: tuple[Any, ...]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By the original class, because pickle finds a class by its name.
+        # By the original class, because pickle looks classes up by their names.
         return _bare, self._metal_attn_made, self.__dict__
 
 
@@ -72,7 +72,7 @@ def _bare(make: Callable[..., type], *arguments: Any) -> Any:
 
 
 def replacing(base: type, make: Callable[..., type], kind: type, *more: Any, **body: Any) -> type:
-    """A class like `kind` with other attributes, which make(kind, *more) returns."""
+    """A subclass of `kind` with the attributes `body`. make(kind, *more) returns it again."""
     attributes = {"_metal_attn_own": kind, "_metal_attn_made": (make, kind, *more)}
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (base, kind), body | attributes | names)
@@ -96,7 +96,7 @@ def fused_class(kind: type, tables: Tables) -> type:
     replaced: dict[str, Any] = {_FUNCTION: _key_rotation(kind.__name__, tables)}
     if "cat" in code.co_names:
         replaced["torch"] = _Torch()
-    # In the same globals: torch.compile looks names up in the module that a code object is from.
+    # In the same globals, because torch.compile looks names up in the module of a code object.
     prefix = f"_metal_attn_{kind.__name__}_{tables.repeats}_{tables.interleaved}_"
     forward.__globals__.update({prefix + name: value for name, value in replaced.items()})
     names = (prefix + name if name in replaced else name for name in code.co_names)
@@ -109,7 +109,7 @@ def fused_class(kind: type, tables: Tables) -> type:
 
 
 def _undecorated(kind: type) -> Any:
-    """The forward of `kind` below the decorators that rename arguments; None below any other."""
+    """The forward of `kind` without decorators that rename arguments; None if it has others."""
     forward = kind.forward  # type: ignore[attr-defined]
     while hasattr(forward, "__wrapped__"):
         if forward.__globals__["__name__"] != _RENAMING:
@@ -119,7 +119,7 @@ def _undecorated(kind: type) -> Any:
 
 
 def _decorated(like: Any, function: Any) -> Any:
-    """`function` below the decorators of `like`, which hold what they call in their closures."""
+    """`function` with the decorators of `like`, whose closures hold the decorated function."""
     if not hasattr(like, "__wrapped__"):
         return function
     inner = _decorated(like.__wrapped__, function)
@@ -137,7 +137,7 @@ def _with_code(like: Any, code: types.CodeType, closure: Any) -> types.FunctionT
 
 
 class _Torch:
-    """`torch` for code that appends columns of q that are not rotated to those that are."""
+    """`torch` for code that appends unrotated columns to the rotated columns of q."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -169,7 +169,7 @@ def _key_rotation(owner: str, tables: Tables) -> Callable[..., tuple[Unrotated, 
 
 @functools.cache
 def _rotations(kind: type) -> list[str]:
-    """The functions with names like a rotation's that the forward of `kind` calls."""
+    """The functions whose names look like a rotation and that the forward of `kind` calls."""
     forward = inspect.unwrap(getattr(kind, "forward", None) or _rotations)
     code = getattr(forward, "__code__", None)
     names = getattr(code, "co_names", ())
@@ -177,7 +177,7 @@ def _rotations(kind: type) -> list[str]:
 
 
 def _probe(model: PreTrainedModel, kind: type, where: str) -> Tables:
-    """How modules of `kind` rotate, from the results of their function on the model's tables."""
+    """Find out how modules of `kind` rotate, by their function's results on the model's tables."""
     where = f"{where}: {kind.__name__}"
     forward, names = _undecorated(kind), _rotations(kind)
     rotates = f"{where} rotates its queries"
@@ -204,7 +204,7 @@ def _probe(model: PreTrainedModel, kind: type, where: str) -> Tables:
 
 
 def _check_uses(forward: Callable[..., Any], where: str) -> None:
-    """Refuse code that does something with q between the rotation and the attention."""
+    """Refuse code that uses q between the rotation and the attention."""
     text = inspect.getsource(forward)
     call = re.search(rf"(\w+), \w+ = {_FUNCTION}\(", text)
     end = text.find("attention_interface(", call.end() if call else 0)
@@ -218,7 +218,7 @@ def _check_uses(forward: Callable[..., Any], where: str) -> None:
 
 
 def _tables_of(model: PreTrainedModel, kind: type) -> Iterator[tuple[Tensor, Tensor]]:
-    """cos and sin of a few positions by every module that makes tables for `kind`, on the CPU."""
+    """Yields cos and sin of a few positions, on the CPU, of every module with tables for `kind`."""
     for module in model.modules():
         cls = type(module)
         if cls.__module__ != kind.__module__ or not cls.__name__.endswith("RotaryEmbedding"):
@@ -241,7 +241,7 @@ def _tables_of(model: PreTrainedModel, kind: type) -> Iterator[tuple[Tensor, Ten
 
 
 def _recognise(function: Callable[..., Any], cos: Tensor, sin: Tensor) -> Tables | None:
-    """How to read the tables so that `rotate` computes what `function` does."""
+    """How to read the tables so that `rotate` gives the results of `function`."""
     for repeats in ("halves", "pairs", "none"):
         for interleaved in (False, True):
             tables = Tables(repeats, interleaved)
@@ -258,13 +258,13 @@ def _agrees(function: Callable[..., Any], cos: Tensor, sin: Tensor, tables: Tabl
     generator = torch.Generator().manual_seed(0)
     sizes = (2, 1, 2, len(_POSITIONS), 2 * rotary_dim)
     x = torch.randn(sizes, generator=generator, device="cpu").double()
-    # Heads that are rotated as a whole, and in part if the function supports that.
-    for width, must in ((rotary_dim, True), (2 * rotary_dim, False)):
+    # Heads that are rotated completely, and heads that are rotated in part if it supports them.
+    for width in (rotary_dim, 2 * rotary_dim):
         q, k = x[..., :width]
         try:
             results = function(q, k, cos, sin)
         except RuntimeError:
-            if must:
+            if width == rotary_dim:
                 return False
             continue
         for actual, original in zip(results, (q, k), strict=True):

@@ -1,8 +1,8 @@
-"""`enable(model, absorb=True)`: multi-head latent attention on the latent rows themselves.
+"""`enable(model, absorb=True)`: multi-head latent attention that reads the latent rows.
 
 transformers caches one latent row per token, and expands all of them to keys and values of every
-head in each step. An absorbed module leaves them as they are: with few queries, the keys'
-up-projection is multiplied into the queries, and the values' into the result.
+head in each step. An absorbed module does not expand them: for few queries, it multiplies the
+keys' up-projection into the queries, and the values' up-projection into the result.
 """
 
 import functools
@@ -26,12 +26,12 @@ from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
 from torch_metal_attn.wording import type_text, with_article
 
-EXPAND = "expand_kv"  # of a module that caches latent rows
+EXPAND = "expand_kv"  # the method of modules that cache latent rows
 
 
 @dataclass(frozen=True)
 class HeldRows:
-    """All rows of a `LatentLayer`, which returns them for both parts. columns: C and R of a row."""
+    """All rows of a `LatentLayer`, in place of keys and values. columns: C and R of a row."""
 
     layer: "LatentLayer"
     columns: tuple[int, int]
@@ -39,11 +39,11 @@ class HeldRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the keys: (B, 1, Lk, C + R)."""
+        """(B, 1, Lk, C + R), the shape of the keys."""
         return len(self.layer.ids), 1, self.layer.get_seq_length(), sum(self.columns)
 
     def attend(self, q: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Attention of q (B, H, Lq, C + R) to the rows where they lie."""
+        """Attention of q (B, H, Lq, C + R) to the rows in the cache."""
         storage, where = self.layer.storage, self.layer.where()
         lengths = [self.shape[2]] * self.shape[0]
         if isinstance(storage.recent, RecentRows):
@@ -62,7 +62,7 @@ class HeldRows:
             return out, lse
         (k, v), kept = storage.operands(0)
         if "block_table" in where:
-            # Masks must have columns for whole pages, of which seqused_k hides the rest.
+            # Masks must have columns for whole pages. seqused_k hides the rows past the end.
             more = k.shape[2] * where["block_table"].shape[1] - lengths[0]
             for name in ("attn_mask", "attn_bias"):
                 if options.get(name) is not None and options[name].shape[-1] > 1:
@@ -80,8 +80,8 @@ class HeldRows:
         storage, where = self.layer.storage, self.layer.where()
         batch, _, length, _ = self.shape
 
-        def of_all(x: Tensor) -> Tensor:
-            """(B, 1, Lk, ...), or scales of heads."""
+        def gathered(x: Tensor) -> Tensor:
+            """(B, 1, Lk, ...); scales of heads are not changed."""
             if x.dim() != 4:
                 return x
             for places in where.values():
@@ -89,9 +89,9 @@ class HeldRows:
             return x[:, :length].transpose(1, 2)
 
         held = storage.layers[0]
-        rows = of_all(held.k_cache)
+        rows = gathered(held.k_cache)
         if held.k_scale is not None:
-            rows = dequantise(rows, of_all(held.k_scale), self.dtype)
+            rows = dequantise(rows, gathered(held.k_scale), self.dtype)
         storage.recent.fill(0, rows, [length] * batch, self.layer.slots())
         return rows.split(self.columns, -1)
 
@@ -100,7 +100,7 @@ def _known(options: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in options.items() if x is not None]
 
 
-# Values of options that hide nothing, and the options that attention to recent rows takes.
+# Values of options that have no effect, and the options that attention to recent rows supports.
 _OFF = {"window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0}
 _WITH_RECENT = (
     *("softmax_scale", "softcap", "learnable_sink", "causal", "q_offset"),
@@ -109,7 +109,7 @@ _WITH_RECENT = (
 
 
 class Latents:
-    """The rows that a module would expand: what `metal_attention` gets for its keys and values."""
+    """The rows that a module would expand. `metal_attention` gets them as key and value."""
 
     def __init__(
         self, module: nn.Module, latents: Tensor | HeldRows, k_rotated: Tensor | HeldRows
@@ -121,7 +121,7 @@ class Latents:
             self.k_rotated = k_rotated  # (B, 1, Lk, R)
 
     def expanded(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads, as the model's own code makes them."""
+        """Keys and values of all heads, made by the model's code."""
         parts = (self.latents, self.k_rotated) if self._held is None else self._held.parts()
         expand = getattr(self._module._metal_attn_own, EXPAND)
         k, v = expand(self._module, *parts)
@@ -131,19 +131,19 @@ class Latents:
         return torch.cat([self.latents, self.k_rotated], -1)  # (B, 1, Lk, C + R)
 
     def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor | HeldRows, Tensor | HeldRows]:
-        """The queries (B, H, Lq, C + R), keys and values of attention to the rows."""
+        """Queries (B, H, Lq, C + R), keys and values for attention to the rows."""
         first = self._module.qk_nope_head_dim
         q = torch.cat([q[..., :first] @ self._up_projections()[0], q[..., first:]], -1)
         if (held := self._held) is not None:
             blocks = held.layer.storage.layers[0].by_block()
-            self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in blocks), q)
+            self._note_bytes(sum(x.shape[-1] * x.element_size() for x in blocks), q)
             return q, held, held
         rows = self.rows()
-        self._tell_of_bytes(rows.shape[-1] * rows.element_size(), q)
+        self._note_bytes(rows.shape[-1] * rows.element_size(), q)
         return q, rows, rows[..., : self.latents.shape[-1]]
 
     def values(self, out: Tensor) -> Tensor:
-        """The values (B, Lq, H, Dv), contiguous, of what attention to the rows gives."""
+        """The result (B, Lq, H, Dv), contiguous, from that of attention to the rows."""
         up = self._up_projections()[1]
         return (out.transpose(1, 2) @ up.transpose(1, 2)).transpose(1, 2).contiguous()
 
@@ -160,7 +160,7 @@ class Latents:
         weight: Tensor = self._module.kv_b_proj.weight
         return list(weight.view(-1, sum(dims), weight.shape[1]).split(dims, 1))
 
-    def _tell_of_bytes(self, row: int, q: Tensor) -> None:
+    def _note_bytes(self, row: int, q: Tensor) -> None:
         heads, v, latent = self._up_projections()[1].shape
         k = self._module.qk_nope_head_dim + q.shape[-1] - latent
         copies.note(
@@ -170,7 +170,7 @@ class Latents:
 
 
 def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
-    """The modules to absorb, with their new classes, or NotImplementedError. Changes nothing."""
+    """The modules to absorb, with their new classes. Raises NotImplementedError."""
     where = f"absorb=True for {type(model).__name__}"
 
     def refused(reason: str) -> NotImplementedError:
@@ -187,7 +187,7 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
         parameters = list(inspect.signature(getattr(kind, EXPAND)).parameters)[1:]
         sizes = ("qk_nope_head_dim", "v_head_dim")
         if len(parameters) != 2 or not all(hasattr(module, size) for size in sizes):
-            raise refused(f": {kind.__name__} expands otherwise")
+            raise refused(f": {kind.__name__} expands latent rows in an unknown way")
         linear = getattr(module, "kv_b_proj", None)
         if type(linear) is not nn.Linear or getattr(linear, "bias", None) is not None:
             raise refused(
@@ -209,7 +209,7 @@ class _Absorbed(Replacing):
 
 @functools.cache
 def absorbed_class(kind: type) -> type:
-    """`kind`, whose keys and values stay latent."""
+    """`kind` with keys and values that stay latent."""
 
     def expand_kv(
         self: Any, latents: Tensor | HeldRows, k_rotated: Tensor | HeldRows
@@ -231,9 +231,9 @@ class LatentLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.max_length, self.page_size, self.options = max_length, page_size, options or {}
-        self.indexer_keys: Tensor | None = None  # (B, L, columns), of DeepSeek Sparse Attention
+        self.indexer_keys: Tensor | None = None  # (B, L, columns), for DeepSeek Sparse Attention
         self.cache: LatentCache | StaticLatentCache | None = None
-        self.ids: list[int] = []  # of the sequences of the batch
+        self.ids: list[int] = []  # the cache's number of each sequence of the batch
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, columns = key_states.shape[0], (key_states.shape[-1], value_states.shape[-1])
@@ -254,7 +254,7 @@ class LatentLayer(CacheLayerMixin):
         return self.cache._storage
 
     def where(self) -> dict[str, Tensor]:
-        """The ops' option that says where the sequences are, if they are not in order."""
+        """The ops' option for the places of the sequences, if they are not in order."""
         if isinstance(self.cache, LatentCache):
             return {"block_table": self.cache.block_table(self.ids)}
         assert self.cache is not None
@@ -268,7 +268,7 @@ class LatentLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[HeldRows, HeldRows]:
-        """Append latents (B, 1, L, C) and rotated keys (B, 1, L, R); all rows."""
+        """Append latents (B, 1, L, C) and rotated keys (B, 1, L, R). Returns all rows."""
         if key_states.shape[1] != 1 or value_states.shape[:-1] != key_states.shape[:-1]:
             raise ValueError(
                 f"the latent cache got keys of shape {tuple(key_states.shape)} and values of "
@@ -287,7 +287,7 @@ class LatentLayer(CacheLayerMixin):
         return rows, rows
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Append keys of an indexer (B, L, columns); all of them."""
+        """Append keys of an indexer (B, L, columns). Returns all keys."""
         held = [] if self.indexer_keys is None else [self.indexer_keys]
         self.indexer_keys = torch.cat([*held, indexer_key_states], 1)
         return self.indexer_keys
@@ -306,7 +306,7 @@ class LatentLayer(CacheLayerMixin):
         self.indexer_keys = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` rows, as transformers' own caches do."""
+        """Drop the last `-tokens_to_remove` rows, like transformers' caches."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must not be positive")
         length = max(self.get_seq_length() + tokens_to_remove, 0)
@@ -340,13 +340,14 @@ def latent_cache(
     """A cache for `generate` of a model with latent attention: `past_key_values=latent_cache(...)`.
 
     Each layer is a `torch_metal_attn.kv_cache.StaticLatentCache`, and attention reads its rows in
-    place. transformers' own caches hold latents and rotated keys apart, so each step joins them.
+    place. transformers' caches have separate latents and rotated keys, so each step concatenates
+    them.
 
-    Args: model: a model after `enable(model, absorb=True)`. max_length: the most tokens of a
-        sequence. format: of `torch_metal_attn.quantisation`; rows are quantised as they are
-        appended, and the prompt attends to the quantised rows too. page_size: rows of a page; each
-        layer is then a `LatentCache`, whose pages beams share. recent: with a format, at least this
-        number of the last rows is also kept in full precision.
+    Args: model: a model after `enable(model, absorb=True)`. max_length: the maximum number of
+        tokens of a sequence. format: of `torch_metal_attn.quantisation`; rows are quantised as they
+        are appended, and the prompt attends to the quantised rows too. page_size: rows of a page;
+        each layer is then a `LatentCache`, whose pages beams share. recent: with a format, at least
+        this number of the last rows is also kept in full precision.
 
     Raises: NotImplementedError: not every layer of the model was absorbed. ValueError: the rows'
         columns do not fit the format.
@@ -364,6 +365,6 @@ def latent_cache(
         )
     module: Any = layers[0]
     options = {"format": format, "recent": recent}
-    # Refuses what does not fit before a model runs.
+    # Raises before a model runs if the format does not fit.
     StaticLatentCache(1, 1, module.kv_lora_rank, module.qk_rope_head_dim, **options)
     return Cache(layers=[LatentLayer(max_length, page_size, options) for _ in layers])

@@ -1,8 +1,8 @@
 """The mask function: a compact descriptor if the mask is a band, else `sdpa_mask`'s dense mask.
 
 transformers describes a mask as a function of (batch, head, query, key), composed from a few parts.
-Those that are bands (causal, sliding, chunked) are recognised by their code objects, which is
-exact: a function that is not composed only of these gets a dense mask.
+The parts that are bands (causal, sliding, chunked) are recognised by their code objects. So
+recognition is exact, and a function with any other part gets a dense mask.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ from torch_metal_attn.integrations.transformers import packing
 from torch_metal_attn.integrations.transformers.band import Band
 from torch_metal_attn.wording import count_text, value_text
 
-# They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
-# compares its elements, DeepSeek-V4 and T5Gemma 2 concatenate it with another, NLLB-MoE's router
-# reads it, Qwen4-Exp intersects it with the keys that its indexer selects, LASR's convolutions look
-# in it for padding, SigLIP 2 pools by torch's own attention with it, and encoders of
-# BigBird-Pegasus and Informer add it to scores of their own.
+# Models that compute with the mask: Gemma 4 cuts rows out of it if its last layers share keys, Doge
+# compares its elements, DeepSeek-V4 and T5Gemma 2 concatenate it with another mask, NLLB-MoE's
+# router reads it, Qwen4-Exp intersects it with the keys that its indexer selects, LASR's
+# convolutions read the padding from it, SigLIP 2 pools by torch's attention with it, and the
+# encoders of BigBird-Pegasus and Informer add it to their scores.
 DENSE_MODELS = frozenset(
     {
         "bigbird_pegasus",
@@ -50,11 +50,11 @@ DENSE_MODELS = frozenset(
     }
 )
 
-# Types of models that do not support sdpa in transformers: their dense masks are additive, as eager
-# attention's are. `refusals.check_part` fills both sets.
+# `refusals.check_part` fills both sets. Types of models that do not support sdpa in transformers:
+# their dense masks are additive, as for eager attention.
 additive_masks: set[str] = set()
-# Types of models whose indexers add the mask to their scores, and pass on the keys that they
-# selected, as DeepSeek-V3.2 does.
+# Types of models, such as DeepSeek-V3.2, whose indexers add the mask to their scores and pass the
+# selected keys to attention.
 indexed_models: set[str] = set()
 
 _AND = and_masks().__code__
@@ -64,14 +64,14 @@ _CHUNKED = chunked_overlay(1, torch.zeros(1, dtype=torch.int64)).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1, dtype=torch.int64)).__code__
 
 
-# For positions inside a packed sequence. Older transformers have none.
+# For positions inside a packed sequence. Older versions of transformers do not have it.
 _remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 _REMAPPED = _remap(causal_mask_function, torch.zeros(1, 1)).__code__ if _remap else None
 
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A band. chunk_start: (B,), where chunks count from. sequences: (B, L), of packed tokens."""
+    """A band. chunk_start: (B,), the first token of chunks. sequences: (B, L), of packed tokens."""
 
     left: int = -1
     right: int = -1
@@ -99,13 +99,13 @@ def metal_attention_mask(
     Args:
         q_length, kv_length: sizes of the attention.
         q_offset, kv_offset: number of tokens before the first query and the first key.
-        mask_function: whether a query sees a key, by token numbers.
+        mask_function: says by token numbers if a query sees a key.
         attention_mask: bool (B, tokens), False for padding.
         allow_is_causal_skip, allow_is_bidirectional_skip: False if the caller always needs a mask.
-            Without the former, one query of a causal mask gets a descriptor of one form, whatever
-            it sees.
+            If allow_is_causal_skip is False, a single query of a causal mask always gets a
+            descriptor of the same form.
         config: the model's configuration.
-        options: those of `sdpa_mask`.
+        options: further options of `sdpa_mask`.
 
     Returns:
         None if every query sees all keys and a mask may be skipped, as in eager attention; a
@@ -141,7 +141,7 @@ def metal_attention_mask(
     pattern = None if traces or use_vmap else _recognise(mask_function)
 
     def from_first(mask: Tensor | None, position: int | Tensor = q_offset) -> Tensor | None:
-        """The mask of a first forward: with a cache, transformers detects no packed sequences."""
+        """Mark a first forward's mask: with a cache, transformers detects no packed sequences."""
         is_first = isinstance(position, int) and position == 0 == kv_offset and q_length > 1
         is_causal = pattern is not None and pattern.right == 0 and pattern.sequences is None
         if mask is None or attention_mask is not None or not (is_first and is_causal):
@@ -151,8 +151,8 @@ def metal_attention_mask(
     if model_type in DENSE_MODELS or model_type in indexed_models:
         return from_first(dense(bidirectional_skip=allow_is_bidirectional_skip and is_additive))
     if traces:
-        # One query in front of cache slots that are still empty would see them without a mask.
-        # Outside of graphs transformers reads the values to see whether a mask can be left out.
+        # Without a mask a single query would see empty cache slots after it. Outside of graphs
+        # transformers reads the values to decide if a mask can be left out.
         several = q_length > 1 and is_tracing()
         mask = dense(allow_is_causal_skip and several, allow_is_bidirectional_skip and several)
         is_causal = several and mask_function is not bidirectional_mask_function
@@ -163,15 +163,15 @@ def metal_attention_mask(
     if pattern is None:
         return dense()
     if pattern.sequences is not None:
-        # Chunks count from the row's first token or from each sequence's, by transformers' version.
+        # Chunks count from the row's or from each sequence's first token, by transformers' version.
         if attention_mask is not None or pattern.chunk:
             return dense()
         return packing.pack(pattern.sequences, pattern.left, pattern.right)
-    # Decoding from a static cache asks for a mask because it may be compiled: a descriptor will do.
+    # A decode with a static cache needs a mask, because it may be compiled. A descriptor suffices.
     allowed = (
         allow_is_causal_skip or q_length == 1 if pattern.right == 0 else allow_is_bidirectional_skip
     )
-    # A step that fills the cache has the form of the others: a graph serves all of them.
+    # The step that fills the cache keeps the form of other steps, so that one graph serves all.
     keeps_diagonal = pattern.right == 0 and not allow_is_causal_skip
     band = _describe(pattern, forward, keeps_diagonal) if allowed else None
     if band is None:
@@ -219,7 +219,7 @@ class _Forward:
 
 
 def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern | None:
-    """A mask function's band, or None. packed: another function separates a row's sequences."""
+    """A mask function's band, or None. packed: another function separates the row's sequences."""
     if function is causal_mask_function:
         return _Pattern(right=0)
     if function is bidirectional_mask_function:
@@ -255,7 +255,7 @@ def _is_readable(value: Any) -> bool:
 
 
 def _windowed(size: Any, both_sides: bool) -> _Pattern | None:
-    """A query sees keys > query - size; on both sides, those with |query - key| <= size."""
+    """A query sees keys > query - size, or on both sides keys with |query - key| <= size."""
     if not isinstance(size, int) or size <= 0:
         return None
     return _Pattern(left=size, right=size) if both_sides else _Pattern(left=size - 1)
@@ -277,7 +277,7 @@ def _intersection(parts: list[_Pattern | None]) -> _Pattern | None:
 
 
 def _describe(pattern: _Pattern, forward: _Forward, keeps_diagonal: bool) -> Band | None:
-    """The band of this forward, or None: holes in padding, shifted chunks. Waits once at most."""
+    """The band of this forward. None for holes in padding or shifted chunks. Waits at most once."""
     batch, q_length, kv_length = forward.batch_size, forward.q_length, forward.kv_length
     kv_offset, attention_mask = forward.kv_offset, forward.attention_mask
     if not batch or not q_length or not kv_length:
@@ -291,7 +291,7 @@ def _describe(pattern: _Pattern, forward: _Forward, keeps_diagonal: bool) -> Ban
         exists = attention_mask[:, kv_offset : kv_offset + kv_length]
         start, end = _bounds(exists)
         refused.append((end - start != exists.sum(1)).any())
-        # Keys that no causal query reaches need not be hidden a second time.
+        # Padding after the last key of causal queries is already hidden.
         reached = position + q_length if pattern.right == 0 else kv_length
         right_padded = ((end < kv_length) & (end < reached)).any()
     if pattern.chunk_start is not None:
@@ -301,8 +301,8 @@ def _describe(pattern: _Pattern, forward: _Forward, keeps_diagonal: bool) -> Ban
         agree = origin.clamp(min=0) == (0 if start is None else start)
         if end is not None:
             agree = agree | (end == 0)
-        # A cache may begin inside a chunk. Then the first chunk that begins in it is the origin,
-        # which hides the keys before it: no query may stand there.
+        # If a cache begins inside a chunk, the first chunk that begins in it is the origin. That
+        # hides the earlier keys, so no query may be among them.
         aligned = origin % pattern.chunk
         agree = agree & ((origin >= 0) | (aligned <= position))
         refused.append(agree.logical_not().any())
@@ -330,7 +330,7 @@ def _describe(pattern: _Pattern, forward: _Forward, keeps_diagonal: bool) -> Ban
 
 
 def _bounds(exists: Tensor) -> tuple[Tensor, Tensor]:
-    """The first True of each row of (B, L) and the index after the last; (0, 0) without any."""
+    """The first True of each row of (B, L), and the index after the last; (0, 0) without any."""
     count = torch.arange(1, exists.shape[1] + 1, device=exists.device)
     end = torch.where(exists, count, 0).amax(1) if exists.shape[1] else exists.sum(1)
     first = torch.where(exists, count - 1, exists.shape[1]).amin(1) if exists.shape[1] else end
@@ -345,14 +345,14 @@ def _on_host(*values: Tensor | int | None) -> list[int]:
 
 
 def _simplified(band: Band, keeps_diagonal: bool) -> Band:
-    """The band without limits that mask out no key."""
+    """Remove limits that mask out no key."""
     last = band.q_offset + band.q_length - 1
     left, right, chunk = band.window_size_left, band.window_size_right, band.attention_chunk
     if left >= last:
         left = -1
     if band.q_offset + right >= band.kv_length - 1 and not keeps_diagonal:
         right = -1
-    # Queries before their sequence see nothing, so only the first chunk is left.
+    # Queries before their sequence see no key, so only the first chunk matters.
     if band.window_size_right == 0 and 0 <= band.q_offset and last < chunk:
         chunk = 0
     return replace(band, window_size_left=left, window_size_right=right, attention_chunk=chunk)

@@ -1,8 +1,7 @@
 """Sequences packed in one row, which the mask function recognises by their `position_ids`.
 
-They travel as a descriptor (see `band`) with a row per query, int32 (B, 1, L, 8): `start` and `end`
-are the bounds of the sequence that the query belongs to. The bounds of all sequences are attached,
-as a `Packing`.
+Their mask is a descriptor (see `band`) with a row per query, int32 (B, 1, L, 8): `start` and `end`
+are the bounds of the query's sequence. A `Packing` with the bounds of all sequences is attached.
 """
 
 from dataclasses import dataclass
@@ -17,22 +16,23 @@ from torch_metal_attn.integrations.transformers import band as bands
 
 _ATTRIBUTE = "_metal_attn_packing"
 _UNPACKED = "_metal_attn_unpacked"
-# By `sequence` and `other` of `keeps_apart`. An attribute of a batch's tensor could not be pickled.
+# Results of `keeps_apart`, by `sequence` and `other`. They are no attributes of a batch's tensors,
+# because those could not be pickled.
 _agreed = WeakTensorKeyDictionary()
-# Batches name their sequences in these ways too: TRL and models with convolutions, unsloth, and
+# Other names for the sequences of a batch: of TRL and models with convolutions, of unsloth, and of
 # linear attention. No attention of transformers reads them.
 SEQUENCES = ("seq_idx", "packed_seq_lengths", "cu_seqlens")
 
 
 def hidden(tensor: Tensor) -> bool:
-    """True if the host cannot read the values: in a graph, on meta, or inside of torch.func."""
+    """True if the host cannot read the values: in a graph, on meta, or inside torch.func."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return bool(is_tracing(tensor) or tensor.is_meta or wrapped(tensor))
 
 
 @dataclass
 class Packing:
-    """Bounds, int32 (sequences + 1,), of all rows concatenated, and the window in each sequence."""
+    """Bounds, int32 (sequences + 1,), in the concatenated rows, and the window of all sequences."""
 
     cu_seqlens: Tensor
     max_length: int
@@ -49,7 +49,7 @@ class Packing:
 
 
 def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Tensor:
-    """The descriptor of a batch of rows. sequences: (B, L), each token's sequence, from 0 up."""
+    """The descriptor of a batch of rows. sequences: (B, L), the number of each token's sequence."""
     batch, length = sequences.shape
     band = bands.Band(0, length, length, window_size_left, window_size_right)
     descriptor = bands.table(band, batch * length, sequences.device).view(batch, 1, length, -1)
@@ -94,26 +94,26 @@ def packing_of(mask: Tensor | None, q_length: int, kv_length: int) -> Packing | 
 
 @dataclass
 class _Checked:
-    """The position_ids that were last compared with a mask, and whether they fall back."""
+    """The position_ids that were last compared with a mask, and the result of `falls_back`."""
 
     position_ids: Tensor | None = None
     falls_back: bool = False
 
 
 def unpacked(mask: Tensor) -> Tensor:
-    """`mask`, which hides no earlier token of its row, marked for `falls_back` to compare."""
+    """Mark a mask that hides no earlier token of a row, so that `falls_back` checks it."""
     setattr(mask, _UNPACKED, _Checked())
     return mask
 
 
 def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """True if positions (B, L) begin at 0 and fall back to 0: a row of several sequences."""
+    """True if positions (B, L) begin at 0 and later return to 0, as for several sequences."""
     if torch.compiler.is_compiling():
         return False
     checked = getattr(mask, _UNPACKED, None)
     if not isinstance(checked, _Checked):
         return False
-    # Rotary embeddings of several axes have other shapes, and none of them counts tokens.
+    # Positions for rotary embeddings with several axes have other shapes, and count no tokens.
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or hidden(position_ids):
         return False
     if checked.position_ids is not position_ids:
@@ -127,16 +127,16 @@ def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
 def keeps_apart(
     name: str, sequence: Tensor, shape: tuple[int, int], bounds: Tensor | None, mask: Tensor | None
 ) -> bool:
-    """True if attention keeps the sequences apart that a batch of `shape` (B, L) holds.
+    """True if attention separates the sequences of a batch of `shape` (B, L).
 
-    Every layer asks with the same tensors, so only the first one waits for the device. A graph
-    cannot read the values: there, bounds or a dense mask are trusted.
+    Every layer calls this with the same tensors, so only the first one waits for the device. In a
+    graph, which cannot read values, bounds and dense masks are trusted.
 
     Args:
         name, sequence: one of SEQUENCES: seq_idx (B, L), the number of each token's sequence;
             packed_seq_lengths (sequences,); cu_seqlens (sequences + 1,).
-        bounds: cu_seq_lens for the rows concatenated, or None if each row is one sequence.
-        mask: bool or additive, broadcastable to (B, heads, L, L), if a dense mask decides.
+        bounds: cu_seq_lens in the concatenated rows, or None if each row is one sequence.
+        mask: a dense mask, bool or additive, broadcastable to (B, heads, L, L), or None.
     """
     other = mask if mask is not None else sequence if bounds is None else bounds
     if hidden(sequence) or hidden(other):
@@ -160,7 +160,7 @@ def keeps_apart(
 
 
 def _stated(name: str, sequence: Tensor) -> Tensor:
-    """Bounds, int64 (sequences + 1,), for the rows concatenated."""
+    """The bounds, int64 (sequences + 1,), in the concatenated rows."""
     if name == "cu_seqlens":
         return sequence.flatten().long()
     if name == "packed_seq_lengths":

@@ -2,8 +2,8 @@
 
 `enable` checks every part of a model. `from_pretrained(attn_implementation="metal_attn")` checks
 nothing: transformers accepts a registered name for any model, even if the model never looks it up,
-and then makes masks for another attention. So the method in which a model takes its implementation
-is wrapped to check too.
+and then makes masks for another attention. So the method that sets a model's implementation is
+wrapped to check the model too.
 """
 
 import ast
@@ -30,13 +30,13 @@ from torch_metal_attn.wording import type_text
 
 NAME = "metal_attn"
 
-# Other attention may mix packed sequences.
+# Part of advice to use another attention, because that may mix packed sequences.
 PADDED = ", and packed sequences as a padded batch with its attention_mask"
 _WEIGHTS = (
     "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
     + PADDED
 )
-# For a model that transformers runs with "sdpa"; make census follows this advice.
+# For models that transformers runs with "sdpa". `make census` follows this advice.
 _THROUGH_SDPA = (
     'Load the model with attn_implementation="sdpa", and call it inside '
     "`with torch_metal_attn.sdpa_replaced():`, which runs that attention on the kernels"
@@ -45,14 +45,13 @@ _NOTHING_TO_REPLACE = (
     "Its attention consists of operations of its own, which this library cannot replace; load the "
     'model with attn_implementation="eager"'
 )
-# They ignore output_attentions and return what their attention modules return, which is None here.
+# Models that ignore output_attentions and return the weights of their modules, which are None here.
 _IGNORE_OUTPUT_ATTENTIONS = frozenset({"BridgeTowerModel"})
 _GUARDED = "_metal_attn_guarded"
 _DOOR = "get_correct_attn_implementation"
 _ENTRANCES = ("_from_config", "from_pretrained")
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# Code that asks which implementation it has, and the variable that it sets for those that it does
-# not name, after a block that is indented further.
+# Code that compares the implementation's name, and a variable that it sets in the else branch.
 _BY_NAME = re.compile(r'_attn_implementation\s*(?:==|!=|in)[^\n]*"(?:sdpa|flex_attention)"')
 _IN_OTHERS = re.compile(
     r'^( +)if self\.config\._attn_implementation in \("eager", "sdpa"\):\n'
@@ -71,7 +70,7 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
     reason = None
     if not part._can_set_attn_implementation():
         reason = f"does not use transformers' attention interface, so it would ignore {chosen}"
-    elif _hands_on_indices(kind):
+    elif _passes_indices(kind):
         indexed_models.add(part.config.model_type)
     elif part.config.model_type not in DENSE_MODELS and _asks_by_name(kind):
         reason = (
@@ -96,8 +95,8 @@ def _refuse_weights_of_model(part: PreTrainedModel, args: Any, kwargs: dict[str,
 
 
 def refuse_weights(module: nn.Module, asked: bool | None) -> None:
-    """Raises NotImplementedError for attention weights, asked for or only collected."""
-    # Graphs cannot read a context; transformers sets this for them.
+    """Raises NotImplementedError if attention weights are requested or collected."""
+    # Graphs cannot read a context variable, so transformers sets a global one.
     compiling = torch.compiler.is_compiling()
     collected = _active_collector.global_var if compiling else _active_collector.get()
     if asked or any(name.endswith("attentions") for name in collected or ()):
@@ -123,7 +122,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str, PreTrainedModel]]:
-    """The models in `model`, itself included, with their names. Raises the errors of `enable`."""
+    """The models in `model`, including itself, with their names. Raises the errors of `enable`."""
     modules = model.named_modules()
     parts = [(name, part) for name, part in modules if isinstance(part, PreTrainedModel)]
     for name, part in parts:
@@ -142,10 +141,10 @@ def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str
 
 
 def guard_models() -> None:
-    """Make every model call `check_part` where it takes attn_implementation="metal_attn".
+    """Make every model call `check_part` when it gets attn_implementation="metal_attn".
 
-    A part may have no attention although the whole has some. So whether there is any is checked
-    when the outermost model is complete.
+    A part may have no attention although the model has some. So that is checked when the outermost
+    model is complete.
     """
     take = getattr(PreTrainedModel, _DOOR)
     if hasattr(take, _GUARDED):
@@ -158,7 +157,7 @@ def guard_models() -> None:
         try:
             chosen: str = take(self, requested, *args, **kwargs)
         except ValueError as error:
-            if difflib.get_close_matches(str(requested), [NAME]):  # its message lists no such name
+            if difflib.get_close_matches(str(requested), [NAME]):  # the error does not list NAME
                 raise ValueError(f'{error} Did you mean "{NAME}"?') from None
             raise
         return chosen
@@ -170,7 +169,7 @@ def guard_models() -> None:
 
 
 class _Building(threading.local):
-    """The number of models that this thread is building, one inside the other."""
+    """The number of nested models that this thread is building."""
 
     depth = 0
 
@@ -186,7 +185,7 @@ def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
             built = build(cls, *args, **kwargs)
         finally:
             _building.depth -= 1
-        # With output_loading_info it is the first of two.
+        # With output_loading_info the model is the first of two results.
         model = built[0] if isinstance(built, tuple) else built
         if _building.depth == 0 and model.config._attn_implementation == NAME:
             checked_parts(model, NAME)
@@ -197,13 +196,13 @@ def _guarded(build: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def source(kind: type) -> str:
-    """The text of a class; empty if it cannot be found."""
+    """The source of a class; "" if there is none."""
     return _class_texts(kind.__module__).get(kind.__qualname__, "")
 
 
 @functools.cache
 def _class_texts(module: str) -> dict[str, str]:
-    """By qualified name. Until 3.13 `inspect.getsource` parses the module for every class."""
+    """Sources by qualified name. Before 3.13 `inspect.getsource` parses the module per class."""
     text = module_source(module)
     lines, texts = text.splitlines(keepends=True), dict[str, str]()
 
@@ -224,7 +223,7 @@ def _class_texts(module: str) -> dict[str, str]:
 
 
 def module_source(module: str) -> str:
-    """The text of a Python module; empty if it cannot be found."""
+    """The source of a Python module; "" if there is none."""
     try:
         return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
@@ -235,8 +234,8 @@ def module_source(module: str) -> str:
 def _chooses_by_name(kind: type) -> str | None:
     """The table in which one of `kind`'s modules looks up a class by the implementation's name.
 
-    Looks at the classes of its file that `kind` names, those that they name, and so on, because one
-    file may hold several models.
+    Searches the classes of its file that `kind` names, directly or through others, because a file
+    may define several models.
     """
     seen, waiting = {kind}, [kind]
     while waiting:
@@ -257,14 +256,14 @@ def _chooses_by_name(kind: type) -> str | None:
 
 
 @functools.cache
-def _hands_on_indices(kind: type) -> bool:
-    """True if its code passes the selected keys to attention that it does not know by name."""
+def _passes_indices(kind: type) -> bool:
+    """True if its code passes the selected keys to implementations that it does not name."""
     text = module_source(kind.__module__)
-    handed = [name for _, name in _IN_OTHERS.findall(text) if f"indices={name}," in text]
-    return bool(handed) and len(handed) == len(_BY_NAME.findall(text))
+    passed = [name for _, name in _IN_OTHERS.findall(text) if f"indices={name}," in text]
+    return bool(passed) and len(passed) == len(_BY_NAME.findall(text))
 
 
 @functools.cache
 def _asks_by_name(kind: type) -> bool:
-    """True if the code that defines `kind` does something for some implementations alone."""
+    """True if the module of `kind` treats some implementations specially, by their names."""
     return _BY_NAME.search(module_source(kind.__module__)) is not None

@@ -1,4 +1,4 @@
-"""Counts which attention calls took which form of mask, for tests, demos and debugging."""
+"""Counts the attention calls by their form of mask, for tests, demos and debugging."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 @dataclass
 class Routes:
-    """How often each call was made, by its description; see `record_routes`.
+    """Counts of calls by their description; see `record_routes`.
 
     plain: full or top-left causal. compact: a window, chunks, padding or another diagonal, passed
     to the kernel as numbers and lengths. dense: with a mask or bias that has a value for each query
-    and key. packed: sequences given by their bounds.
+    and key. packed: with the bounds of sequences.
     """
 
     plain: Counter[str] = field(default_factory=Counter)
@@ -26,7 +26,7 @@ class Routes:
 
     @property
     def kernel(self) -> Counter[str]:
-        """All calls: each of them is one call of an op of `metal_attn`."""
+        """All calls. Each one is a call of one op of `metal_attn`."""
         return self.plain + self.compact + self.dense + self.packed
 
 
@@ -41,7 +41,7 @@ def record_routes() -> Iterator[Routes]:
     try:
         yield routes
     finally:
-        # By identity: two records with the same counts are equal.
+        # By identity, because records with the same counts are equal.
         _recorders[:] = [other for other in _recorders if other is not routes]
 
 

@@ -1,7 +1,7 @@
-"""Queries on their way to the kernel that will rotate them, with the rotary tables they need.
+"""Queries that the kernel will rotate, with their rotary tables.
 
 A layer whose rotation is fused passes this object instead of the query tensor. It is not a tensor,
-so any code but `metal_attention` that uses it raises.
+so code other than `metal_attention` that uses it raises.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tables:
-    """How a model's cos and sin, (B or 1, L, width), hold the op's, (B or 1, L, R / 2).
+    """How to get the op's cos and sin, (B or 1, L, R / 2), from a model's, (B or 1, L, width).
 
-    repeats: "halves" (R wide, the second half as the first), "pairs" (R wide, columns 2 i and 2 i +
-    1 alike) or "none". interleaved: neighbouring columns of q form pairs, else column i and i +
-    R / 2 do.
+    repeats: "halves" (width R, two equal halves), "pairs" (width R, columns 2 i and 2 i + 1 are
+    equal) or "none". interleaved: columns 2 i and 2 i + 1 of q form a pair, else i and i + R / 2.
     """
 
     repeats: str
@@ -29,7 +28,7 @@ class Tables:
             table = table[..., : table.shape[-1] // 2]
         elif self.repeats == "pairs":
             table = table[..., ::2]
-        # Some come from a product that has positions innermost.
+        # Some models compute tables with positions as the innermost dimension.
         return table if table.stride(-1) == 1 else table.contiguous()
 
 
@@ -48,11 +47,11 @@ class Unrotated:
         }
 
     def rotated(self) -> Tensor:
-        """The rotated queries, for attention that cannot rotate them, by `metal_attn::rope`."""
+        """The queries, rotated by `metal_attn::rope`, for attention that cannot rotate them."""
         return rotated(self.q, self.cos, self.sin, self.interleaved)
 
     def before(self, rest: Tensor) -> "Unrotated":
-        """With columns appended that are not rotated, (B, H, L, D')."""
+        """Append columns (B, H, L, D') that are not rotated."""
         q = torch.cat([self.q, rest], dim=-1)
         return Unrotated(q, self.cos, self.sin, self.interleaved, self.owner)
 

@@ -1,4 +1,4 @@
-"""`python -m torch_metal_attn bench`: our attention next to torch's, or bytes of training steps."""
+"""`python -m torch_metal_attn bench`: times of our attention and torch's, or memory of training."""
 
 import argparse
 import json
@@ -10,13 +10,8 @@ import torch
 
 from torch_metal_attn.runtime import machine, mps
 from torch_metal_attn.tools.bench import memory, versus
-from torch_metal_attn.tools.bench.shapes import (
-    DEFAULT_SHAPES,
-    BadShape,
-    Shape,
-    add_arguments,
-    chosen,
-)
+from torch_metal_attn.tools.bench import shapes as shape_options
+from torch_metal_attn.tools.bench.shapes import BadShape, Shape, chosen
 from torch_metal_attn.tools.bench.timing import add_rounds, timer_of
 from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tools.text_table import markdown
@@ -24,12 +19,12 @@ from torch_metal_attn.tools.text_table import markdown
 __all__ = ["BadShape", "add_options", "bench"]
 
 DEVICE = torch.device("mps")
-_FORMAT = 3  # of the JSON file; a reader can refuse those that it does not know
+_FORMAT = 3  # version of the JSON file's format
 _STEM = "torch_metal_attn-bench"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
+    shape_options.add_arguments(parser)
     add_rounds(parser)
     parser.add_argument(
         "--memory",
@@ -48,8 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(options: argparse.Namespace) -> bool:
-    """Time the chosen or typical shapes; True if all ran on a GPU and agreed with torch."""
-    shapes = chosen(options) or (memory.DEFAULT_SHAPES if options.memory else DEFAULT_SHAPES)
+    """Time the chosen or the typical shapes. True if all ran on a GPU and agreed with torch."""
+    typical = memory.DEFAULT_SHAPES if options.memory else shape_options.DEFAULT_SHAPES
+    shapes = chosen(options) or typical
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
     if options.folder is not None:
@@ -70,7 +66,7 @@ def bench(options: argparse.Namespace) -> bool:
             for shape in shapes:
                 progress.step("", str(shape))
                 results.append(versus.compare(shape, DEVICE, timer_of(DEVICE), options.rounds))
-                torch.mps.empty_cache()  # leave no memory of this shape to the next
+                torch.mps.empty_cache()  # before the next shape
                 progress.say(str(results[-1]))
     finally:
         if options.folder is not None:

@@ -1,4 +1,4 @@
-"""The memory of training steps by their shapes, ours and torch's, and its plot. Runs nothing."""
+"""Computes the memory of training steps, ours and torch's, from shapes, and plots it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ DEFAULT_SHAPES = [
     for n in (1024, 2048, 4096, 8192, 16384, 32768)
 ]
 LEGEND = (
-    "Bytes of one training step of attention: q, k, v, out and their gradients, and what else is "
-    "held.\nmetal_attn: all of it, as explain lists it. torch: with one array of all scores, the "
-    "least that its\nattention with gradients holds on mps. No part is measured."
+    "Bytes of one training step of attention: q, k, v, out, their gradients and intermediate "
+    "tensors.\nmetal_attn: everything that explain lists. torch: one array of all scores, the "
+    "least that its\nattention with gradients holds on mps. Computed, not measured."
 )
 _WIDTH, _HEIGHT = 720, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 560, 64, 330
@@ -28,7 +28,7 @@ _OURS, _TORCH = "#1a73e8", "#d93025"
 
 @dataclass(frozen=True)
 class Bytes:
-    """The most that a training step of a shape holds, and the least that torch's holds."""
+    """The most memory of a training step on our kernels, and the least with torch's attention."""
 
     shape: Shape
     ours: int
@@ -36,7 +36,7 @@ class Bytes:
 
 
 def memory(shape: Shape) -> Bytes:
-    """Raises BadShape for decoding, and for a shape that has no backward."""
+    """The memory of a shape. Raises BadShape for decoding, and for shapes without a backward."""
     if shape.kind == "decode":
         raise BadShape("--memory is for training steps: leave out --decode")
     explanation = explained(dataclasses.replace(shape, kind="training"), torch.device("cpu"))
@@ -56,7 +56,7 @@ def row(one: Bytes) -> tuple[str, ...]:
 
 
 def plots(members: Sequence[Bytes]) -> list[str]:
-    """An SVG picture of each series, by the number of queries: with as many keys, or with some."""
+    """SVG plots over the number of queries. A series has as many keys, or a fixed number."""
     series: dict[tuple[str, int], list[Bytes]] = {}
     for one in sorted(members, key=lambda one: one.shape.length):
         shape = one.shape

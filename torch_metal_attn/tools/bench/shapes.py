@@ -1,4 +1,4 @@
-"""The shapes that `bench` measures and `explain` explains: the user's, or a few typical ones."""
+"""The shapes of `bench`, `explain` and `tune`: the user's, or a few typical ones."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from torch_metal_attn.wording import value_text
 
 KINDS = ("forward", "training", "decode")
 WIDTH = 56  # of a shape in a table
-MOST_ELEMENTS = 2**61 - 1  # torch counts bytes in int64, and float32 has 4 of them
+MOST_ELEMENTS = 2**61 - 1  # of float32, because torch counts bytes in int64
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -47,7 +47,7 @@ class Shape:
     window: int = -1
 
     def __post_init__(self) -> None:
-        # Not a dict of DTYPES, as a value from JSON may have no hash.
+        # DTYPES as a list, because a value from JSON may not be hashable.
         for name, allowed in (("kind", KINDS), ("dtype", list(DTYPES))):
             value = getattr(self, name)
             if value not in allowed:
@@ -89,7 +89,7 @@ class Shape:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The op's options that say which keys are visible."""
+        """The op's options for visibility."""
         return {"causal": self.causal, "window_size_left": self.window}
 
     @property
@@ -146,30 +146,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("BATCH", "HEADS", "LENGTH", "HEAD_DIM"),
         help="shape of q; the same as --batch, --heads, --length and --head-dim",
     )
-    for name, words in (
-        ("batch", f"number of sequences (default: {Shape.batch})"),
-        (
-            "heads",
-            f"number of query heads (default: {Shape.heads}, with {Shape.kv_heads} KV heads)",
-        ),
-        ("kv-heads", f"number of KV heads (default: --heads, or {Shape.kv_heads} without it)"),
-        ("head-dim", f"head dimension (default: {Shape.head_dim})"),
+    heads = f"number of query heads (default: {Shape.heads}, with {Shape.kv_heads} KV heads)"
+    kv_heads = f"number of KV heads (default: --heads, or {Shape.kv_heads} without it)"
+    for name, nargs, help_text in (
+        ("batch", None, f"number of sequences (default: {Shape.batch})"),
+        ("heads", None, heads),
+        ("kv-heads", None, kv_heads),
+        ("head-dim", None, f"head dimension (default: {Shape.head_dim})"),
+        ("length", "+", "number of queries, one or more (default: 1024; 1 with --decode)"),
+        ("kv-length", "+", "number of keys (default: --length; 1024 with --decode)"),
     ):
-        group.add_argument(f"--{name}", type=int, metavar="N", help=words)
-    group.add_argument(
-        "--length",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="number of queries, one or more values (default: 1024; 1 with --decode)",
-    )
-    group.add_argument(
-        "--kv-length",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="number of keys (default: --length; 1024 with --decode)",
-    )
+        group.add_argument(f"--{name}", type=int, nargs=nargs, metavar="N", help=help_text)
     group.add_argument("--dtype", choices=list(DTYPES), help="default: float16")
     group.add_argument("--causal", action="store_true", help="mask out later keys")
     group.add_argument(
@@ -201,7 +188,7 @@ _OPTIONS = (
 
 
 def chosen(options: argparse.Namespace) -> list[Shape] | None:
-    """The shapes that the arguments choose, or None without any. Raises BadShape."""
+    """The shapes that the arguments choose, or None without such arguments. Raises BadShape."""
     values = {name: getattr(options, name) for name in _OPTIONS}
     used = [name for name, value in values.items() if value is not None and value is not False]
     if options.shapes is not None:
@@ -214,33 +201,27 @@ def chosen(options: argparse.Namespace) -> list[Shape] | None:
         if twice:
             flag = twice[0].replace("_", "-")
             raise BadShape(f"--shape already gives {twice[0]}: leave out --{flag}")
-        batch, heads, length, head_dim = options.shape
-        options.batch, options.heads, options.head_dim = batch, heads, head_dim
-        options.length = [length]
+        values |= dict(zip(_Q_SHAPE, options.shape, strict=True))
+        values["length"] = [values["length"]]
     elif not used:
         return None
     fields: dict[str, Any] = {} if options.model is None else of_model(options.model)
-    fields |= {
-        name: getattr(options, name)
-        for name in ("batch", "heads", "kv_heads", "head_dim", "dtype", "window")
-        if getattr(options, name) is not None
-    }
+    names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "window")
+    fields |= {name: values[name] for name in names if values[name] is not None}
     fields["kind"] = "decode" if options.decode else "training" if options.backward else "forward"
     fields["causal"] = options.causal
-    names = [name for name in ("length", "kv_length") if getattr(options, name)]
-    lengths = itertools.product(*(getattr(options, name) for name in names))
-    return [_shape(fields | dict(zip(names, values, strict=True))) for values in lengths]
+    lengths = {name: values[name] for name in ("length", "kv_length") if values[name]}
+    products = itertools.product(*lengths.values())
+    return [_shape(fields | dict(zip(lengths, sizes, strict=True))) for sizes in products]
 
 
 def _shape(fields: dict[str, Any]) -> Shape:
-    filled = dict(fields)
-    if "heads" in fields:
-        filled.setdefault("kv_heads", fields["heads"])
+    defaults = {"kv_heads": fields["heads"]} if "heads" in fields else {}
     if fields.get("kind") == "decode":
-        filled.setdefault("length", 1)
+        defaults["length"] = 1
     elif "length" in fields:
-        filled.setdefault("kv_length", fields["length"])
-    return Shape(**filled)
+        defaults["kv_length"] = fields["length"]
+    return Shape(**(defaults | fields))
 
 
 def from_file(path: Path) -> list[Shape]:
@@ -262,7 +243,7 @@ def from_file(path: Path) -> list[Shape]:
 
 
 def of_model(model: Path) -> dict[str, int]:
-    """Heads and head dim of a transformers model, from its config or its folder; or BadShape."""
+    """Heads and head dim of a transformers model, from its config or folder. Raises BadShape."""
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
         raise BadShape(

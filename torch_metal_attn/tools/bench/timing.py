@@ -1,4 +1,4 @@
-"""Times several calls interleaved, so that what slows the machine affects all of them."""
+"""Times several calls interleaved, so that other load on the machine affects all of them."""
 
 import argparse
 import statistics
@@ -11,8 +11,8 @@ import torch
 Call = Callable[[], object]
 
 _ROUNDS = 15
-_SAMPLE_SECONDS = 0.01  # at least, so that a wait for the GPU is short in comparison
-_MOST_CALLS = 1 << 16  # in a sample
+_SAMPLE_SECONDS = 0.01  # the shortest sample; the wait for the GPU is short in comparison
+_MOST_CALLS = 1 << 16  # of a sample
 
 
 def add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -22,22 +22,20 @@ def add_rounds(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Timer:
-    """A clock in seconds, and a wait until the device has done all its work."""
+    """A clock in seconds, and a function that waits until the device is idle."""
 
     now: Callable[[], float]
     synchronise: Callable[[], None]
 
 
 def timer_of(device: torch.device) -> Timer:
-    """The timer of mps; a CPU has nothing to wait for."""
-    if device.type == "mps":
-        return Timer(time.perf_counter, torch.mps.synchronize)
-    return Timer(time.perf_counter, lambda: None)
+    synchronise = torch.mps.synchronize if device.type == "mps" else lambda: None
+    return Timer(time.perf_counter, synchronise)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per call, one for each sample; or why there are none."""
+    """Seconds per call in each sample, or the error of the call."""
 
     seconds: tuple[float, ...] = ()
     error: str = ""
@@ -48,17 +46,15 @@ class Times:
 
 
 def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[str, Times]:
-    """Each call's times, or its error, with one sample of at least 10 ms of each per round."""
+    """The times of each call, or its error. A round has a sample of at least 10 ms of each."""
     failed: dict[str, Times] = {}
     counts: dict[str, int] = {}
     for name, call in calls.items():
         try:
             _sample(call, timer, 1)
-            count = _calls_of_a_sample(call, timer)
-        except (RuntimeError, ValueError, TypeError) as error:  # torch's OutOfMemoryError too
+            counts[name] = _calls_per_sample(call, timer)
+        except (RuntimeError, ValueError, TypeError) as error:  # RuntimeError: OutOfMemoryError too
             failed[name] = Times(error=f"{type(error).__name__}: {error}")
-        else:
-            counts[name] = count
     samples: dict[str, list[float]] = {name: [] for name in counts}
     for number in range(rounds):
         # Every second round runs in reverse, so that no call always follows the same one.
@@ -67,8 +63,7 @@ def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[st
     return failed | {name: Times(tuple(seconds)) for name, seconds in samples.items()}
 
 
-def _calls_of_a_sample(call: Call, timer: Timer) -> int:
-    """The number of calls in a sample: a single short call would mostly time the wait."""
+def _calls_per_sample(call: Call, timer: Timer) -> int:
     count = 1
     while _sample(call, timer, count) * count < _SAMPLE_SECONDS and count < _MOST_CALLS:
         count *= 2

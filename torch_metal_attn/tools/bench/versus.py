@@ -1,4 +1,4 @@
-"""Our attention next to torch's: both calls of a shape, their times and their difference."""
+"""Compares our attention with torch's on a shape: times, and the difference of the results."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch_metal_attn.tools.bench.shapes import WIDTH, Shape
 from torch_metal_attn.tools.bench.timing import Timer, Times, interleaved
 
 OURS, TORCHS = "metal_attn", "torch"
-# Allowed difference between two results in one dtype whose elements are at most about 1.
+# Allowed difference between two results whose elements are at most about 1, by dtype.
 _TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 LEGEND = """\
@@ -32,13 +32,13 @@ class Compared:
 
     @property
     def ratio(self) -> float | None:
-        """Torch's median divided by ours; above 1, ours is faster."""
+        """Torch's median divided by ours."""
         ours, torchs = self.times[OURS], self.times[TORCHS]
         return None if ours.error or torchs.error else torchs.median / ours.median
 
     @property
     def agree(self) -> bool:
-        """True if the outputs are close, or if there is only one."""
+        """True if the outputs are close, or if there are not two."""
         return self.difference is None or self.difference <= _TOLERANCE[self.shape.dtype]
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Compared:
 
 
 def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Compared:
-    """Measure one shape. If one of the two cannot run it, its times hold the error."""
+    """Measure one shape. If a call fails, its times hold the error."""
     try:
         forwards, calls = calls_of(shape, device)
     except RuntimeError as error:
@@ -83,7 +83,7 @@ def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Co
 def calls_of(
     shape: Shape, device: torch.device
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Callable[[], Any]]]:
-    """The forwards of a shape, and the calls to time: these, or whole steps in training."""
+    """The forwards of a shape, and the calls to time: the forwards, or whole training steps."""
     operands = shape.operands(device)
     forwards: dict[str, Callable[[], Tensor]] = {
         OURS: functools.partial(_ours, shape, operands),
@@ -114,7 +114,7 @@ def _torchs(shape: Shape, operands: list[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _torch_mask(shape: Shape, device: torch.device) -> tuple[Tensor | None, bool]:
-    """Torch's mask and is_causal, whose diagonal begins at the first key; made once per shape."""
+    """attn_mask and is_causal for torch, whose causal diagonal begins at the first key."""
     if shape.window < 0:
         if not shape.causal or shape.length == 1:
             return None, False

@@ -1,1 +1,1 @@
-"""`python -m torch_metal_attn doctor`: where the attention of a script goes, and what to change."""
+"""`python -m torch_metal_attn doctor`: what runs the attention of a script, and what to change."""

@@ -1,4 +1,4 @@
-"""One attention of a script: what it was, where it goes on mps, and what to change."""
+"""One attention of a script: its shapes, what runs it on mps, and what to change."""
 
 import importlib
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch_metal_attn.sdpa import is_causal_bias
 OURS, TORCHS, BY_HAND = "metal_attn", "torch's function", "written out by hand"
 PACKED = "flash_varlen_fwd"  # its tensors are (tokens, heads, head dim)
 _BLOCK = "run it inside `with torch_metal_attn.sdpa_replaced():`"
-# The integration of a package that calls torch's attention, and how that is switched on.
+# By package that calls torch's attention: its integration, and how to switch that on.
 _INTEGRATIONS = {
     "transformers": ("transformers", 'load the model with attn_implementation="metal_attn"'),
     "diffusers": ("diffusers", 'call model.set_attention_backend("metal_attn")'),
@@ -25,7 +25,7 @@ _INTEGRATIONS = {
 
 @dataclass(frozen=True)
 class Attention:
-    """Calls that are the same. scores_bytes: of one array of all scores; 0 for OURS."""
+    """Identical calls. scores_bytes: size of one array of all scores; 0 for OURS."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -52,22 +52,13 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
         mask, causal = None, True
     leaves = [arguments[name] for name in ("query", "key", "value")]
     query, key, _ = autocast(*leaves)
-    if mask is not None:
-        (mask,) = autocast(mask)
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    options = ["is_causal"] * causal
-    if mask is not None:
-        options.append(_mask_text(mask))
+    options = ["is_causal"] * causal + ([] if mask is None else [_mask_text(*autocast(mask))])
     options += ["dropout"] * (arguments.get("dropout_p", 0.0) > 0.0) + ["gradients"] * gradients
-    attention = Attention(
-        (tuple(query.shape), tuple(key.shape)),
-        query.dtype,
-        ", ".join(options),
-        place,
-        TORCHS,
-        _scores_bytes(query.shape, key.shape, torch.float32 if gradients else query.dtype),
-        device=query.device.type,
-    )
+    shapes, text = (tuple(query.shape), tuple(key.shape)), ", ".join(options)
+    scores = _scores_bytes(query.shape, key.shape, torch.float32 if gradients else query.dtype)
+    device = query.device.type
+    attention = Attention(shapes, query.dtype, text, place, TORCHS, scores, device=device)
     problem, reason = replacement.problem_or_reason(args, kwargs, on_mps=True)
     refusal = reason if problem is None else problem.refusal()
     if refusal is not None:
@@ -83,7 +74,7 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
 
 
 def by_hand(weights: Tensor, function: str | None, place: str) -> Attention:
-    """An attention whose products and softmax the script computes itself, by its weights."""
+    """An attention whose products and softmax the script computes itself."""
     package = place.split("/")[0]
     if function == "multi_head_attention_forward":
         change = f"call the layer with need_weights=False, and {_BLOCK}"
@@ -101,7 +92,7 @@ def by_hand(weights: Tensor, function: str | None, place: str) -> Attention:
 
 
 def fused_layer(op: str, args: tuple[Any, ...], place: str) -> Attention:
-    """A layer that torch computes as one op, which it has for the CPU but not for mps."""
+    """A layer that torch computes as one op on the CPU. mps has no such op."""
     whole = op == "_transformer_encoder_layer_fwd"
     x, (width, heads) = args[0], args[1:3] if whole else args[3:5]
     shape = (x.shape[0], heads, x.shape[1], width // heads)
@@ -136,12 +127,11 @@ def _scores_bytes(query: Sequence[int], key: Sequence[int], dtype: torch.dtype) 
 
 
 def _switch(place: str) -> str:
-    """How to switch the caller's library to our kernels, or what it lacks; "" for other callers."""
+    """How to switch the caller's library to our kernels; "" for callers without an integration."""
     library, switch = _INTEGRATIONS.get(place.split("/")[0], ("", ""))
-    if not library:
-        return ""
-    try:
-        importlib.import_module(f"torch_metal_attn.integrations.{library}")
-    except ImportError as error:  # it is too old
-        return str(error)
+    if library:
+        try:
+            importlib.import_module(f"torch_metal_attn.integrations.{library}")
+        except ImportError as error:  # the library is too old
+            return str(error)
     return switch

@@ -11,16 +11,13 @@ from types import CodeType, FrameType
 
 import torch
 
-_LIBRARIES = (
-    os.path.dirname(torch.__file__) + os.sep,
-    str(Path(__file__).parents[2]) + os.sep,
-)
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)
 _PRODUCTS = {"bmm", "baddbmm", "matmul", "einsum"}
 _PACKAGE = re.compile(r".*[\\/](site|dist)-packages[\\/]")
 
 
 def frames() -> Iterator[FrameType]:
-    """The frames of torch's library that are running now, and the first one outside of it."""
+    """Yields torch's running frames, innermost first, then the first user's frame."""
     frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
@@ -39,20 +36,15 @@ def place() -> str:
 
 
 def shortened(file: str) -> str:
-    """A file's path within its package, or from the current folder if it is inside that."""
+    """The path inside site-packages, or relative to the current folder, or unchanged."""
     inside = _PACKAGE.sub("", file)
-    if inside != file:
-        return inside
-    here = os.getcwd() + os.sep
-    return file.removeprefix(here)
+    return file.removeprefix(os.getcwd() + os.sep) if inside == file else inside
 
 
 def multiplying() -> str | None:
-    """The function that multiplies matrices and asked for a softmax; None if it does not."""
-    for frame in frames():
-        if _multiplies(frame.f_code):
-            return frame.f_code.co_name
-    return None
+    """The name of the innermost of these frames' functions that multiplies matrices, or None."""
+    codes = (frame.f_code for frame in frames())
+    return next((code.co_name for code in codes if _multiplies(code)), None)
 
 
 @functools.cache

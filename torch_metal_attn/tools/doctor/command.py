@@ -1,4 +1,4 @@
-"""`python -m torch_metal_attn doctor SCRIPT ...` or `-m MODULE ...`, which run as by `python`."""
+"""`python -m torch_metal_attn doctor SCRIPT ...` or `-m MODULE ...`: runs it as `python` does."""
 
 import argparse
 import contextlib
@@ -22,15 +22,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "target",
-        # As for a subcommand: everything after it is the script's.
-        nargs=argparse.PARSER,
+        nargs=argparse.PARSER,  # all later arguments are the script's
         metavar="SCRIPT",
         help="the script, or with -m the module, and its arguments",
     )
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run the script or module, and report to stderr; its errors pass. 2 if there is none."""
+    """Run a script or module, whose exceptions pass, and report to stderr. 2 if it is missing."""
     name, *arguments = options.target
     try:
         code, file, folder, spec = (_module if options.module else _script)(name)
@@ -55,7 +54,7 @@ def doctor(options: argparse.Namespace) -> int:
             raise
         finally:
             if os.getpid() == process:  # not in a fork that ends here
-                with contextlib.suppress(BrokenPipeError):  # a reader that has ended
+                with contextlib.suppress(BrokenPipeError):  # the reader of stdout has ended
                     sys.stdout.flush()
                 shown = f"-m {name}" if options.module else name
                 print(report.text(shown, watch), file=sys.stderr)
@@ -66,7 +65,7 @@ _Program = tuple[CodeType, str, str, ModuleSpec | None]
 
 
 def _script(file: str) -> _Program:
-    """Its code, file, first folder of sys.path and spec. Raises OSError, or its SyntaxError."""
+    """The script's code, file, folder for sys.path, and spec. Raises OSError or SyntaxError."""
     try:
         with io.open_code(os.path.abspath(file)) as text:
             code = compile(text.read(), file, "exec", dont_inherit=True)
@@ -77,10 +76,10 @@ def _script(file: str) -> _Program:
 
 
 def _module(name: str) -> _Program:
-    """As `_script`, for a module or the `__main__` of a package. Raises ImportError."""
+    """The same for a module, or for the `__main__` of a package. Raises ImportError."""
     sys.path.insert(0, os.getcwd())
     try:
-        # pdb and cProfile also look a module up like this.
+        # pdb and cProfile also call this private function.
         _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
     finally:
         sys.path.remove(os.getcwd())
@@ -91,7 +90,7 @@ def _module(name: str) -> _Program:
 def _main_module(
     file: str, arguments: list[str], folder: str, spec: ModuleSpec | None
 ) -> Iterator[dict[str, object]]:
-    """A context with a `__main__`, sys.argv and sys.path as `python` makes them; its names."""
+    """Set `__main__`, sys.argv and sys.path as `python` does. Yields the globals of `__main__`."""
     main = ModuleType("__main__")
     vars(main).update(__file__=file, __builtins__=__builtins__, __spec__=spec)
     if spec is not None:
@@ -108,7 +107,7 @@ def _main_module(
 
 
 def _begin_traceback_at(code: CodeType | None) -> None:
-    """Begin the traceback that ends this process at this code; None shows no frames."""
+    """Let tracebacks that end this process start at `code`; for None they show no frames."""
     excepthook = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

@@ -39,23 +39,21 @@ def text(name: str, watch: Watch) -> str:
         ("calls", "query and key, or scores", "dtype", "goes to", "scores")
     ]
     notes: list[list[str]] = [[]]
-    for alike in sorted(_groups(seen), key=_largest_first):
-        attention = max(alike, key=lambda one: one.scores_bytes)
+    for group in sorted(_groups(seen), key=_largest_first):
+        attention = max(group, key=lambda one: one.scores_bytes)
         size = f"{scaled(attention.scores_bytes)}B" if attention.scores_bytes else "none held"
-        calls = sum(seen[one] for one in alike)
+        calls = sum(seen[one] for one in group)
         dtype = str(attention.dtype).removeprefix("torch.")
-        table.append((str(calls), _shapes(alike), dtype, attention.goes_to, size))
+        table.append((str(calls), _shapes(group), dtype, attention.goes_to, size))
         notes.append(_notes(attention))
-    places: Counter[str] = Counter()
-    for attention, count in seen.items():
-        places[attention.goes_to] += count
+    places = Counter(attention.goes_to for attention in seen.elements())
     total = "; ".join(f"{name}: {n}" for name, n in places.most_common())
     lines += ["", *aligned(table, notes, numbers=(0,), indent=7), ""]
     lines.append(f"{count_text(seen.total(), 'call')}: {total}")
     if places[TORCHS]:
         lines += wrap(
-            "scores: the memory of one array of them, by its shape. It was not measured. torch's "
-            "function may hold more than one, or none where torch has a fused kernel for the call.",
+            "scores: the size of one array of all scores, computed from its shape. torch's "
+            "function may hold several, or none if torch has a fused kernel for the call.",
             WIDTH,
         )
     return "\n".join(lines)
@@ -64,31 +62,29 @@ def text(name: str, watch: Watch) -> str:
 def _groups(seen: Counter[Attention]) -> list[list[Attention]]:
     groups: dict[tuple[object, ...], list[Attention]] = {}
     for one in seen:
-        length = -3 if one.options == PACKED else -2  # the dimension
-        queries = one.shapes[0][length]
-        # Scores have two lengths, and no head dim.
-        rest = [shape[:length] + shape[length + 1 :] for shape in one.shapes]
-        sizes = (
-            tuple(rest) if len(rest) > 1 else one.shapes[0][:-2],
-            queries if queries <= DECODE_QUERIES else None,
-        )
+        dim = -3 if one.options == PACKED else -2  # of the sequence length
+        queries = one.shapes[0][dim]
+        rest = tuple(shape[:dim] + shape[dim + 1 :] for shape in one.shapes)
+        if len(rest) == 1:  # scores, which have two lengths and no head dim
+            rest = (one.shapes[0][:-2],)
+        few = queries if queries <= DECODE_QUERIES else None
         texts = (without_numbers(text) for text in (one.options, one.why))
-        key = (sizes, one.dtype, one.device, one.place, one.goes_to, one.change, *texts)
+        key = (rest, few, one.dtype, one.device, one.place, one.goes_to, one.change, *texts)
         groups.setdefault(key, []).append(one)
     return list(groups.values())
 
 
-def _shapes(alike: list[Attention]) -> str:
+def _shapes(group: list[Attention]) -> str:
     shown = []
-    for shapes in zip(*(one.shapes for one in alike), strict=True):
+    for shapes in zip(*(one.shapes for one in group), strict=True):
         ranges = [sorted({min(sizes), max(sizes)}) for sizes in zip(*shapes, strict=True)]
         shown.append(f"({', '.join('-'.join(map(str, sizes)) for sizes in ranges)})")
     return " x ".join(shown)
 
 
-def _largest_first(alike: list[Attention]) -> tuple[bool, int, str]:
-    first = alike[0]
-    return first.goes_to == OURS, -max(one.scores_bytes for one in alike), first.place
+def _largest_first(group: list[Attention]) -> tuple[bool, int, str]:
+    first = group[0]
+    return first.goes_to == OURS, -max(one.scores_bytes for one in group), first.place
 
 
 def _notes(attention: Attention) -> list[str]:

@@ -1,16 +1,16 @@
-"""Sees every attention of a process, without changing it.
+"""Records every attention of a process without changing its results.
 
-It replaces torch's `scaled_dot_product_attention`, our ops, the fused layers of torch.nn, and
-softmaxes by functions that call them and note the call, in all threads. `torch.compile` compiles
-nothing meanwhile, because compiled code calls none of these functions.
+Wrappers record the calls of torch's `scaled_dot_product_attention`, our ops, torch.nn's fused
+layers and softmaxes, in all threads. Meanwhile `torch.compile` compiles nothing, because compiled
+code would not call the wrappers.
 """
 
 import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,14 +31,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Thread(threading.local):
-    """noted: number of attentions that this thread noted. within: depth of calls of our ops."""
+    """noted: number of attentions that this thread recorded. depth: of nested calls of our ops."""
 
     noted = 0
-    within = 0
+    depth = 0
 
 
 class Watch:
-    """The attentions since `__enter__`. undescribed: errors of ours, by their text."""
+    """Counts the attentions inside the block. undescribed: this package's errors, by their text."""
 
     def __init__(self) -> None:
         self.seen: Counter[Attention] = Counter()
@@ -52,8 +52,12 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         replacement.await_causal_bias()
-        # If torch made this list while names are replaced, it would lack the functions themselves.
+        # torch caches this list of functions. It must not contain the wrappers instead.
         get_overridable_functions()
+        packets = {name: getattr(torch.ops.metal_attn, name) for name in _OPS}
+        names = {
+            id(op): name for name, packet in packets.items() for op in (packet, packet.default)
+        }
         self._open = True
         self._replace(functional, "scaled_dot_product_attention", self._sdpa)
         for owner in (torch, Tensor):
@@ -61,7 +65,7 @@ class Watch:
         for name in _FUSED_LAYERS:
             self._replace(torch, name, functools.partial(self._fused_layer, name))
         for kind in (torch._ops.OpOverload, torch._ops.OpOverloadPacket):
-            self._replace(kind, "__call__", self._op)
+            self._replace(kind, "__call__", functools.partial(self._op, names))
         self._replace(torch, "compile", self._compile)
         when_imported("torch._dynamo", self._compile_nothing)
         return self
@@ -74,25 +78,25 @@ class Watch:
         if self._open:
             self._closing.enter_context(torch.compiler.set_stance("force_eager"))
 
-    def _compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            self.compiled = self.compiled or self._open
-            return original(*args, **kwargs)
-
-        return noting
-
-    def _replace(self, owner: Any, name: str, noting: Callable[[Any], Any]) -> None:
+    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Wrap an attribute: wrapper(original, *args, **kwargs) runs each call until `__exit__`."""
         original = getattr(owner, name)
         defined_here = name in vars(owner)
-        replaced = functools.wraps(original)(noting(original))
-        # So torch.jit.script takes the replacement for the function that it replaces.
-        if id(original) in _scripted():
-            _scripted()[id(replaced)] = _scripted()[id(original)]
+        # torch.jit.script's names of operators, by the id of the Python function.
+        scripted: dict[int, str] = sys.modules["torch.jit._builtins"]._get_builtin_table()
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            call = functools.partial(wrapper, original) if self._open else original
+            return call(*args, **kwargs)
+
+        if id(original) in scripted:
+            scripted[id(replaced)] = scripted[id(original)]
         setattr(owner, name, replaced)
 
         def undo() -> None:
-            _scripted().pop(id(replaced), None)
-            # Other code may have wrapped our function meanwhile: then it stays, and notes nothing.
+            scripted.pop(id(replaced), None)
+            # If other code has wrapped our function meanwhile, it stays and records nothing.
             if vars(owner).get(name) is not replaced:
                 return
             if defined_here:
@@ -105,7 +109,7 @@ class Watch:
     def _note(
         self, what: str, values: tuple[Any, ...], attention: Callable[[str], Attention]
     ) -> None:
-        """Count a call; `attention` describes the first of a signature. It must not raise."""
+        """Count a call. `attention` describes the first call of a signature. Never raises."""
         self._thread.noted += 1
         try:
             place = caller.place()
@@ -122,78 +126,59 @@ class Watch:
             self._known[key] = described
             self.seen[described] += 1
 
-    def _sdpa(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def noting(*args: Any, **kwargs: Any) -> Tensor:
-            noted = self._thread.noted
-            out = original(*args, **kwargs)
-            if self._open and noted == self._thread.noted and _real(out):
-                arguments = replacement.given_by_name(args, kwargs)
-                state = (
-                    torch.is_grad_enabled(),
-                    out.dtype,  # autocast's
-                    replacement.open_here(),
-                    replacement.open_elsewhere(),
-                )
-                values = (*arguments, *arguments.values(), *state)
-                self._note("sdpa", values, lambda place: torchs(args, kwargs, place))
-            return out
+    def _compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.compiled = True
+        return original(*args, **kwargs)
 
-        return noting
+    def _sdpa(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        noted = self._thread.noted
+        out = original(*args, **kwargs)
+        if noted == self._thread.noted and _computes(out):
+            arguments = replacement.given_by_name(args, kwargs)
+            blocks = (replacement.open_here(), replacement.open_elsewhere())
+            # Autocast decides the dtype of out.
+            values = (*arguments, *arguments.values(), torch.is_grad_enabled(), out.dtype, *blocks)
+            self._note("sdpa", values, lambda place: torchs(args, kwargs, place))
+        return out
 
-    def _softmax(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def noting(*args: Any, **kwargs: Any) -> Tensor:
-            weights = original(*args, **kwargs)
-            if not self._open or not _real(weights) or weights.dim() < 3:
-                return weights
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            if dim in (-1, weights.dim() - 1):
-                function = caller.multiplying()
-                if function is not None:
-                    values = (weights, function)
-                    self._note("softmax", values, lambda place: by_hand(weights, function, place))
-            return weights
+    def _softmax(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        weights = original(*args, **kwargs)
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if _computes(weights) and weights.dim() >= 3 and dim in (-1, weights.dim() - 1):
+            function = caller.multiplying()
+            if function is not None:
+                values = (weights, function)
+                self._note("softmax", values, lambda place: by_hand(weights, function, place))
+        return weights
 
-        return noting
+    def _fused_layer(
+        self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        out = original(*args, **kwargs)
+        if _computes(args[0]):
+            self._note(name, args, lambda place: fused_layer(name, args, place))
+        return out
 
-    def _fused_layer(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            out = original(*args, **kwargs)
-            if self._open and _real(args[0]):
-                self._note(name, args, lambda place: fused_layer(name, args, place))
-            return out
-
-        return noting
-
-    def _op(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        packets = {name: getattr(torch.ops.metal_attn, name) for name in _OPS}
-        names = {id(op): name for name, op in packets.items()}
-        names |= {id(op.default): name for name, op in packets.items()}
-
-        def noting(op: Any, /, *args: Any, **kwargs: Any) -> Any:
-            name = names.get(id(op))
-            if name is None or not self._open:
-                return original(op, *args, **kwargs)
-            with self._inside() as outermost:
-                out = original(op, *args, **kwargs)
-            arguments = bound(name, args, kwargs)
-            if outermost and _real(arguments["q"]):
-                values = (*arguments, *arguments.values())
-                self._note(name, values, lambda place: ours(name, arguments, place))
-            return out
-
-        return noting
-
-    @contextmanager
-    def _inside(self) -> Iterator[bool]:
-        self._thread.within += 1
+    def _op(
+        self, names: dict[int, str], original: Any, op: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = names.get(id(op))
+        if name is None:
+            return original(op, *args, **kwargs)
+        self._thread.depth += 1
         try:
-            yield self._thread.within == 1
+            out = original(op, *args, **kwargs)
         finally:
-            self._thread.within -= 1
+            self._thread.depth -= 1
+        arguments = bound(name, args, kwargs)
+        if self._thread.depth == 0 and _computes(arguments["q"]):
+            values = (*arguments, *arguments.values())
+            self._note(name, values, lambda place: ours(name, arguments, place))
+        return out
 
 
-def _real(tensor: object) -> bool:
-    """True if an attention computes something, and is not traced."""
+def _computes(tensor: object) -> bool:
+    """False for fake tensors and subclasses, and while a call is traced."""
     return type(tensor) in _PLAIN and not torch.compiler.is_compiling()
 
 
@@ -204,9 +189,3 @@ def _signature(value: Any) -> Any:
         return (type(value), size, value.dtype, value.device.type, value.requires_grad)
     plain = isinstance(value, (int, float, str, torch.dtype, type(None)))
     return value if plain else type(value)
-
-
-def _scripted() -> dict[int, str]:
-    """torch.jit.script's names of operators, by the id of the function in Python."""
-    table: dict[int, str] = sys.modules["torch.jit._builtins"]._get_builtin_table()
-    return table

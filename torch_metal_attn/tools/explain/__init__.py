@@ -1,4 +1,4 @@
-"""`explain`: what an op, or every attention of a model, would run, or why it would be refused."""
+"""`explain`: the kernels that an op or a model would run, or why it would be refused."""
 
 import copy
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch_metal_attn.call.arguments import as_bool
 from torch_metal_attn.kv_cache import CascadePlan, PagedKVCache, StaticKVCache
 from torch_metal_attn.tools.explain.flex import explain_flex
-from torch_metal_attn.tools.explain.layer_call import LayerCall
 from torch_metal_attn.tools.explain.model import ModelExplanation, explain_model
 from torch_metal_attn.tools.explain.ops import Explanation, Kernel, Training, explain_op, short_name
+from torch_metal_attn.tools.explain.table import LayerCall
 from torch_metal_attn.wording import type_text
 
 __all__ = ["Explanation", "Kernel", "LayerCall", "ModelExplanation", "Training", "explain"]
@@ -57,20 +57,20 @@ def explain(
             gradients of q, k, v and of captured tensors that require grad.
         an op: any op of `torch.ops.metal_attn`, followed by its arguments.
         a model: a torch.nn.Module or a bound method of one, followed by its arguments. The model's
-            own code runs under no_grad on these inputs and their device. Our ops do not run: each
+            code runs under no_grad on these inputs and their device. Our ops do not run: each
             is explained, returns zeros of the right shape, and writes nothing. So the model's
             numbers are meaningless, and decisions that depend on them (experts, stop tokens) may
             differ. Compiled parts run uncompiled.
-        a method of a plan or a cache: `attend` of a `torch_metal_attn.kv_cache.CascadePlan`, or
-            any of a PagedKVCache or StaticKVCache, followed by its arguments. It is explained as a
-            model is. The cache does not change: neither its memory nor its lengths and pages.
+        a method of a plan or a cache: `attend` of a `torch_metal_attn.kv_cache.CascadePlan`, or any
+            method of a PagedKVCache or StaticKVCache, followed by its arguments. It runs like a
+            model. The cache does not change: neither its memory nor its lengths and pages.
 
-    Returns: an `Explanation` for an op, a `ModelExplanation` for the others. str() of either
-        is for people; `as_dict()` is plain data. A call that an op would refuse does not raise: the
-        refusal is in the result.
+    Returns: an `Explanation` for an op or flex_attention, otherwise a `ModelExplanation`. str() is
+        a text for people, `as_dict()` plain data. If an op would refuse the call, the refusal is
+        in the result, and nothing is raised.
 
     Raises:
-        TypeError: the first argument is none of these.
+        TypeError: another first argument.
     """
     backward = as_bool("backward", backward)
     target: object = arguments[0] if arguments else options.get("q")
@@ -103,7 +103,7 @@ def explain(
 
 
 def _with_the_same_memory(cache: Any) -> Any:
-    """A copy of a cache, whose lengths and pages may change, and whose tensors are the cache's."""
+    """A copy of a cache that shares its tensors. Lengths and pages of the copy may change."""
     recent = getattr(cache._storage.recent, "_rows", None)
     held = [*cache.layers, *(recent.layers if recent is not None else ())]
     return copy.deepcopy(cache, {id(layer): layer for layer in held})

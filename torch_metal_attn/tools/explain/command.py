@@ -1,4 +1,4 @@
-"""`python -m torch_metal_attn explain`: which kernels would run for a shape. Runs none of them."""
+"""`python -m torch_metal_attn explain`: shows which kernels would run for a shape. Runs none."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from torch_metal_attn.tools.explain import Explanation, explain
 
 
 def explain_shapes(options: argparse.Namespace) -> bool:
-    """Print what each shape would run; False for a refusal. Raises BadShape."""
+    """Print the kernels of each shape. False if one is refused. Raises BadShape."""
     refused = 0
     with best_device() as device:
         for shape in chosen(options) or [Shape()]:
@@ -21,8 +21,8 @@ def explain_shapes(options: argparse.Namespace) -> bool:
 
 
 def explained(shape: Shape, device: torch.device) -> Explanation:
-    # One row each, expanded, so that large shapes take no memory. A row that k and v share would
-    # be a cache with v in k, which has a kernel of its own.
+    # Each tensor is one expanded row, so that large shapes take no memory. If k and v shared a
+    # row, they would be a cache with its values in its keys, which has another kernel.
     q, k, v = (
         torch.empty(size[-1], dtype=DTYPES[shape.dtype], device=device).expand(size)
         for size in shape.sizes

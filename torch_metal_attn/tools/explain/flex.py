@@ -1,4 +1,4 @@
-"""The kernels of a call of `flex_attention`, and the share of skipped blocks."""
+"""Explains a call of `flex_attention`, with the share of skipped blocks."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from torch_metal_attn.tools.explain.ops import Explanation, explain_op
 
 
 def explain_flex(*arguments: Any, backward: bool = False, **options: Any) -> Explanation:
-    """`torch_metal_attn.explain` of `flex_attention`. The functions are traced."""
+    """See `torch_metal_attn.explain`. Traces score_mod and mask_mod."""
     try:
         call = planned(*arguments, **options)
         options = call.options(backward)

@@ -18,24 +18,22 @@ from torch_metal_attn.integrations import copies
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
 from torch_metal_attn.tools.explain import table
-from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
 from torch_metal_attn.tools.explain.ops import bound, explain_op, explained_name
+from torch_metal_attn.tools.explain.table import LayerCall, known_cost
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 # In torch.ops.aten: attention as one op, and ops that only attention uses.
 _FUSED = ("_scaled_dot_product_", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
-_SDPA_SOFTMAX = "_safe_softmax"
-_SOFTMAX = "_softmax"
-_PRODUCTS = ("bmm", "baddbmm")
-_ATTENTION_DIMS = 4  # (B, H, Lq, Lk); a softmax over three dimensions may choose experts or tokens
+_SDPA_SOFTMAX, _SOFTMAX, _PRODUCTS = "_safe_softmax", "_softmax", ("bmm", "baddbmm")
+_ATTENTION_DIMS = 4  # (B, H, Lq, Lk); a softmax of fewer dimensions may choose experts or tokens
 
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """Every attention of one call of a model or a plan, in the order in which they ran.
+    """Every attention in one call of a model, a plan or a cache, in order.
 
-    Attributes: model: the class of either. rows: the calls. stopped: this package's error, with the
-        layer, if one ended the call early; None if the call went through.
+    Attributes: model: the class of that object. rows: the calls. stopped: the layer and this
+        package's error, if one ended the call early; None if the call completed.
     """
 
     model: str
@@ -61,7 +59,7 @@ def explain_model(
     """Explain `call`, the model itself or one of its methods; see `torch_metal_attn.explain`."""
     name = type(model).__name__
     stopped = None
-    # torch.compile would never again compile a frame that it first meets under a dispatch mode.
+    # torch.compile never compiles a frame again that it first sees under a dispatch mode.
     with _layer_names(model) as layers, torch.compiler.set_stance("force_eager"), torch.no_grad():
         recorder = _Recorder(layers)
         try:
@@ -75,14 +73,14 @@ def explain_model(
 
 
 def _is_ours(error: Exception) -> bool:
-    """True if this package raised it, and not the model or model code that the package called."""
+    """True if code of this package raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.startswith(_PACKAGE)
 
 
 @contextmanager
 def _layer_names(model: object) -> Iterator[list[str]]:
-    """A stack of the paths of the modules that are running; after an error it stays as it was."""
+    """A stack with the paths of the running modules. An error leaves it unchanged."""
     stack = [type(model).__name__]
     hooks = []
 
@@ -108,8 +106,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.rows: list[LayerCall] = []
         self._layers = layers
-        self._weights: Tensor | None = None  # of the last softmax of three dimensions
-        # For the next op of ours: words and bytes, and remarks.
+        self._weights: Tensor | None = None  # the last softmax, if it has three dimensions
+        # For the next op of ours: copied tensors with their bytes, and remarks.
         self._copied: list[tuple[str, int]] = []
         self._notes: list[str] = []
 
@@ -147,19 +145,17 @@ class _Recorder(TorchDispatchMode):
     def _explain(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         explanation = explain_op(name, args, kwargs)
         by_name = bound(name, args, kwargs)
-        keys = by_name.get("k", by_name.get("k_cache"))
-        tensors = [by_name[n] for n in ("q",) if n in by_name] or [args[0]]
-        if isinstance(keys, Tensor):
-            tensors.append(by_name.get("k_cache", keys))
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        tensors = [by_name["q"] if "q" in by_name else args[0]]
+        tensors += [by_name.get("k_cache", by_name.get("k"))]
+        shapes = tuple(tuple(x.shape) for x in tensors if isinstance(x, Tensor))
         copied, self._copied = self._copied, []
         notes, self._notes = tuple(self._notes), []
         cost = explanation.cost
         if cost is not None:
             cost += Cost(0, sum(2 * size for _, size in copied))
-        words = tuple(word for word, _ in copied)
+        copies_text = tuple(text for text, _ in copied)
         layer = self._layers[-1]
-        self.rows.append(LayerCall(layer, name, shapes, explanation, "", cost, words, notes))
+        self.rows.append(LayerCall(layer, name, shapes, explanation, "", cost, copies_text, notes))
         if explanation.refusal is not None:
             return _refused_result(name, by_name, explanation.refusal)
         return blank_result(func, args, kwargs)
@@ -209,7 +205,7 @@ def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost
 
 
 def blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op's result, filled with zeros; arguments that it returns are not changed."""
+    """The op's result, filled with zeros. Arguments that the op returns are not changed."""
     originals: dict[int, Tensor] = {}
     with FakeTensorMode() as mode:
 
@@ -236,7 +232,7 @@ def blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _refused_result(name: str, by_name: dict[str, Any], refusal: str) -> tuple[Tensor, Tensor]:
-    """A result for a refused attention, so that the model goes on to its other layers."""
+    """A result for a refused attention, so that the model's other layers run too."""
     q, v = by_name.get("q"), by_name.get("v_cache", by_name.get("v"))
     if not name.endswith(("fwd", "decode", "step")) or not isinstance(q, Tensor) or q.dim() < 3:
         raise ValueError(refusal)

@@ -1,4 +1,4 @@
-"""Explains a call of an op, and its backward, without running it; or why it would be refused."""
+"""Explains a call of an op and its backward without running them, or why it would be refused."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ class Kernel:
 
     Attributes: specialisation: the defines that the source is compiled with. threads: threads of a
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
-        threadgroups in x, y and z. pieces: into how many dispatches the grid is divided, each in a
-        command buffer of its own, as one would run for longer than a second by a cautious estimate.
+        threadgroups in x, y and z. pieces: the number of dispatches, each in a separate command
+        buffer; above 1 if a single one would run for over a second by a cautious estimate.
         choice: how its tile was chosen: "default", "tuned on this machine", "table of
         TORCH_METAL_ATTN_TUNED"; "" for a kernel without a choice. reason: for a kernel of a
-        backward, why it has no tensor tiles on a GPU that has them, and whether it skips blocks
-        that a bool mask hides; otherwise "". key: the key of its row in a table of tiles.
-        candidates: tiles that `tune` measures, the chosen one first.
+        backward, why it has no tensor tiles on a GPU that has them, and if it skips blocks that a
+        bool mask hides; otherwise "". key: the key of its row in a table of tiles. candidates:
+        tiles that `tune` measures, the chosen one first.
     """
 
     specialisation: dict[str, str]
@@ -49,16 +49,16 @@ class Kernel:
 class Training:
     """The kernels and the memory of a forward and its backward, in plain data.
 
-    Attributes: kernels: those of the backward that compute gradients, by their names. inputs: bytes
-        of q, k, v, dout and of the options that are tensors, by name, broadcast ones whole.
-        allocated: bytes of everything that the two ops allocate, by name: out, softmax_lse, delta,
-        rounded_delta while the backward runs, dq, dk and dv; normalisers in float32, and with a
-        bias, slopes or a sink; dk_parts and dv_parts while the backward runs, where cores would be
-        idle unless the query heads of a KV head are split; copies, of the captured tensors of
-        flex_attention that have gradients; mask_blocks, the larger lists of blocks that a bool mask
-        shows. Nothing else in it grows with the product of two lengths, and all of it is there at
-        once only while the backward runs. cost: FLOPs and bytes that the
-        backward takes at least.
+    Attributes: kernels: the backward's kernels that compute gradients, by their names. inputs:
+        bytes of q, k, v, dout and of the options that are tensors, by name; broadcast tensors count
+        in full. allocated: bytes of everything that the two ops allocate, by name: out,
+        softmax_lse, delta, dq, dk and dv; while the backward runs, rounded_delta; normalisers in
+        float32, and with a bias, slopes or a sink; while the backward runs, dk_parts and dv_parts,
+        if cores would be idle unless the query heads of a KV head are split; copies of
+        flex_attention's captured tensors that have gradients; mask_blocks, the larger of the lists
+        of blocks that a bool mask shows. Only mask_blocks grows with the product of two lengths.
+        All of it is allocated at once only while the backward runs. cost: the fewest FLOPs and
+        bytes of the backward.
     """
 
     kernels: dict[str, Kernel]
@@ -68,7 +68,7 @@ class Training:
 
     @property
     def total(self) -> int:
-        """Bytes of the inputs and of all allocations: the most that a step holds."""
+        """Bytes of the inputs and of all allocations: the peak of a step."""
         return sum(self.inputs.values()) + sum(self.allocated.values())
 
 
@@ -82,10 +82,10 @@ class Explanation:
         the names of the Metal functions; for `flash_bwd` only those that compute gradients. reason:
         why this specialisation was chosen. cost: the fewest FLOPs and bytes that the call needs,
         see `torch_metal_attn.tools.costs`; None if it is refused. refusal: the error that the call
-        would raise; None if it would run. training: what a backward adds, with backward=True.
+        would raise; None if it would run. training: the backward, if backward=True.
 
     The properties kernel, specialisation, grid, threads and threadgroup_bytes describe the first
-    kernel, or the one after `mask_blocks`, which lists the blocks that a bool mask shows.
+    kernel, ignoring `mask_blocks`, which lists the blocks that a bool mask shows.
     """
 
     op: str = "flash_fwd"
@@ -163,7 +163,7 @@ def _kernel_lines(kernel: Kernel) -> list[str]:
 
 
 def short_name(op: Any) -> str | None:
-    """The name of an op of ours, a packet or an overload; None for anything else."""
+    """The name of an op of ours, given as a packet or an overload; None for other objects."""
     if isinstance(op, torch._ops.OpOverload):
         op = op.overloadpacket
     if not isinstance(op, torch._ops.OpOverloadPacket):
@@ -173,7 +173,7 @@ def short_name(op: Any) -> str | None:
 
 
 def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The op's arguments by name, without the missing ones, and numbers as Python's."""
+    """The call's arguments by name, with numbers converted to Python's."""
     schema = getattr(torch.ops.metal_attn, name).default._schema
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     numbers = {one.name for one in schema.arguments if "Tensor" not in str(one.type)}
@@ -185,13 +185,13 @@ def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dic
 
 
 def explained_name(op: Any) -> str | None:
-    """The short name of an op of ours that has a kernel of its own; None for anything else."""
+    """The name of an op of ours that launches kernels itself; None for other objects."""
     name = short_name(op)
     return name if name is not None and recording_op(name) is not None else None
 
 
 def recording_op(name: str) -> Any:
-    """The op that returns what `name` would launch; None if `name` has no kernel of its own."""
+    """The op that returns the launches of `name`; None if `name` launches no kernels itself."""
     return getattr(torch.ops.metal_attn_explain, name, None)
 
 
@@ -218,7 +218,7 @@ def explain_op(
                 ArgumentNames().check_types(op, arguments, options)
                 raise
             launches = extension.launches(recorded)
-            of_backward = backward_launches(name, by_name) if backward else []
+            gradients = backward_launches(name, by_name) if backward else []
     except (TypeError, ValueError, NotImplementedError) as error:
         return Explanation(op=name, refusal=str(error))
     reasons = [one["reason"] for one in launches if one.get("reason") and "bwd" not in name]
@@ -228,7 +228,7 @@ def explain_op(
         kernels=_kernels(launches, of_gradients="bwd" in name),
         reason=reasons[0] if reasons else "" if launches else _NOTHING,
         cost=costs.cost(name, by_name),
-        training=_training(of_backward, name, by_name) if backward else None,
+        training=_training(gradients, name, by_name) if backward else None,
     )
 
 
@@ -244,7 +244,7 @@ def _check_names(name: str, by_name: dict[str, Any]) -> None:
 
 
 def backward_launches(name: str, by_name: dict[str, Any]) -> list[dict[str, Any]]:
-    """The launches of a forward op's backward, before there is anything to differentiate."""
+    """The launches of a forward op's backward, by the forward's arguments."""
     q, v = by_name["q"], by_name["v"]
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), device="meta")
     rows = q.shape[:-1][::-1] if q.dim() == 3 else q.shape[:-1]
@@ -270,7 +270,6 @@ def _backend(by_name: dict[str, Any]) -> str:
 
 
 def _kernels(launches: list[dict[str, Any]], *, of_gradients: bool) -> dict[str, Kernel]:
-    shown = [one for one in launches if not of_gradients or "registers" in one]
     return {
         one["kernel"] + (f"[{one['share']}]" if "share" in one else ""): Kernel(
             specialisation=one["defines"],
@@ -283,57 +282,43 @@ def _kernels(launches: list[dict[str, Any]], *, of_gradients: bool) -> dict[str,
             key=one.get("tuning", {}).get("key", ""),
             candidates=tuple(one.get("tuning", {}).get("candidates", ())),
         )
-        for one in shown
+        for one in launches
+        if not of_gradients or "registers" in one
     }
-
-
-def _parts(splits: int, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Parts of dk and dv in float32, if the query heads of a KV head are split."""
-    if splits == 1:
-        return {}
-    size = splits * torch.float32.itemsize
-    return {f"d{name}_parts": tensors[name].numel() * size for name in "kv"}
 
 
 def _training(launches: list[dict[str, Any]], name: str, by_name: dict[str, Any]) -> Training:
     q, v = by_name["q"], by_name["v"]
     rows = q.shape[:-1].numel()
     out = rows * v.shape[-1] * q.itemsize
-    statistics = ["softmax_lse", "delta", "rounded_delta"]  # with a number a row
-    statistics += ["normalisers"] if flash_bwd.normalised(q, by_name) else []
-    tensors = {name: by_name[name] for name in ("q", "k", "v")}
     inputs = {name: value.nbytes for name, value in by_name.items() if isinstance(value, Tensor)}
     inputs |= {f"captures[{i}]": x.nbytes for i, x in enumerate(by_name.get("captures", ()))}
-    head_splits = max((one.get("head_splits", 1) for one in launches), default=1)
+    statistics = ["softmax_lse", "delta", "rounded_delta"]  # one float32 per row
+    statistics += ["normalisers"] if flash_bwd.normalised(q, by_name) else []
+    allocated = dict.fromkeys(statistics, rows * torch.float32.itemsize) | {"out": out}
+    allocated |= {f"d{name}": by_name[name].nbytes for name in ("q", "k", "v")}
+    splits = max((one.get("head_splits", 1) for one in launches), default=1)
+    if splits > 1:
+        part = splits * torch.float32.itemsize
+        allocated |= {f"d{name}_parts": by_name[name].numel() * part for name in "kv"}
     copies = sum(one["written_bytes"] for one in launches if "share" in one)
     lists = [one["written_bytes"] for one in launches if one["kernel"] == "mask_blocks"]
-    mask_blocks = max(lists, default=0)
+    more = {"copies": copies, "mask_blocks": max(lists, default=0)}
+    allocated |= {name: size for name, size in more.items() if size}
     cost = costs.cost(f"{name.removesuffix('fwd')}bwd", by_name)
     if "shares" in by_name:
         cost += costs.cost("flex_bwd_captures", by_name)
-    return Training(
-        kernels=_kernels(launches, of_gradients=True),
-        inputs=inputs | {"dout": out},
-        allocated=dict.fromkeys(statistics, rows * torch.float32.itemsize)
-        | {"out": out}
-        | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()}
-        | _parts(head_splits, tensors)
-        | ({"copies": copies} if copies else {})
-        | ({"mask_blocks": mask_blocks} if mask_blocks else {}),
-        cost=cost,
-    )
+    kernels = _kernels(launches, of_gradients=True)
+    return Training(kernels, inputs | {"dout": out}, allocated, cost)
 
 
 def _training_lines(training: Training) -> list[str]:
     lines = []
     for name, kernel in training.kernels.items():
-        defines = shown(kernel.specialisation)
-        lines.append(
-            f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes per threadgroup; "
-            f"tile {kernel.choice}"
-            + (f"; in {kernel.pieces} command buffers" if kernel.pieces > 1 else "")
-            + (f"; {kernel.reason}" if kernel.reason else "")
-        )
+        bytes_text = f"{kernel.threadgroup_bytes} bytes per threadgroup"
+        parts = [shown(kernel.specialisation), bytes_text, f"tile {kernel.choice}"]
+        parts += [f"in {kernel.pieces} command buffers"] * (kernel.pieces > 1)
+        lines.append(f"  {name:<15} " + "; ".join(parts + [kernel.reason] * bool(kernel.reason)))
     for title, tensors in (("inputs", training.inputs), ("allocated", training.allocated)):
         listed = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in tensors.items())
         lines.append(f"  {title:<15} {listed} MB")

@@ -1,1 +1,1 @@
-"""`python -m torch_metal_attn fuzz`: random calls of `testing`, in processes that are watched."""
+"""`python -m torch_metal_attn fuzz`: random calls of `testing`, in supervised processes."""

@@ -1,4 +1,4 @@
-"""The results of a run: the JSON file that replays failures, and the lines that are printed."""
+"""The results of a run: a JSON file whose failures can be replayed, and texts for the terminal."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ from torch_metal_attn.wording import count_text
 
 @dataclass
 class Report:
-    """The results for a seed. Cases are counted by family and call; failures are kept."""
+    """The results for a seed. ran: the number of cases by family and call."""
 
     machine: dict[str, str]
     seed: int
@@ -31,7 +31,7 @@ class Report:
             self.failures.append(ran)
 
     def news_of(self, ran: Ran) -> str:
-        """The text for a failure that was added: what failed, or which earlier one it repeats."""
+        """The text of an added failure, or the number of the earlier case that it repeats."""
         shrunk = ran.shrunk and ran.shrunk[0]
         for earlier in self.failures:
             if earlier is not ran and shrunk and earlier.shrunk and earlier.shrunk[0] == shrunk:
@@ -69,7 +69,7 @@ def _failure(ran: Ran) -> dict[str, Any]:
 
 
 class BadReport(BadRequest):
-    """A file is not a report; the message says why."""
+    """The file is not a report; the message says why."""
 
 
 def read(path: Path) -> list[Case]:
@@ -90,7 +90,7 @@ def read(path: Path) -> list[Case]:
 
 
 def failure_text(ran: Ran) -> str:
-    """The text of a failure for the terminal: what failed, and code that shows it."""
+    """A failure for the terminal: its errors, and Python code that reproduces it."""
     case, outcome = ran.shrunk or (ran.case, ran.outcome)
     lines = [f"case {ran.index} {outcome.status}: {outcome.what}"]
     lines += outcome.message.splitlines()[:12]

@@ -1,4 +1,4 @@
-"""Processes that run cases, watched by the process that started them."""
+"""Worker processes that run cases, and the process that supervises them."""
 
 import multiprocessing
 import signal
@@ -18,13 +18,13 @@ from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.running import Outcome
 from torch_metal_attn.testing.shrinking import SHRINK_SECONDS, shrink
 
-_PERIOD = 0.5  # seconds between two looks at the clock
+_PERIOD = 0.5  # seconds between two readings of the clock
 _READY = "ready"
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A case that was run. shrunk: the simplest case that fails in the same way; or None."""
+    """A case with its outcome. shrunk: the simplest case that fails in the same way, or None."""
 
     index: int
     case: Case
@@ -33,7 +33,7 @@ class Ran:
 
 
 class _Clock:
-    """The seconds in which this process watched: a pause of it stops its workers too."""
+    """Counts the seconds while this process runs. A pause of it pauses its workers too."""
 
     def __init__(self) -> None:
         self._last, self._seconds = time.monotonic(), 0.0
@@ -49,7 +49,7 @@ class _Clock:
 class _Worker:
     process: Any
     pipe: Connection
-    case: tuple[int, Case] | None = None  # the one that it runs
+    case: tuple[int, Case] | None = None  # the running case
     since: float = 0.0
     shrinking: Outcome | None = None
 
@@ -68,7 +68,10 @@ def run(
     case_seconds: float,
     ends: float,
 ) -> Iterator[Ran | None]:
-    """Each case when it has run, or None after a while without one; none begins after `ends`."""
+    """Yields each case after its run, or None after a while without one. Starts none after `ends`.
+
+    draw: makes case `index` of a seed. count: number of workers.
+    """
     begun, clock = 0, _Clock()
     workers = [_start() for _ in range(count)]
     try:
@@ -117,7 +120,7 @@ def _start() -> _Worker:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """A context for starting a process: only the watcher handles Ctrl-C."""
+    """A context for starting a process that ignores Ctrl-C, which only the supervisor handles."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -142,7 +145,7 @@ def _receive(worker: _Worker, now: float) -> "Ran | str | None":
         return _lost(worker, running.DIED, f"the process ended {words}")
     if isinstance(message, Exception):
         raise message
-    if isinstance(message, Outcome):  # of the case, which it shrinks now
+    if isinstance(message, Outcome):  # of the case, which the worker now shrinks
         worker.shrinking, worker.since = message, now
         return None
     worker.case = None
@@ -151,7 +154,7 @@ def _receive(worker: _Worker, now: float) -> "Ran | str | None":
 
 
 def _lost(worker: _Worker, status: str, words: str) -> Ran:
-    """The case that the process was running, which failed, or had failed before it was shrunk."""
+    """Stop the worker. Its case failed by `status`, or had failed before it was shrunk."""
     assert worker.case is not None
     worker.stop()
     return Ran(*worker.case, worker.shrinking or Outcome(status, "the process", words))
@@ -166,7 +169,7 @@ def _work(pipe: Connection) -> None:
                 index, case = pipe.recv()
                 pipe.send(run_and_shrink(index, case, device, pipe.send))
     except (BrokenPipeError, EOFError):
-        return  # the watcher is gone
+        return  # the supervisor has ended
     except Exception as error:
         pipe.send(error)
 
@@ -174,7 +177,7 @@ def _work(pipe: Connection) -> None:
 def run_and_shrink(
     index: int, case: Case, device: torch.device, tell: Callable[[Outcome], Any] = lambda _: None
 ) -> Ran:
-    """Run one case. tell: receives the outcome of a failure before it is shrunk."""
+    """Run one case. tell: called with the outcome of a failure before it is shrunk."""
     outcome = running.run(case, device)
     if outcome.ok:
         return Ran(index, case, outcome)

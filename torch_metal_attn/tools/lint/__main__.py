@@ -18,8 +18,8 @@ from torch_metal_attn.wording import count_text
 
 from .specialisations import specialisations
 
-MOST_WORKERS = 4  # each holds a syntax tree
-Text = tuple[str, str]  # a specialisation's text, its language
+MOST_WORKERS = 4  # each has a syntax tree in memory
+Text = tuple[str, str]  # a specialisation's source and language
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def _lint(folder: Path) -> bool:
         language = LANGUAGES.get(path.stem, versions.DEFAULT)
         defines = specialisations()[path.stem]
         texts += [(with_defines(source, each), language) for each in defines]
-    # Syntax trees have many nodes and no cycles: collections take a third of the time.
+    # Syntax trees have many nodes and no cycles, and garbage collection takes a third of the time.
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
     with ProcessPoolExecutor(workers, initializer=gc.disable) as pool:
         findings.update(*pool.map(lint_text, texts))
@@ -62,7 +62,7 @@ def _lint(folder: Path) -> bool:
 
 
 def lint_text(text: Text) -> list[Finding]:
-    """Findings in one specialisation. That there are none is kept in the cache of kernels."""
+    """The findings in one specialisation. The cache of kernels records texts without findings."""
     source, language = text
     made_by = build.own_digest("lint"), toolchain.find().identity
     key = cache.digest(["lint", *made_by, source, language])

@@ -40,7 +40,7 @@ _EVERYTHING = attention(
     rotary_columns=32,
     dropout_p=0.3,
 )
-# The same with other defines, and without what gradients on tensor tiles do not have.
+# The same with other defines, and without options that gradients on tensor tiles do not support.
 _ODD_KEYS = replace(
     _EVERYTHING, dtype="bfloat16", packed=((33, 71), (5, 9)), rotary_interleaved=True
 )
@@ -58,7 +58,7 @@ _LONG_MASK = attention(
 _FAR_HALVES = attention(
     call="flash_fwd", cache_dtype="float16", k_layout=("far 1",), batch=1, q_length=9
 )
-# Formats with options that other cases have one by one.
+# Formats with several options, each of which other cases have alone.
 _QUANTISED = [
     attention(
         call="flash_fwd",
@@ -81,7 +81,7 @@ _QUANTISED = [
 ]
 _DECODE = partial(attention, call="flash_decode", kv_length=257, num_splits=2)
 _LISTED = partial(_DECODE, q_length=3, heads=8, listed=70, list_dims="bh")
-# Cases that reach more than those of `verify`, or as much as several of them.
+# Cases with more defines than those of `verify`, or with the defines of several of them.
 _MORE: tuple[Case, ...] = (
     _EVERYTHING,
     _ODD_KEYS,
@@ -105,7 +105,7 @@ _MORE: tuple[Case, ...] = (
     Step(rotary_columns=8, leftpad_k=(0,), cache="indexed", cache_dtype="float16"),
 )
 _UNSTAGED = "V_SLICE=64 BLOCK_K=32 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
-# The probes, and what adds up parts of gradients where more cores are than they have threadgroups.
+# The probes, and the sum of parts of gradients, for GPUs with more cores than threadgroups.
 _ALONE: dict[str, list[Defines]] = {
     "probe": [{}],
     "probe_tensor": [{"FLOAT32": "0"}, {"FLOAT32": "1"}],
@@ -115,7 +115,7 @@ _ALONE: dict[str, list[Defines]] = {
 
 @cache
 def specialisations() -> dict[str, list[Defines]]:
-    """Defines by family: few launches in which each define has each value, and is missing."""
+    """Defines by family: a few launches in which each define has each value or is missing."""
     recorded: dict[str, list[Defines]] = {}
     with simulate(record=True) as run:
         for _ in _calls():
@@ -128,26 +128,25 @@ def specialisations() -> dict[str, list[Defines]]:
 
 
 def _with_piece(family: str, launches: list[Defines]) -> list[Defines]:
-    """Also the first launch in pieces, if the family's launches may be long."""
+    """Adds the first launch in pieces, if the family's grids may be divided."""
     divided = "GRID_PIECE" in shaders.source(family)
     return launches + [launches[0] | {"GRID_PIECE": "1"}] * divided
 
 
 def _cover(launches: list[Defines]) -> list[Defines]:
-    """Some of the launches, those first that have most of what the ones before do not have."""
+    """A greedy cover: each chosen launch has the most kinds of values that are still missing."""
     names = {name for defines in launches for name in defines}
+    none = frozenset[tuple[str, str]]()
 
     def kinds(defines: Defines) -> frozenset[tuple[str, str]]:
         return frozenset((name, _kind(name, defines.get(name, ""))) for name in names)
 
-    in_16_bits = frozenset[tuple[str, str]]().union(
-        *(kinds(defines) for defines in launches if _is_16_bit(defines))
-    )
+    in_16_bits = none.union(*(kinds(defines) for defines in launches if _is_16_bit(defines)))
     values = {
-        kinds(defines) - (frozenset() if _is_16_bit(defines) else in_16_bits): defines
+        kinds(defines) - (none if _is_16_bit(defines) else in_16_bits): defines
         for defines in launches
     }
-    chosen, missing = [], frozenset[tuple[str, str]]().union(*values)
+    chosen, missing = [], none.union(*values)
     while missing:
         best = max(values, key=lambda kinds: len(kinds & missing))
         chosen.append(values[best])
@@ -162,13 +161,12 @@ def _is_16_bit(defines: Defines) -> bool:
 def _kind(name: str, value: str) -> str:
     if not value.isdigit() or int(value) < 2:
         return value
-    if name.endswith("FORMAT"):  # groups of 32 and of 64 are alike
+    if name.endswith("FORMAT"):  # groups of 32 and of 64 are one kind
         return value if len(value) == 1 else f"{int(value) // 256} bits in groups"
     return "a size"
 
 
 def _calls() -> Iterator[None]:
-    """Makes one call of an op after the other."""
     cases = [one.case for one in full() if not one.case.threads]
     for case in (*_MORE, *cases):
         _call(case)
@@ -180,7 +178,7 @@ def _calls() -> Iterator[None]:
         _call(attention(call="flash_fwd", feature="causal"))
         yield
     with on_m5():
-        for case in (*_MORE, *cases[1::2]):  # of each problem one dtype or two
+        for case in (*_MORE, *cases[1::2]):  # one or two dtypes of each problem
             if isinstance(case, Attention) and "fwd" in case.call:
                 _call(case)
                 yield

@@ -20,10 +20,10 @@ REPORT = Path("torch_metal_attn-verify.md")
 
 
 def verify() -> bool:
-    """Run a few cases in every dtype, print a line for each; True if all are within bounds."""
+    """Run a few cases in every dtype, with a line for each. True if all are within bounds."""
     start = time.perf_counter()
     with best_device(check=True) as device:
-        print(f"The kernels on {_where(device)}; errors against float64")
+        print(f"The kernels on {_backend(device)}; errors against float64")
         print("Kernels are compiled when they first run: a minute or two, less the next time.\n")
         print(f"{'problem':<76} {'dtype':<9} {'error':>9} {'bound':>9}", flush=True)
         results = list(_results(listed.QUICK, device, every_line=True))
@@ -33,7 +33,7 @@ def verify() -> bool:
 
 
 def verify_full(path: Path = REPORT) -> bool:
-    """Run every case, write the report after each, and return whether none failed."""
+    """Run every case, and write the report after each. True if none failed."""
     start = time.perf_counter()
     cases = listed.full()
     results: list[Result] = []
@@ -46,7 +46,7 @@ def verify_full(path: Path = REPORT) -> bool:
             path.write_text(text, encoding="utf-8")
 
         write()
-        print(f"The kernels on {_where(device)}: {count_text(len(cases), 'case')}", flush=True)
+        print(f"The kernels on {_backend(device)}: {count_text(len(cases), 'case')}", flush=True)
         try:
             for result in _results(cases, device, every_line=False):
                 results.append(result)
@@ -72,7 +72,7 @@ def _results(
             yield result
 
 
-def _where(device: torch.device) -> str:
+def _backend(device: torch.device) -> str:
     if device.type == "mps":
         return "mps"
     return f"the simulator, every access checked ({mps.problem()})"

@@ -1,4 +1,4 @@
-"""The cases of `verify`: a table by family, with what is special to each case."""
+"""The cases of `verify`, by family."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.features import CACHES, FEATURES, HALF_CACHES, attention
 from torch_metal_attn.testing.tensors import DTYPES
 
-Special = dict[str, Any]
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A case with its family, which has a line in the report, and what is special to it."""
+    """A case, the family in whose line of the report it counts, and its fields in words."""
 
     family: str
     case: Case
@@ -40,10 +40,10 @@ class Listed:
         return f"{self.family}: {self.words}"
 
 
-def listed(family: str, make: Callable[..., Case], dtype: str, special: Special) -> Listed:
-    """The case that `make` makes of the dtype and what is special."""
-    words = ", ".join(f"{name} {_shown(x)}" for name, x in special.items())
-    return Listed(family, make(dtype=dtype, **special), words or "plain")
+def listed(family: str, make: Callable[..., Case], dtype: str, fields: Fields) -> Listed:
+    """The case that `make` returns for the dtype and the fields."""
+    words = ", ".join(f"{name} {_shown(x)}" for name, x in fields.items())
+    return Listed(family, make(dtype=dtype, **fields), words or "plain")
 
 
 def _shown(x: Any) -> str:
@@ -53,10 +53,10 @@ def _shown(x: Any) -> str:
     return (", " if nested else "x").join(map(_shown, x))
 
 
-def every_dtype(family: str, make: Callable[..., Case], *specials: Special) -> Iterator[Listed]:
-    """A case for each of the parameters in each dtype."""
-    for special, dtype in itertools.product(specials, DTYPES):
-        yield listed(family, make, dtype, special)
+def every_dtype(family: str, make: Callable[..., Case], *variants: Fields) -> Iterator[Listed]:
+    """One case per variant and dtype."""
+    for fields, dtype in itertools.product(variants, DTYPES):
+        yield listed(family, make, dtype, fields)
 
 
 _FWD = partial(attention, call="flash_fwd")
@@ -66,7 +66,7 @@ _VARLEN = partial(attention, call="flash_varlen_fwd")
 _MERGE = partial(Merge, batch=2, heads=3, length=9, head_dim=64, empty=0.3)
 _ROPE = partial(Rotation, batch=2, heads=4, kv_heads=2, length=9, head_dim=64)
 _SOFTMAX = partial(Softmax, shape=(3, 5, 65))
-_CACHE: Special = {
+_CACHE: Fields = {
     "kv_heads": 2,
     "head_dim": 64,
     "v_head_dim": 64,
@@ -79,7 +79,7 @@ _SHARED = partial(Cascade, kv_heads=2, head_dim=64, v_head_dim=64, causal=True, 
 _INDEX = partial(IndexScores, heads=17, q_length=5, kv_length=65, head_dim=128, causal=True)
 _COPY = partial(Copy, copies=((0, 5), (4, 1), (6, 2)))
 
-# `verify` without --full: seconds.
+# `verify` without --full.
 QUICK: tuple[Listed, ...] = (
     *every_dtype(
         "flash_fwd",
@@ -106,20 +106,20 @@ QUICK: tuple[Listed, ...] = (
 
 _HEAD_DIMS = (1, 7, 65, 96, 128, 256)
 _MLA = {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
-_LATENT: Special = {**_MLA, "values_in_keys": True}
-_ROTARY: Special = {"rotary_columns": 64}
-_LATENT_STEP: Special = {**_LATENT, **_ROTARY, "heads": 16, "rotary_last": True}
-# Lengths that are not a multiple of a tile, 0 and 1.
+_LATENT: Fields = {**_MLA, "values_in_keys": True}
+_ROTARY: Fields = {"rotary_columns": 64}
+_LATENT_STEP: Fields = {**_LATENT, **_ROTARY, "heads": 16, "rotary_last": True}
+# Lengths 0 and 1, and others that no tile divides.
 _LENGTHS = ((1, 1), (1, 257), (7, 31), (31, 7), (65, 1023), (0, 9), (9, 0))
 _PACKED = {"packed": ((5, 70), (0, 9), (33, 33)), "causal": True}
 
 
-def _features(names: tuple[str, ...] = tuple(FEATURES), **more: Any) -> list[Special]:
+def _features(names: tuple[str, ...] = tuple(FEATURES), **more: Any) -> list[Fields]:
     return [more | {"feature": name} for name in names]
 
 
-def _sizes() -> tuple[list[Special], list[Special]]:
-    head_dims: list[Special] = [{"head_dim": d, "feature": "causal"} for d in _HEAD_DIMS]
+def _sizes() -> tuple[list[Fields], list[Fields]]:
+    head_dims: list[Fields] = [{"head_dim": d, "feature": "causal"} for d in _HEAD_DIMS]
     head_dims.append({"head_dim": 64, "v_head_dim": 40})
     return head_dims, [{"q_length": q, "kv_length": k} for q, k in _LENGTHS]
 
@@ -141,24 +141,23 @@ def _forwards() -> Iterator[Listed]:
         decode = {"cache": cache, "q_length": 1, "num_splits": 2}
         yield listed("flash_fwd: layouts and caches", _FWD, "float32", {"cache": cache})
         yield listed("flash_decode: caches", _DECODE, "float32", decode)
-    # Keys and values behind the lengths are NaN.
-    behind: Special = {"feature": "lengths", "kv_length": 130}
-    yield from every_dtype("NaN, seen and unseen", _FWD, {"poison": "nan in k"}, behind)
-    split: list[Special] = [{"poison": "nan in k", "num_splits": 2}, behind | {"num_splits": 2}]
+    # Keys and values past the lengths are NaN.
+    unseen: Fields = {"feature": "lengths", "kv_length": 130}
+    yield from every_dtype("NaN, seen and unseen", _FWD, {"poison": "nan in k"}, unseen)
+    split: list[Fields] = [{"poison": "nan in k", "num_splits": 2}, unseen | {"num_splits": 2}]
     yield from every_dtype("NaN, seen and unseen: flash_decode", _DECODE, *split)
     window = {"packed": ((1, 1), (64, 3), (7, 0)), "window_size_left": 20, "head_dim": 128}
     yield from every_dtype("flash_varlen_fwd", _VARLEN, _PACKED, window)
 
 
 def _other_tiles() -> Iterator[Listed]:
-    """The features again on 8x8 tiles where other cases have tensor tiles, and the reverse."""
+    """On GPUs with tensor tiles, the features again on the tiles that other cases do not use."""
     if not tensor_tiles.problem():
         for name, make in (("flash_fwd", _FWD), ("flash_bwd", _BWD)):
-            for special, dtype in itertools.product(_features(), DTYPES):
-                tiles, where = (
-                    ("TF32", "in TF32") if dtype == "float32" else ("8x8", "on 8x8 tiles")
-                )
-                yield listed(f"{name} {where}", partial(make, tiles=tiles), dtype, special)
+            for fields, dtype in itertools.product(_features(), DTYPES):
+                tiles = "TF32" if dtype == "float32" else "8x8"
+                family = f"{name} in TF32" if dtype == "float32" else f"{name} on 8x8 tiles"
+                yield listed(family, partial(make, tiles=tiles), dtype, fields)
 
 
 def _decodes() -> Iterator[Listed]:
@@ -175,7 +174,7 @@ def _decodes() -> Iterator[Listed]:
         {"q_length": 1, **_LATENT, "num_splits": 2},
         *({"q_length": 1, "head_dim": d, "num_splits": 2} for d in (7, 96, 128, 256)),
     )
-    # k of a decode is already rotated, and nothing is dropped.
+    # A decode's keys are already rotated, and it has no dropout.
     names = tuple(n for n in FEATURES if "rotary" not in n and n not in ("plain", "dropout"))
     several = partial(_DECODE, q_length=3, kv_length=257, num_splits=2)
     yield from every_dtype("flash_decode: features", several, *_features(names))
@@ -211,7 +210,7 @@ def _decodes() -> Iterator[Listed]:
         _LATENT,
         *({"cache": cache} for cache in CACHES),
     )
-    levels: Special = {"shared": 6, "branched": 3, "own": (1, 9, 20, 5, 0)}
+    levels: Fields = {"shared": 6, "branched": 3, "own": (1, 9, 20, 5, 0)}
     yield from every_dtype(
         "flash_decode: shared pages",
         partial(_SHARED, heads=8, **levels),
@@ -260,7 +259,7 @@ def _backwards() -> Iterator[Listed]:
 
 def _caches() -> Iterator[Listed]:
     formats = ("", "q8_0", "q4_0", "fp8_e4m3", "q3_g32")
-    caches: list[Special] = [{"format": f, "cache": c} for f in formats for c in ("", "paged")]
+    caches: list[Fields] = [{"format": f, "cache": c} for f in formats for c in ("", "paged")]
     caches.append({"format": "q4_g32", "v_format": "q2_g64", "cache": "paged"})
     caches.append({"format": "q4_0", "hadamard": 64, **_ROTARY})
     caches += [_ROTARY, _ROTARY | {"cache": "paged"}]
@@ -272,16 +271,16 @@ def _caches() -> Iterator[Listed]:
         _ROTARY | {"format": "q8_0", "num_splits": 3},
         {"length": 4, "q_length": 4, "num_splits": 2},
     )
-    tree: Special = {"tree": "parents", "length": 9, "q_length": 9}
-    packed: Special = {"packed": ((2, 5), (3, 3))}
-    packed_tree: Special = {"packed": ((5, 5), (9, 9)), "tree": "parents"}
+    tree: Fields = {"tree": "parents", "length": 9, "q_length": 9}
+    packed: Fields = {"packed": ((2, 5), (3, 3))}
+    packed_tree: Fields = {"packed": ((5, 5), (9, 9)), "tree": "parents"}
     yield from every_dtype(
         "decode_step: trees",
         _STEP,
         *(tree | _ROTARY, tree, tree | {"tree": "tree_mask"}),
-        *(packed_tree | special for special in caches),
+        *(packed_tree | fields for fields in caches),
     )
-    recent: Special = {"recent": 8, "format": "q4_0", "lengths": (3, 90), "capacity": 160}
+    recent: Fields = {"recent": 8, "format": "q4_0", "lengths": (3, 90), "capacity": 160}
     yield from every_dtype(
         "decode_step: recent rows",
         _STEP,
@@ -339,9 +338,9 @@ def _repeats() -> Iterator[Listed]:
     for family, threads in (("two runs, the same bits", 1), ("threads", 4)):
         again = partial(_BWD, threads=threads, **sizes)
         decode = partial(_DECODE, threads=threads, q_length=3, kv_length=130, num_splits=3)
-        specials = _features(("causal",) if threads > 1 else ("causal", "all scores"))
-        specials += [{"feature": "dropout", "head_dim": 96}] if threads == 1 else []
-        yield from every_dtype(family, again, *specials)
+        variants = _features(("causal",) if threads > 1 else ("causal", "all scores"))
+        variants += [{"feature": "dropout", "head_dim": 96}] if threads == 1 else []
+        yield from every_dtype(family, again, *variants)
         yield from every_dtype(f"{family}: flash_decode", decode, {})
     far = partial(_FWD, batch=1, heads=2, q_length=9, kv_length=40, k_layout=("far 1",))
     yield listed("offsets beyond 2**31", far, "float16", {})

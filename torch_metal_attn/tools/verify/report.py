@@ -15,7 +15,7 @@ _MESSAGE_LINES = 60  # of one error: a compiler's log can have hundreds
 
 
 class Result(NamedTuple):
-    """A case of the list, and what came of it."""
+    """A listed case and its outcome."""
 
     case: Listed
     outcome: Outcome
@@ -24,7 +24,7 @@ class Result(NamedTuple):
 def markdown(
     results: Sequence[Result], cases: Sequence[Listed], machine: dict[str, str], seconds: float
 ) -> str:
-    """The report. With fewer results than cases, the run did not finish."""
+    """The report. If there are fewer results than cases, the run did not finish."""
     bad = [result for result in results if not result.outcome.ok]
     skipped = [result for result in results if result.outcome.status == SKIPPED]
     passed = len(results) - len(bad) - len(skipped)
@@ -74,7 +74,7 @@ def _family_rows(results: Sequence[Result]) -> Iterator[list[Any]]:
 
 
 def share_text(measure: Measure) -> str:
-    """The error relative to the bound, such as 0.43; the error itself if the bound is 0."""
+    """The error relative to the bound, such as 0.43. If the bound is 0, the number of bytes."""
     if measure.bound == 0:
         return "0" if measure.error == 0 else count_text(round(measure.error), "byte")
     return f"{measure.share:.2f}" if measure.share < 1e4 else f"{measure.share:.1e}"

@@ -24,13 +24,6 @@ using Rows = Operand<ELEMENT, HEAD_DIM>;
 using HeadTile = OperandTile<ELEMENT, Rows, 1, COLUMNS / FRAGMENT, false>;
 using Products = RegisterTile<float, 1, KEY_FRAGMENTS>;
 
-// The sum over the rows of a fragment of which a lane has one.
-METAL_FUNC float fragment_column_sum(float x) {
-  x += simd_shuffle_xor(x, ushort(2));
-  x += simd_shuffle_xor(x, ushort(4));
-  return x + simd_shuffle_xor(x, ushort(16));
-}
-
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void index_scores(
     const device ELEMENT* q [[buffer(INDEX_SCORES_Q)]],
     const device ELEMENT* k [[buffer(INDEX_SCORES_K)]],

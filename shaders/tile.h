@@ -94,6 +94,14 @@ METAL_FUNC vec<T, 2> of_columns(T number, ushort lane) {
   return row % 2 == 0 ? vec<T, 2>(number, other) : vec<T, 2>(other, number);
 }
 
+// The sum over a fragment's rows, for each of the lane's columns.
+template <typename T>
+METAL_FUNC T fragment_column_sum(T x) {
+  x += simd_shuffle_xor(x, ushort(2));
+  x += simd_shuffle_xor(x, ushort(4));
+  return x + simd_shuffle_xor(x, ushort(16));
+}
+
 // c [8, 8] += a [8, 8] * b [8, 8], accumulated in float32.
 template <typename A, typename B>
 METAL_FUNC void mma(thread Fragment<float>& c, Fragment<A> a, Fragment<B> b) {

@@ -6,15 +6,15 @@
 namespace metal_attn::simulator {
 namespace {
 
-// Seed for matrices whose map is not known: a permutation that no kernel can rely on.
+// The seed for matrices of unknown layout: a permutation that no kernel can rely on.
 constexpr uint64_t kUnknown = 0x7E45;
 
 uint32_t element(uint32_t row, uint32_t column) { return row << 16 | column; }
 
-// Both families: of each 16 rows a lane has two, this one and the row 8 below it.
+// In both families a lane has two of each 16 rows: this one and the one 8 below.
 uint32_t first_row(uint32_t lane) { return (lane >> 2 & 4) | (lane >> 1 & 3); }
 
-// Tiles of 16x16 in row-major order of the stored matrix. A lane has four neighbours of each row.
+// Tiles of 16x16 in row-major order of the stored matrix. A lane has four neighbours in each row.
 uint32_t first_column_apple10(uint32_t lane) { return ((lane >> 2 & 2) | (lane & 1)) * 4; }
 uint32_t apple10(const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
   uint32_t tile = slot / 8, in_tile = slot % 8, across = matrix.columns / 16;
@@ -22,7 +22,7 @@ uint32_t apple10(const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
                  tile % across * 16 + first_column_apple10(lane) + in_tile % 4);
 }
 
-// Tiles of 8x8 in row-major order of the logical matrix, spread as a simdgroup_matrix is.
+// Tiles of 8x8 in row-major order of the logical matrix, laid out as a simdgroup_matrix.
 uint32_t first_column_apple9(uint32_t lane) { return (lane >> 3 & 1) * 4 + (lane & 1) * 2; }
 uint32_t apple9(const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
   uint32_t across = (matrix.is_transposed ? matrix.rows : matrix.columns) / 8, tile = slot / 2;
@@ -31,7 +31,7 @@ uint32_t apple9(const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
   return matrix.is_transposed ? element(column, row) : element(row, column);
 }
 
-// The rows and columns of a lane's elements, in order.
+// A reduction's matrix: the rows, or the columns, of a lane's elements in order.
 uint32_t reduced(bool is_apple10, const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
   if (matrix.operand == MSL_ROWS) return element(first_row(lane) + slot * 8, 0);
   return is_apple10 ? element(0, slot / 4 * 16 + first_column_apple10(lane) + slot % 4)
@@ -46,13 +46,6 @@ const __msl_lane_map* LaneMaps::find(const TensorMatrix& matrix) {
   known_.push_back(std::make_unique<Known>());
   Known& known = *known_.back();
   known.matrix = matrix;
-  fill(known);
-  known.map.elements = known.elements.data();
-  return &known.map;
-}
-
-void LaneMaps::fill(Known& known) const {
-  const TensorMatrix& matrix = known.matrix;
   const uint32_t threads = matrix.simdgroups * MSL_SIMD_WIDTH;
   const uint32_t all = matrix.rows * matrix.columns;
   const bool reduces = matrix.operand == MSL_ROWS || matrix.operand == MSL_COLUMNS;
@@ -64,7 +57,7 @@ void LaneMaps::fill(Known& known) const {
   uint32_t& capacity = known.map.capacity;
   if (!reduces)
     capacity = (all + threads - 1) / threads;
-  else  // every lane has all, unless it is known which it has
+  else  // every lane has all, unless the layout is known
     capacity = !is_known ? all : matrix.operand == MSL_ROWS ? all / 8 : all / 4;
   uint64_t seed = kind_ == LANE_MAP_RANDOM ? mix(seed_) : kUnknown;
   for (uint32_t part : {matrix.operand, matrix.is_transposed, matrix.rows, matrix.columns})
@@ -85,6 +78,8 @@ void LaneMaps::fill(Known& known) const {
       known.elements.push_back(place);
     }
   }
+  known.map.elements = known.elements.data();
+  return &known.map;
 }
 
 }  // namespace metal_attn::simulator

@@ -10,9 +10,9 @@
 namespace metal_attn::simulator {
 namespace {
 
-// Before and after a storage. An index of 32 bits leads to no other storage: as an int it is above
-// -2^31, and as a uint that was decreased below 0 under 2^32, of up to 16 bytes each. Where there
-// is not so much address space, an int's index of a byte leads to no other.
+// Bytes before and after a storage, so that no 32-bit index reaches another storage: an int is at
+// least -2^31, and a uint below 2^32, of elements of up to 16 bytes. If there is not so much
+// address space, this holds only for int indices of bytes.
 struct Guard {
   uint64_t before, after;
 };
@@ -64,7 +64,7 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
     if (last && slots_[i].bytes && slots_[i].source < last->source + last->bytes) {
       uint64_t end =
           std::max(last->source + last->bytes, slots_[i].source + slots_[i].bytes) - last->source;
-      // Storages that overlap without being equal have no table of initialised bytes.
+      // Different storages that overlap have no table of initialised bytes.
       if (slots_[i].source != last->source || slots_[i].bytes != end) last->initialised = nullptr;
       last->bytes = end;
       last->writable |= slots_[i].writable;
@@ -93,7 +93,7 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
       if (!shadows_[i].init(slot.bytes)) return false;
       slot.shadow = &shadows_[i];
     }
-    // A page of zeros is not written, so that a huge sparse mapping stays sparse.
+    // Zeros are not written, so that a large sparse mapping stays sparse.
     for (uint64_t at = 0; at < slot.bytes; at += kChunkBytes) {
       uint64_t n = std::min(kChunkBytes, slot.bytes - at);
       if (memcmp(slot.source + at, zeros, n) != 0) memcpy(slot.begin + at, slot.source + at, n);

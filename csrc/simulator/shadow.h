@@ -31,6 +31,18 @@ struct ConflictReport {
   uint8_t other_kind;
 };
 
+constexpr uint32_t kShadowPageBytes = 1024;
+
+// The entries of each kind of access in a page of memory; null until there is one.
+struct ShadowPage {
+  std::atomic<bool> held{false};
+  uint8_t shift = 4;  // log2 of an entry's bytes
+  Touch* last[kAccessKinds] = {};
+  Touch* far[kAccessKinds] = {};
+
+  ~ShadowPage();
+};
+
 // For each byte and kind of access it keeps two accesses: the last one, and one by a thread as far
 // from the last one's as any (another lane, SIMD group or threadgroup).
 //
@@ -61,38 +73,19 @@ class Shadow {
                       const Clock& clock);
 
  private:
-  static constexpr uint32_t kPageBytes = 1024;
-  static constexpr uint32_t kFirstShift = 4;  // an entry for 16 bytes
+  ShadowPage* page(uint64_t index);  // null: no memory
+  ShadowPage* new_page(uint64_t index);
 
-  // Entries of each kind of access; null until there is one.
-  struct Page {
-    std::atomic<bool> held{false};
-    uint8_t shift = kFirstShift;
-    Touch* last[kAccessKinds] = {};
-    Touch* far[kAccessKinds] = {};
-
-    ~Page();
-  };
-
-  Page* page(uint64_t index);  // null: no memory
-  Page* new_page(uint64_t index);
-  static Touch* entries(Page& page, Touch** of);
-  static bool split(Page& page, uint32_t shift);
-  static ConflictReport access_page(Page& page, uint32_t at, uint32_t bytes, const Access& now,
-                                    bool checked);
-  static ConflictReport check(const Page& page, uint32_t begin, uint32_t end, const Access& now);
-  static bool record(Page& page, uint32_t begin, uint32_t end, const Access& now);
-  static bool keep_far(Page& page, uint32_t begin, uint32_t end, const Access& now);
-
-  std::atomic<Page*>* pages_ = nullptr;  // each null until accessed
+  std::atomic<ShadowPage*>* pages_ = nullptr;  // each null until accessed
   uint64_t count_ = 0;
 };
 
 inline bool Shadow::access_settled(uint32_t offset, uint32_t bytes, bool write, const Touch& now,
                                    uint32_t since, const Clock& clock) {
-  uint32_t at = offset % kPageBytes;
-  Page* page = pages_[offset / kPageBytes].load(std::memory_order_relaxed);
-  if (!page || (at | bytes) & ((1u << page->shift) - 1) || at + bytes > kPageBytes) return false;
+  uint32_t at = offset % kShadowPageBytes;
+  ShadowPage* page = pages_[offset / kShadowPageBytes].load(std::memory_order_relaxed);
+  if (!page || (at | bytes) & ((1u << page->shift) - 1) || at + bytes > kShadowPageBytes)
+    return false;
   uint32_t begin = at >> page->shift, end = (at + bytes) >> page->shift, settled = clock.settled();
   Touch *written = page->last[kWrite], *read = page->last[kRead], *far_read = page->far[kRead];
   if (!written || page->last[kAtomic] || page->last[kAtomic | kWrite]) return false;

@@ -96,57 +96,55 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
     case MSL_INDEX: {
       auto& types = *static_cast<const TwoTypes*>(about);
       Array array(*types.first);
-      worker.fail(fiber, array.fault, site, kNoSite, "index %lld of %s%.*s%s%.*s",
-                  as_signed(*types.second, a), array.variable_length ? "threadgroup variable " : "",
-                  array.variable_length, array.variable, array.variable_length ? ", a " : "",
-                  array.name.length, array.name.begin);
+      worker.fail(array.fault, site, "index %lld of %s%.*s%s%.*s", as_signed(*types.second, a),
+                  array.variable_length ? "threadgroup variable " : "", array.variable_length,
+                  array.variable, array.variable_length ? ", a " : "", array.name.length,
+                  array.name.begin);
     }
     case MSL_PRIVATE_ACCESS:
-      worker.fail(fiber, FAULT_PRIVATE_OUT_OF_BOUNDS, site, kNoSite,
+      worker.fail(FAULT_PRIVATE_OUT_OF_BOUNDS, site,
                   "access outside of a private variable: byte %lld of %llu",
                   static_cast<long long>(a), static_cast<unsigned long long>(b));
     case MSL_DIVISION: {
       auto& type = *static_cast<const OneType*>(about)->type;
-      worker.fail(fiber, FAULT_INTEGER_DIVISION, site, kNoSite, "%.*s %lld divided by %lld",
-                  Name(type).length, Name(type).begin, as_signed(type, a), as_signed(type, b));
+      worker.fail(FAULT_INTEGER_DIVISION, site, "%.*s %lld divided by %lld", Name(type).length,
+                  Name(type).begin, as_signed(type, a), as_signed(type, b));
     }
     case MSL_DIVISION_OVERFLOW:
-      worker.fail(fiber, FAULT_INTEGER_DIVISION, site, kNoSite,
-                  "division by zero, or of the least integer by -1");
+      worker.fail(FAULT_INTEGER_DIVISION, site, "division by zero, or of the least integer by -1");
     case MSL_CONVERSION: {
       auto& types = *static_cast<const TwoTypes*>(about);
       Name from(*types.first), to(*types.second);
-      worker.fail(fiber, FAULT_FLOAT_TO_INTEGER, site, kNoSite, "%.*s %g converted to %.*s",
-                  from.length, from.begin, as_double(*types.first, a), to.length, to.begin);
+      worker.fail(FAULT_FLOAT_TO_INTEGER, site, "%.*s %g converted to %.*s", from.length,
+                  from.begin, as_double(*types.first, a), to.length, to.begin);
     }
     case MSL_SHIFT: {
       auto& types = *static_cast<const TwoTypes*>(about);
-      worker.fail(fiber, FAULT_SHIFT, site, kNoSite, "shift of %.*s by %lld bits",
-                  Name(*types.first).length, Name(*types.first).begin, as_signed(*types.second, b));
+      worker.fail(FAULT_SHIFT, site, "shift of %.*s by %lld bits", Name(*types.first).length,
+                  Name(*types.first).begin, as_signed(*types.second, b));
     }
     case MSL_VECTOR_SHIFT:
-      worker.fail(fiber, FAULT_SHIFT, site, kNoSite,
-                  "shift of a vector's elements of %lu bits by %ld bits", a, static_cast<long>(b));
+      worker.fail(FAULT_SHIFT, site, "shift of a vector's elements of %lu bits by %ld bits", a,
+                  static_cast<long>(b));
     case MSL_LANE:
-      worker.fail(fiber, FAULT_SIMD_LANE, site, kNoSite, "lane %lu, where %lu is the last", a,
-                  b - 1);
+      worker.fail(FAULT_SIMD_LANE, site, "lane %lu, where %lu is the last", a, b - 1);
     case MSL_INACTIVE_LANE:
       if (!(fiber.group->full >> a & 1)) return;
-      worker.fail(fiber, FAULT_PARTIAL_SIMD, site, kNoSite,
+      worker.fail(FAULT_PARTIAL_SIMD, site,
                   "lane %u reads lane %lu, which is not active: lanes %08lx of SIMD group %u are",
                   fiber.lane, a, b, fiber.simdgroup);
     case MSL_CLAMP:
-      worker.fail(fiber, FAULT_CLAMP, site, kNoSite, "clamp to a minimum above the maximum");
+      worker.fail(FAULT_CLAMP, site, "clamp to a minimum above the maximum");
     case MSL_TENSOR_USE:
-      worker.fail(fiber, FAULT_TENSOR, site, kNoSite, "%s", static_cast<const char*>(about));
+      worker.fail(FAULT_TENSOR, site, "%s", static_cast<const char*>(about));
     case MSL_UNINITIALISED:
-      worker.fail(fiber, FAULT_UNINITIALISED, site, kNoSite,
+      worker.fail(FAULT_UNINITIALISED, site,
                   about ? "use of %s, which has not been written"
                         : "use of a part of a private variable that has not been written, or whose "
                           "scope has ended",
                   static_cast<const char*>(about));
     default:
-      worker.fail(fiber, FAULT_MISSING_RETURN, site, kNoSite,
+      worker.fail(FAULT_MISSING_RETURN, site,
                   "a function that returns a value ends without a return");
   }
 }
@@ -182,7 +180,7 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
 
 void engine_endless(unsigned site) {
   Worker& worker = this_worker();
-  worker.fail(worker.current(), FAULT_ENDLESS_LOOP, site, kNoSite,
+  worker.fail(FAULT_ENDLESS_LOOP, site,
               "the threadgroup's loops have gone round %llu times, which is the limit (step_limit)",
               static_cast<unsigned long long>(worker.step_limit));
 }
@@ -192,7 +190,7 @@ void engine_enter(unsigned site) {
   const Fiber& fiber = worker.current();
   const char* bottom = worker.stacks + fiber.stack * kStackStride;
   if (reinterpret_cast<const char*>(stack_pointer()) >= bottom + kStackReserve) return;
-  worker.fail(fiber, FAULT_STACK_OVERFLOW, site, kNoSite,
+  worker.fail(FAULT_STACK_OVERFLOW, site,
               "calls need more than the %llu bytes of a thread's stack: is there recursion?",
               static_cast<unsigned long long>(kStackStride - kStackReserve));
 }

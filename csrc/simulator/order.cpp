@@ -1,4 +1,4 @@
-// A worker's part in what barriers and fences order.
+// The order of accesses that a worker's barriers and fences impose.
 #include <algorithm>
 #include <new>
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kSpinsBeforeYield = 100;
 
-// Bit k: accesses of kind k conflict with it, unless they are ordered.
+// Bit k of an entry: unordered accesses of kind k conflict with that kind.
 constexpr uint8_t kConflicting[kAccessKinds] = {
     1 << kWrite | 1 << (kAtomic | kWrite),
     1 << kRead | 1 << kWrite | 1 << kAtomic | 1 << (kAtomic | kWrite),
@@ -41,17 +41,16 @@ inline Distance distance(const Touch& earlier, const Access& now) {
   return unless_known(Distance::kOtherLane, earlier, now);
 }
 
-// True if all accesses were before the last barrier, as most are.
+// True in the most common case: all accesses were before the last barrier.
 inline bool all_settled(const Touch* touches, uint32_t begin, uint32_t end, uint32_t settled) {
   for (uint32_t i = begin; i < end; ++i)
     if (touches[i].interval >= settled) return false;
   return true;
 }
 
-// Threadgroups on several host threads share device memory's pages.
+// Locks a page of device memory, which host threads share. Null: there is nothing to lock.
 class Lock {
  public:
-  // Null: nobody else has it.
   explicit Lock(std::atomic<bool>* held) : held_(held) {
     if (!held_) return;
     for (uint32_t spins = 1; held_->exchange(true, std::memory_order_acquire); ++spins)
@@ -111,7 +110,7 @@ inline ConflictReport check(const ShadowPage& page, uint32_t begin, uint32_t end
   return {};
 }
 
-// The last ones become the far ones where they are farther from this access.
+// The last accesses become the far ones if they are at least as far from this access.
 bool keep_far(ShadowPage& page, uint32_t begin, uint32_t end, const Access& now) {
   const Touch* last = page.last[now.kind];
   for (uint32_t i = begin; i < end; ++i) {
@@ -172,9 +171,8 @@ bool Shadow::init(uint64_t bytes) {
 void Shadow::forget() {
   for (uint64_t i = 0; i < count_; ++i) {
     ShadowPage* page = pages_[i].load(std::memory_order_relaxed);
-    if (!page) continue;
+    if (page) pages_[i].store(nullptr, std::memory_order_relaxed);
     delete page;
-    pages_[i].store(nullptr, std::memory_order_relaxed);
   }
 }
 

@@ -5,16 +5,16 @@
 namespace metal_attn::simulator {
 namespace {
 
-// Bytes at a stack's end that are reserved for the engine and for library functions.
+// Bytes at a stack's end for the engine and library functions.
 constexpr uint64_t kStackReserve = 32 * 1024;
 
 // Types as clang's undefined behaviour sanitizer describes them.
 struct Type {
   uint16_t kind;  // 0: integer, 1: floating-point
-  uint16_t info;  // of an integer: bit 0 is the sign, the others log2 of the width
+  uint16_t info;  // of an integer: bit 0 is 1 if signed, the others are log2 of the width
   char name[1];   // in quotes
 };
-// Its name without the quotes, and without what it is an alias of.
+// A type's name without the quotes and without the type that it is an alias of.
 struct Name {
   explicit Name(const Type& type) : Name(type.name) {}
   explicit Name(const char* quoted) : begin(quoted + 1) {
@@ -24,8 +24,8 @@ struct Name {
   const char* begin;
   int length;
 };
-// The memory of an array, and of a threadgroup variable its name and type. That of variable x is
-// `'__local __tg_x' (aka '__local float[3]')`. An array in such a variable has no name.
+// The type of an array, and the name of a threadgroup variable. The type of variable x is described
+// as `'__local __tg_x' (aka '__local float[3]')`. An array inside a variable has no name.
 struct Array {
   explicit Array(const Type& type) : name(type) {
     if (strstr(type.name, "__local")) fault = FAULT_THREADGROUP_OUT_OF_BOUNDS;
@@ -157,7 +157,7 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
   if (at > size || bytes > size - at) engine_undefined(MSL_PRIVATE_ACCESS, nullptr, at, size, site);
   if (!marks) return kAll;
   marks += at;
-  // Most accesses are of bytes that have all been written, or that are written whole.
+  // Most accesses write all their bytes, or read bytes that have been written.
   if (flags & MSL_WRITE) {
     unsigned every = lanes < 32 ? (1u << lanes) - 1 : kAll;
     if ((stored & every) == every) {

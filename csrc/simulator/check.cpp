@@ -84,14 +84,8 @@ void allow_rewrite(Worker& worker, Shadow& shadow, const Slot* slot, const Varia
                    const Touch& other) {
   if (shadow.access(offset, bytes, access, false).kind != Conflict::kNone)
     worker.give_up(kNoMemory);
-  Rewrite& rewrite = worker.rewrite;
-  rewrite.address = address;
-  rewrite.slot = slot;
-  rewrite.variable = variable;
-  rewrite.bytes = bytes;
-  rewrite.site = access.touch.site;
-  rewrite.other = other;
-  memcpy(rewrite.before, address, bytes);
+  worker.rewrite = {address, slot, variable, bytes, access.touch.site, other, {}};
+  memcpy(worker.rewrite.before, address, bytes);
 }
 
 bool is_rewrite(const Access& access, const ConflictReport& conflict, unsigned bytes) {

@@ -41,27 +41,26 @@ uint32_t reduced(bool is_apple10, const TensorMatrix& matrix, uint32_t lane, uin
 }  // namespace
 
 const __msl_lane_map* LaneMaps::find(const TensorMatrix& matrix) {
-  for (const auto& known : known_)
+  for (const auto& known : all)
     if (known->matrix == matrix) return &known->map;
-  known_.push_back(std::make_unique<Known>());
-  Known& known = *known_.back();
-  known.matrix = matrix;
+  KnownLaneMap& made = *all.emplace_back(std::make_unique<KnownLaneMap>());
+  made.matrix = matrix;
   const uint32_t threads = matrix.simdgroups * MSL_SIMD_WIDTH;
-  const uint32_t all = matrix.rows * matrix.columns;
+  const uint32_t size = matrix.rows * matrix.columns;
   const bool reduces = matrix.operand == MSL_ROWS || matrix.operand == MSL_COLUMNS;
-  const bool is_apple10 = kind_ == LANE_MAP_APPLE10;
+  const bool is_apple10 = kind == LANE_MAP_APPLE10;
   // A reduction's matrix is one column or one row.
   const bool in_tiles = (matrix.operand == MSL_COLUMNS || matrix.rows % 16 == 0) &&
                         (matrix.operand == MSL_ROWS || matrix.columns % 16 == 0);
-  const bool is_known = kind_ != LANE_MAP_RANDOM && matrix.simdgroups == 1 && in_tiles;
-  uint32_t& capacity = known.map.capacity;
+  const bool is_known = kind != LANE_MAP_RANDOM && matrix.simdgroups == 1 && in_tiles;
+  uint32_t& capacity = made.map.capacity;
   if (!reduces)
-    capacity = (all + threads - 1) / threads;
+    capacity = (size + threads - 1) / threads;
   else  // every lane has all, unless the layout is known
-    capacity = !is_known ? all : matrix.operand == MSL_ROWS ? all / 8 : all / 4;
-  uint64_t seed = kind_ == LANE_MAP_RANDOM ? mix(seed_) : kUnknown;
+    capacity = !is_known ? size : matrix.operand == MSL_ROWS ? size / 8 : size / 4;
+  uint64_t order = kind == LANE_MAP_RANDOM ? mix(seed) : kUnknown;
   for (uint32_t part : {matrix.operand, matrix.is_transposed, matrix.rows, matrix.columns})
-    seed = mix(seed ^ part);
+    order = mix(order ^ part);
   for (uint32_t thread = 0; thread < threads; ++thread) {
     for (uint32_t slot = 0; slot < capacity; ++slot) {
       uint32_t place;
@@ -71,15 +70,15 @@ const __msl_lane_map* LaneMaps::find(const TensorMatrix& matrix) {
         place = (is_apple10 ? apple10 : apple9)(matrix, thread, slot);
       } else {
         uint64_t slots = uint64_t{threads} * capacity;
-        auto at =
-            static_cast<uint32_t>(reduces ? slot : shuffled(thread * capacity + slot, slots, seed));
-        place = at < all ? element(at / matrix.columns, at % matrix.columns) : MSL_NO_ELEMENT;
+        auto at = static_cast<uint32_t>(reduces ? slot
+                                                : shuffled(thread * capacity + slot, slots, order));
+        place = at < size ? element(at / matrix.columns, at % matrix.columns) : MSL_NO_ELEMENT;
       }
-      known.elements.push_back(place);
+      made.elements.push_back(place);
     }
   }
-  known.map.elements = known.elements.data();
-  return &known.map;
+  made.map.elements = made.elements.data();
+  return &made.map;
 }
 
 }  // namespace metal_attn::simulator

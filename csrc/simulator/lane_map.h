@@ -19,25 +19,19 @@ struct TensorMatrix {
   bool operator==(const TensorMatrix&) const = default;
 };
 
+struct KnownLaneMap {
+  TensorMatrix matrix;
+  std::vector<unsigned> elements;
+  __msl_lane_map map;
+};
+
 // The lane maps of one run, which are made when they are first needed.
-class LaneMaps {
- public:
-  void choose(uint32_t kind, uint64_t seed) {  // kind: a SimulatorLaneMap
-    kind_ = kind;
-    seed_ = seed;
-  }
+struct LaneMaps {
   const __msl_lane_map* find(const TensorMatrix& matrix);
 
- private:
-  struct Known {
-    TensorMatrix matrix;
-    std::vector<unsigned> elements;
-    __msl_lane_map map;
-  };
-
-  uint32_t kind_ = 0;
-  uint64_t seed_ = 0;
-  std::vector<std::unique_ptr<Known>> known_;
+  uint32_t kind = 0;  // a SimulatorLaneMap
+  uint64_t seed = 0;
+  std::vector<std::unique_ptr<KnownLaneMap>> all = {};
 };
 
 }  // namespace metal_attn::simulator

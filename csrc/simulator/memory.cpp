@@ -25,26 +25,23 @@ uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / u
 }  // namespace
 
 Reservation::~Reservation() {
-  if (data_) munmap(data_, bytes_);
+  if (data) munmap(data, bytes);
 }
 
-bool Reservation::reserve(size_t bytes, size_t alignment) {
-  size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  bytes = round_up(bytes, page);
+bool Reservation::reserve(size_t size, size_t alignment) {
+  bytes = round_up(size, static_cast<size_t>(sysconf(_SC_PAGESIZE)));
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* mapped = mmap(nullptr, bytes + alignment, PROT_NONE, flags, -1, 0);
   if (mapped == MAP_FAILED) return false;
   char* base = static_cast<char*>(mapped);
-  char* aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(base), alignment));
-  if (aligned != base) munmap(base, aligned - base);
-  munmap(aligned + bytes, base + alignment - aligned);
-  data_ = aligned;
-  bytes_ = bytes;
+  data = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(base), alignment));
+  if (data != base) munmap(base, data - base);
+  munmap(data + bytes, base + alignment - data);
   return true;
 }
 
-bool Reservation::allow_access(char* begin, size_t bytes) {
-  return bytes == 0 || mprotect(begin, bytes, PROT_READ | PROT_WRITE) == 0;
+bool Reservation::allow_access(char* begin, size_t size) {
+  return size == 0 || mprotect(begin, size, PROT_READ | PROT_WRITE) == 0;
 }
 
 bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
@@ -80,7 +77,7 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
   const Guard* guard = kGuards;
   while (!reservation_.reserve(total + count_ * (guard->before + guard->after), 1 << 16))
     if (++guard == std::end(kGuards)) return false;
-  char* cursor = reservation_.data();
+  char* cursor = reservation_.data;
   static const char zeros[kChunkBytes] = {};
   for (uint32_t i = 0; i < count_; ++i) {
     Slot& slot = slots_[i];

@@ -10,21 +10,18 @@
 namespace metal_attn::simulator {
 
 // Reserved address space. Pages cost nothing until they are touched.
-class Reservation {
- public:
+struct Reservation {
   Reservation() = default;
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
   ~Reservation();
 
   // False if the system refuses. `alignment` is a power of two, at least a page.
-  bool reserve(size_t bytes, size_t alignment);
-  bool allow_access(char* begin, size_t bytes);
-  char* data() const { return data_; }
+  bool reserve(size_t size, size_t alignment);
+  static bool allow_access(char* begin, size_t size);
 
- private:
-  char* data_ = nullptr;
-  size_t bytes_ = 0;
+  char* data = nullptr;
+  size_t bytes = 0;
 };
 
 // A storage. Arguments whose storages overlap share a slot.

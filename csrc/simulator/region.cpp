@@ -25,7 +25,7 @@ Region::~Region() {
 
 bool Region::create() {
   if (!reservation.reserve(MSL_REGION_BYTES, MSL_REGION_BYTES)) return false;
-  char* base = reservation.data();
+  char* base = reservation.data;
   if (!reservation.allow_access(base, MSL_REGION_BYTES)) return false;
   worker = new (base) Worker();
   char* arena = base + (sizeof(Worker) + 4095) / 4096 * 4096;
@@ -61,8 +61,7 @@ Worker& Region::begin(Run& run) {
   worker->orders.reset();
   worker->last_slot = nullptr;
   worker->image_page = nullptr;
-  worker->lane_maps = {};
-  worker->lane_maps.choose(dispatch.lane_map, dispatch.lane_map_seed);
+  worker->lane_maps = {dispatch.lane_map, dispatch.lane_map_seed};
   worker->rounds = dispatch.rounds;
   worker->is_logical = dispatch.lane_map == LANE_MAP_RANDOM && dispatch.lane_map_seed % 2;
   return *worker;

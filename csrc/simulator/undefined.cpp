@@ -1,3 +1,4 @@
+#include <bit>
 #include <cstring>
 
 #include "worker.h"
@@ -45,16 +46,12 @@ struct Array {
   const char* variable = "";
   int variable_length = 0;
 };
-struct Place {
-  const char* file;
-  uint32_t line, column;
-};
-struct OneType {
-  Place place;
-  const Type* type;
-};
-struct TwoTypes {
-  Place place;
+// The data of the sanitizer's calls; some have only the first type.
+struct Types {
+  struct {
+    const char* file;
+    uint32_t line, column;
+  } place;
   const Type *first, *second;
 };
 
@@ -65,17 +62,9 @@ long long as_signed(const Type& type, unsigned long value) {
 }
 
 double as_double(const Type& type, unsigned long value) {
-  if (type.info == 32) {
-    float number;
-    memcpy(&number, &value, sizeof number);
-    return number;
-  }
-  if (strstr(type.name, "bf")) {
-    uint32_t bits = static_cast<uint32_t>(value) << 16;
-    float number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
-  }
+  const auto bits = static_cast<uint32_t>(value);
+  if (type.info == 32) return std::bit_cast<float>(bits);
+  if (strstr(type.name, "bf")) return std::bit_cast<float>(bits << 16);
   // half: sign, 5 bits of exponent, 10 bits of fraction
   double fraction = static_cast<double>(value & 0x3FF) / 1024;
   int exponent = static_cast<int>(value >> 10 & 31);
@@ -94,7 +83,7 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
   if (site == kNoSite) site = fiber.site;
   switch (what) {
     case MSL_INDEX: {
-      auto& types = *static_cast<const TwoTypes*>(about);
+      auto& types = *static_cast<const Types*>(about);
       Array array(*types.first);
       worker.fail(array.fault, site, "index %lld of %s%.*s%s%.*s", as_signed(*types.second, a),
                   array.variable_length ? "threadgroup variable " : "", array.variable_length,
@@ -106,20 +95,20 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
                   "access outside of a private variable: byte %lld of %llu",
                   static_cast<long long>(a), static_cast<unsigned long long>(b));
     case MSL_DIVISION: {
-      auto& type = *static_cast<const OneType*>(about)->type;
+      auto& type = *static_cast<const Types*>(about)->first;
       worker.fail(FAULT_INTEGER_DIVISION, site, "%.*s %lld divided by %lld", Name(type).length,
                   Name(type).begin, as_signed(type, a), as_signed(type, b));
     }
     case MSL_DIVISION_OVERFLOW:
       worker.fail(FAULT_INTEGER_DIVISION, site, "division by zero, or of the least integer by -1");
     case MSL_CONVERSION: {
-      auto& types = *static_cast<const TwoTypes*>(about);
+      auto& types = *static_cast<const Types*>(about);
       Name from(*types.first), to(*types.second);
       worker.fail(FAULT_FLOAT_TO_INTEGER, site, "%.*s %g converted to %.*s", from.length,
                   from.begin, as_double(*types.first, a), to.length, to.begin);
     }
     case MSL_SHIFT: {
-      auto& types = *static_cast<const TwoTypes*>(about);
+      auto& types = *static_cast<const Types*>(about);
       worker.fail(FAULT_SHIFT, site, "shift of %.*s by %lld bits", Name(*types.first).length,
                   Name(*types.first).begin, as_signed(*types.second, b));
     }

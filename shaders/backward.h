@@ -69,11 +69,6 @@ struct BackwardBuffers {
 
   METAL_FUNC QueryStatistics statistics(constant RowStrides& strides, int batch, int head,
                                         thread const Sequence& sequence) const thread {
-    QueryStatistics rows;
-    rows.lse = lse;
-    rows.delta = delta;
-    rows.normalisers = normalisers;
-    rows.first = row_offset(strides, batch, head, 0) + sequence.q_start;
-    return rows;
+    return {lse, delta, normalisers, row_offset(strides, batch, head, 0) + sequence.q_start};
   }
 };

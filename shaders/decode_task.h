@@ -65,10 +65,7 @@ struct DecodeTask {
     const int first_query = INDICES ? share.begin / problem.queries_per_kv : 0;
     const int last_query =
         INDICES ? (share.end - 1) / problem.queries_per_kv : sequence.q_length - 1;
-    Range seen;
-    seen.begin = visible.keys_of(first_query).begin;
-    seen.end = visible.keys_of(last_query).end;
-    return seen;
+    return {visible.keys_of(first_query).begin, visible.keys_of(last_query).end};
   }
 
   // The split's share of `keys`, in steps. The last split has all new keys, and it alone writes
@@ -78,10 +75,8 @@ struct DecodeTask {
                                     : (max(keys.end - keys.begin, 0) + STEP_K - 1) / STEP_K;
     const int split_steps = (shared_steps + splits - 1) / splits;
     const int shared_end = keys.begin + min((split + 1) * split_steps, shared_steps) * STEP_K;
-    Range result;
-    result.begin = keys.begin + min(split * split_steps, shared_steps) * STEP_K;
-    result.end = split == splits - 1 ? keys.end : min(keys.end, shared_end);
-    return result;
+    return {keys.begin + min(split * split_steps, shared_steps) * STEP_K,
+            split == splits - 1 ? keys.end : min(keys.end, shared_end)};
   }
 
   // TREE: stores the new tokens in `tokens`. Their positions for windows and chunks are depths. All

@@ -145,8 +145,11 @@ struct DqRows {
   }
 
   // After the first pass: stores delta and the normalisers. Returns true if the error of delta is
-  // too large in any row of the SIMD group. writes: whether this lane stores its rows.
-  METAL_FUNC bool check_delta(thread const DqQueries& queries, float sink, bool writes) thread {
+  // too large in any row of the SIMD group. column: the lane's.
+  METAL_FUNC bool check_delta(thread const DqQueries& queries, thread const FlashInputs& inputs,
+                              ushort column) thread {
+    const float sink = SINK ? float(inputs.learnable_sink[queries.place.head]) : 0.0f;
+    const bool writes = queries.place.slice == 0 && queries.part == 0 && column == 0;
     bool shows = false;
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {

@@ -33,10 +33,7 @@ struct ScoreTiles {
 
   // All positions of a shared dimension, else `owned`.
   METAL_FUNC static Range range(bool shared, int owned, int size) {
-    Range result;
-    result.begin = shared ? 0 : owned;
-    result.end = shared ? size : owned + 1;
-    return result;
+    return {shared ? 0 : owned, shared ? size : owned + 1};
   }
 
   // The tile at position `index` of the walk.

@@ -95,9 +95,7 @@ struct OrderedSums {
     const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
     const Values values = inputs.values(batch, kv_head, sequence, problem);
     Blocks<LIST_KV_BLOCK> blocks;
-    Range existing;
-    existing.begin = 0;
-    existing.end = sequence.kv_length;
+    const Range existing = {0, sequence.kv_length};
     blocks.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, existing);
     for (int block = blocks.first(); !blocks.done; block = blocks.next(block + BLOCK_K)) {
       // Every SIMD group has read the tiles of the block before.

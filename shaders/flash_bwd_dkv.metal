@@ -202,11 +202,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
   const DkvTiles tiles = {q_pairs, dout_pairs, q_rows, dout_rows, weight_parts, gradient_parts};
   Columns columns;
   columns.reset(tiles, keys, simdgroup, lane);
-  BlockStatistics block_statistics;
-  block_statistics.lse_log2s = lse_log2s;
-  block_statistics.deltas = deltas;
-  block_statistics.weight_factors = weight_factors;
-  block_statistics.lane_query = part_query + column;
+  const BlockStatistics block_statistics = {lse_log2s, deltas, weight_factors, part_query + column};
 
   KeyTile k_tile;    // [OWN_ROW_FRAGMENTS * 8, D]
   ValueTile v_tile;  // [OWN_ROW_FRAGMENTS * 8, Dv]

@@ -160,8 +160,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
       accumulate<ELEMENT, DQ_SLICE, OWN_DQ_COLUMNS>(dq_tile, gradients, k_rows_lane);
     }
     if (!EXACT_DELTA || pass > 0) { break; }
-    second_pass = rows.check_delta(queries, SINK ? float(inputs.learnable_sink[head]) : 0.0f,
-                                   queries.place.slice == 0 && queries.part == 0 && column == 0);
+    second_pass = rows.check_delta(queries, inputs, column);
     if (!any_simdgroup(second_pass, votes, simdgroup, lane)) { break; }
   }
   if (blocks.impossible) { dq_tile.fill(NAN); }

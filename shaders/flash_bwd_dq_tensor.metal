@@ -117,8 +117,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
           dq_tile, gradients, keys, key_places, queries.place.slice * DQ_SLICE + first_dq, column);
     }
     if (!EXACT_DELTA || pass > 0) { break; }
-    second_pass = rows.check_delta(queries, SINK ? float(inputs.learnable_sink[head]) : 0.0f,
-                                   queries.place.slice == 0 && queries.part == 0 && column == 0);
+    second_pass = rows.check_delta(queries, inputs, column);
     if (!any_simdgroup(second_pass, votes, simdgroup, lane)) { break; }
   }
   // As in MLX and PyTorch, before the results of tensor operations are read.

@@ -108,13 +108,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
   threadgroup float2 states[STATES];
   threadgroup LoadedPair loaded_pairs[LOADED_PAIRS];
   THREADGROUP_ARRAY(TREE, uint4, tree_tokens, TREE_TOKENS)
-  DecodeMemory memory;
-  memory.scores = score_tiles;
-  memory.weights = weight_tiles;
-  memory.out = out_tile;
-  memory.q = q_pairs;
-  memory.states = states;
-  memory.loaded_pairs = loaded_pairs;
+  const DecodeMemory memory = {score_tiles, weight_tiles, out_tile, q_pairs, states, loaded_pairs};
 
   FlashInputs inputs;
   FLASH_SET_INPUTS

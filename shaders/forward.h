@@ -51,10 +51,8 @@ struct ForwardTile {
 
   // The keys that any query of the tile sees.
   METAL_FUNC Range keys() const thread {
-    Range range;
-    range.begin = visible.keys_of(place.first_query).begin;
-    range.end = visible.keys_of(min(place.first_query + BLOCK - 1, last_query)).end;
-    return range;
+    return {visible.keys_of(place.first_query).begin,
+            visible.keys_of(min(place.first_query + BLOCK - 1, last_query)).end};
   }
 };
 
@@ -139,10 +137,8 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
   Rules<ROWS, false> rules;
   rules.reset(inputs, batch, head, lane_query, column, tile.visible, sequence, problem);
   Dropout dropout;
-  if (DROPOUT) {
-    dropout.reset(inputs.rng_state, problem);
-    dropout.move_to(batch, head);
-  }
+  dropout.reset(inputs.rng_state, problem);
+  dropout.move_to(batch, head);
   typename Products::Softmax softmax;
   softmax.reset(inputs, head);
   typename Products::Out o;  // [ROWS * 8, the SIMD group's columns of V_SLICE]

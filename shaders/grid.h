@@ -24,43 +24,34 @@ struct GridPlace {
   int column;
   int batch;
 
-  METAL_FUNC void reset(uint3 position, uint3 grid) thread {
-    const uint place = position.y * grid.x + position.x;
-    tile = BAND ? place / grid.y : position.x;
-    column = BAND ? place % grid.y : position.y;
-    batch = position.z;
-  }
-
-  // Threadgroups start in the order of the rows of blocks. A row has TILES tiles and a head has
-  // COLUMNS columns. Heads and batches that share a row's list start together.
-  template <int TILES, int COLUMNS>
-  METAL_FUNC void reset_in_order(const device int* order, constant FlexParams& params,
-                                 uint3 position, uint3 grid) thread {
+  // With FLEX_ORDER, threadgroups start in the order of the rows of blocks, and heads and batches
+  // that share a row's list start together. Blocks have LIST_BLOCK rows, a multiple of a tile's
+  // BLOCK rows, and a head has COLUMNS columns.
+  template <int LIST_BLOCK, int BLOCK, int COLUMNS>
+  METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& problem,
+                        uint3 position, uint3 grid) thread {
+    if (!FLEX_ORDER) {
+      const uint place = position.y * grid.x + position.x;
+      tile = BAND ? place / grid.y : position.x;
+      column = BAND ? place % grid.y : position.y;
+      batch = position.z;
+      return;
+    }
+    constexpr int TILES = FLEX_ORDER ? LIST_BLOCK / BLOCK : 1;
+    constant FlexParams& params = problem.flex;
     const int rows = grid.x / TILES;
     const int heads = grid.y / COLUMNS / params.order_heads;
     const int batches = grid.z / params.order_batches;
     const uint same = heads * batches * TILES * COLUMNS;
     const uint number = (position.z * grid.y + position.y) * grid.x + position.x;
-    const int row =
-        ordered_row(order, params.order_batches * params.order_heads * rows, number / same);
+    const int all_rows = params.order_batches * params.order_heads * rows;
+    const int row = ordered_row(inputs.block_order, all_rows, number / same);
     const int member = number % same;
     const int sharer = member / COLUMNS / TILES;
     const int head = row / rows % params.order_heads + sharer % heads;
     tile = row % rows * TILES + member / COLUMNS % TILES;
     column = head * COLUMNS + member % COLUMNS;
     batch = row / rows / params.order_heads + sharer / heads;
-  }
-
-  // LIST_BLOCK: rows of a block of FLEX_ORDER, a multiple of BLOCK, the rows of a tile.
-  template <int LIST_BLOCK, int BLOCK, int COLUMNS>
-  METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& params,
-                        uint3 position, uint3 grid) thread {
-    if (FLEX_ORDER) {
-      reset_in_order<(FLEX_ORDER ? LIST_BLOCK / BLOCK : 1), COLUMNS>(inputs.block_order,
-                                                                     params.flex, position, grid);
-    } else {
-      reset(position, grid);
-    }
   }
 };
 

@@ -109,17 +109,11 @@ struct FlashInputs {
 
   // The sequence's rows of new_k and new_v (APPEND); [0, -1) if the lengths are invalid.
   METAL_FUNC Range new_rows(int batch, constant FlashParams& params) const thread {
-    Range rows;
-    rows.begin = 0;
-    rows.end = params.new_keys;
-    if (PACKED_NEW_K) {
-      const int begin = cu_seqlens_k_new[batch];
-      const int end = cu_seqlens_k_new[batch + 1];
-      const bool valid = begin >= 0 && begin <= end && end <= params.new_keys;
-      rows.begin = valid ? begin : 0;
-      rows.end = valid ? end : -1;
-    }
-    return rows;
+    if (!PACKED_NEW_K) { return {0, params.new_keys}; }
+    const int begin = cu_seqlens_k_new[batch];
+    const int end = cu_seqlens_k_new[batch + 1];
+    const bool valid = begin >= 0 && begin <= end && end <= params.new_keys;
+    return {valid ? begin : 0, valid ? end : -1};
   }
 
   METAL_FUNC Queries queries(int batch, int head, thread const Sequence& sequence,

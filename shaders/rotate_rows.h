@@ -44,10 +44,8 @@ struct PairColumns {
 };
 
 METAL_FUNC PairColumns pair_columns(int pair, int pairs) {
-  PairColumns columns;
-  columns.first = rotary_x_column(pair, INTERLEAVED);
-  columns.second = INTERLEAVED ? columns.first + VECTOR : rotary_y_column(pair, pairs, false);
-  return columns;
+  const int first = rotary_x_column(pair, INTERLEAVED);
+  return {first, INTERLEAVED ? first + VECTOR : rotary_y_column(pair, pairs, false)};
 }
 
 // cos and sin of a thread's pairs of one token.

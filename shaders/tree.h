@@ -57,11 +57,7 @@ struct TokenTree {
 
   METAL_FUNC TreeToken token(int index) const thread {
     const uint4 words = tokens[index];
-    TreeToken result;
-    result.seen.bits = words.xy;
-    result.begin = int(words.z);
-    result.depth = int(words.w);
-    return result;
+    return {{words.xy}, int(words.z), int(words.w)};
   }
 
   METAL_FUNC int depth_of(int token) const thread {
@@ -97,11 +93,8 @@ struct TreeInput {
   }
 
   METAL_FUNC TreeToken token(int index) const thread {
-    TreeToken result;
     bool possible;
-    result.seen = seen_by(index, possible);
-    result.begin = 0;
-    result.depth = possible ? result.seen.count_before(index) : NO_DEPTH;
-    return result;
+    const TokenSet seen = seen_by(index, possible);
+    return {seen, 0, possible ? seen.count_before(index) : NO_DEPTH};
   }
 };

@@ -183,7 +183,7 @@ SHARED_MUTANTS = {
             // The parts are there.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         score of another query's statistics:
-            block_statistics.lane_query = {~part_query + =>~} column
+            weight_factors, {~part_query + =>~} column};
         visibility of the first part: lane_query = block + {~part_query + =>~} column
     """,
     **{

@@ -132,7 +132,7 @@ MUTANTS = {
     """,
     problems.impossible_step: """
         keys in no tree as the first:
-            {~possible ? =>~} result.seen.count_before(index) {~: NO_DEPTH =>~}
+            {~possible ? =>~} seen.count_before(index) {~: NO_DEPTH =>~}
     """,
 }
 

@@ -30,23 +30,16 @@ using KvTileElement = conditional_t<QUANTISED, ELEMENT, KV_ELEMENT>;
 constant constexpr bool K_SPAN_SCALES = kv_span_scaled(KV_FORMAT);
 constant constexpr bool V_SPAN_SCALES = kv_span_scaled(V_FORMAT);
 
-// The 8 codes of a grouped format that include `column`, the first in the lowest bits.
-template <int FORMAT>
-METAL_FUNC uint code_word(const device CodeElement<FORMAT>* tensor, Offset row, int column) {
-  if (kv_bits(FORMAT) == 3) {
-    const device CodeElement<FORMAT>* bytes = tensor + (row + column / 8 * 3);
-    return uint(bytes[0]) | uint(bytes[1]) << 8 | uint(bytes[2]) << 16;
-  }
-  return uint(tensor[row + column / 8]);
-}
-
 // The codes of COUNT neighbouring columns, the first in the lowest bits; 0 for columns from COLUMNS
 // on.
 template <int FORMAT, int COLUMNS, int COUNT>
 METAL_FUNC uint2 load_codes(const device CacheElement<FORMAT>* tensor, Offset row, int column) {
   if (kv_grouped(FORMAT)) {
-    const uint word =
-        code_word<FORMAT>(reinterpret_cast<const device CodeElement<FORMAT>*>(tensor), row, column);
+    constexpr int ELEMENTS = kv_bits(FORMAT) == 3 ? 3 : 1;  // of 8 codes
+    const device CodeElement<FORMAT>* unit =
+        reinterpret_cast<const device CodeElement<FORMAT>*>(tensor) + (row + column / 8 * ELEMENTS);
+    uint word = uint(unit[0]);
+    if (ELEMENTS == 3) { word |= uint(unit[1]) << 8 | uint(unit[2]) << 16; }
     return uint2(COUNT == 8 ? word : word >> (column % 8 * kv_bits(FORMAT)), 0);
   }
   constexpr int BYTES = COUNT * kv_bits(FORMAT) / 8;

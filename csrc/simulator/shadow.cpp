@@ -178,11 +178,7 @@ void Shadow::forget() {
 
 inline ShadowPage* Shadow::page(uint64_t index) {
   ShadowPage* page = pages_[index].load(std::memory_order_acquire);
-  return page ? page : new_page(index);
-}
-
-ShadowPage* Shadow::new_page(uint64_t index) {
-  ShadowPage* page = nullptr;
+  if (page) return page;
   auto* fresh = new (std::nothrow) ShadowPage;
   if (!fresh || pages_[index].compare_exchange_strong(page, fresh, std::memory_order_acq_rel))
     return fresh;

@@ -70,7 +70,6 @@ class Shadow {
 
  private:
   ShadowPage* page(uint64_t index);  // null: no memory
-  ShadowPage* new_page(uint64_t index);
 
   std::atomic<ShadowPage*>* pages_ = nullptr;  // each null until accessed
   uint64_t count_ = 0;

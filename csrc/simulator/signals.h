@@ -12,8 +12,6 @@ struct Worker;
 class SignalHandlers {
  public:
   SignalHandlers();
-  SignalHandlers(const SignalHandlers&) = delete;
-  SignalHandlers& operator=(const SignalHandlers&) = delete;
   ~SignalHandlers();
 };
 

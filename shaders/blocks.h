@@ -13,8 +13,7 @@ constexpr int listed_rows(int tile_rows, int flex_rows) {
   return INDICES ? INDEX_BLOCK : FLEX_Q_BLOCK && !MASK_BLOCKS ? flex_rows : tile_rows;
 }
 
-// With INDICES, the row at a place without a visible key, and at a listed block that does not
-// exist.
+// With INDICES, the row at a place without a visible key, and at a listed missing block.
 constant constexpr int NO_ROW = -1;
 constant constexpr int IMPOSSIBLE_ROW = INT_MAX;
 constant constexpr int NO_ENTRY = -1;

@@ -1,5 +1,4 @@
-// Hadamard transforms of flash_decode: of rows of q when they are loaded, and of finished rows of
-// out.
+// Hadamard transforms of flash_decode: of q when it is loaded, and of finished rows of out.
 #pragma once
 
 #include "decode_tile.h"
@@ -73,8 +72,7 @@ METAL_FUNC void join_spans(thread Fragment<float>* pairs, threadgroup Fragment<f
   if (COLUMN_SIMDGROUPS > 1) { threadgroup_barrier(mem_flags::mem_threadgroup); }
 }
 
-// The SIMD group's columns of out times the Hadamard matrix. SIMD groups exchange spans in
-// `memory`.
+// The SIMD group's columns of out times the Hadamard matrix. memory: for exchanged spans.
 METAL_FUNC void multiply_by_hadamard(thread OutTile& out, threadgroup Fragment<float>* memory,
                                      thread const DecodeLane& lane) {
   UNROLL

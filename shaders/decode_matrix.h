@@ -83,8 +83,7 @@ struct MatrixOut {
     }
   }
 
-  // From the last SIMD group to the second, each adds the stored sums to its own and stores the
-  // total.
+  // From the last SIMD group to the second, each adds the stored sums to its own and stores them.
   METAL_FUNC void sum_over_keys() thread {
     UNROLL
     for (short giver = KEY_SIMDGROUPS - 1; giver > 0; giver--) {

@@ -1,5 +1,4 @@
-// The products of a block of keys on the matrix unit, and the loads of its keys and values
-// (spans.h).
+// The products of a block of keys on the matrix unit, and the loads of its rows (spans.h).
 #pragma once
 
 #include "decode_task.h"

@@ -1,6 +1,5 @@
 // The work of one threadgroup of flash_decode: rows of q of a KV head, a split of its keys, and the
-// stores of results. Trees, new keys and invalid lengths are handled here, before the walk over the
-// keys.
+// stores of results. Trees, new keys and invalid lengths are handled before the walk over the keys.
 #pragma once
 
 #include "cache_write.h"
@@ -68,8 +67,7 @@ struct DecodeTask {
     return {visible.keys_of(first_query).begin, visible.keys_of(last_query).end};
   }
 
-  // The split's share of `keys`, in steps. The last split has all new keys, and it alone writes
-  // them.
+  // The split's share of `keys`, in steps. The last split has and writes all new keys.
   METAL_FUNC Range keys_of_split(Range keys) const thread {
     const int shared_steps = APPEND ? max(old_length - keys.begin, 0) / STEP_K
                                     : (max(keys.end - keys.begin, 0) + STEP_K - 1) / STEP_K;

@@ -52,8 +52,7 @@ constant constexpr int OUT_PAIRS =
 constant constexpr int QUERY_PAIRS =
     KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_QK_SPANS * SPAN_FRAGMENTS * SIMD_LANES : 1;
 constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;
-// SIMD groups with different rows exchange the loaded units of a block. The scale of a span follows
-// its unit of codes.
+// SIMD groups with different rows exchange a block's units. A span's scale follows its codes.
 constant constexpr bool SPAN_SCALES = K_SPAN_SCALES || V_SPAN_SCALES;
 constant constexpr int UNIT_PAIRS = (SPAN_FRAGMENTS + (SPAN_SCALES ? 1 : 0)) * SIMD_LANES;
 constant constexpr int KEY_PAIRS = COLUMN_SIMDGROUPS * KEY_FRAGMENTS * OWN_QK_SPANS * UNIT_PAIRS;

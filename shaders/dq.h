@@ -22,8 +22,7 @@ constant constexpr short PASSES = EXACT_DELTA ? 2 : 1;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using DqTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DQ_COLUMNS / FRAGMENT>;
 
-// A threadgroup's BLOCK_Q queries of one head and its slice of dq's columns; and a SIMD group's
-// share of both.
+// A threadgroup's BLOCK_Q queries and its slice of dq's columns, and a SIMD group's part of both.
 struct DqQueries {
   QueryTilePlace<BLOCK_Q, DQ_SLICES> place;
   Sequence sequence;
@@ -90,8 +89,7 @@ struct DqQueries {
     Range range;
     range.begin = visible.keys_of(place.first_query).begin;
     range.end = visible.keys_of(min(place.first_query + BLOCK_Q - 1, last_query)).end;
-    // Blocks begin at multiples of BLOCK_K: that of an empty range could begin before the range's
-    // end.
+    // Rounded down to a block's begin, an empty range's begin could be before its end.
     if (!BLOCK_LISTS && range.begin >= range.end) { range.end = 0; }
     return range;
   }

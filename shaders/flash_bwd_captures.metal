@@ -2,8 +2,7 @@
 // weights * (dout v^T - delta) * FLEX_SHARE is added to the element FLEX_PLACE.
 //
 // A threadgroup walks over tiles of queries as flash_bwd_dq does. Each SIMD group adds to its own
-// copy of the tensor, and copies are added up afterwards. So sums have a fixed order without
-// atomics.
+// copy of the tensor, and copies are added up afterwards: a fixed order of sums without atomics.
 #include "blocks.h"
 #include "flex.h"
 #include "score_gradients.h"

@@ -1,5 +1,4 @@
-// The first kernel of the backward: delta = rowsum(dout * out) - dlse. A SIMD group computes one
-// row.
+// The first kernel of the backward: delta = rowsum(dout * out) - dlse, a row for each SIMD group.
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2, line 4. dlse is subtracted because d lse / d score
 // is the weight, by which delta is multiplied.

@@ -4,8 +4,7 @@
 #include "inputs.h"
 
 // The row of blocks that starts at `place`. order, [2, rows], holds the row of each place and the
-// place of each row. It is the caller's memory and may hold anything: each row gets one place
-// nevertheless.
+// place of each row. It is the caller's memory and may hold anything, but each row gets one place.
 METAL_FUNC int ordered_row(const device int* order, int rows, int place) {
   const device int* places = order + rows;
   const int tile = order[place];

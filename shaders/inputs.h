@@ -46,8 +46,8 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(TREE_MASK, const device uchar*, tree_mask, FLASH_DECODE_TREE_MASK)
 
 // Declarations of the kernel parameters, declarations of the fields of FlashInputs, and
-// assignments. A field without a buffer is null. FLEX_CAPTURES lists the captured tensors, which
-// are always bound.
+// assignments. A field without a buffer is null. FLEX_CAPTURES, the captured tensors, are always
+// bound.
 #define FLASH_KERNEL_PARAMETER(type, name, slot) type name [[buffer(slot)]],
 #define FLASH_FIELD(type, name, slot) type name;
 #define FLASH_SET_FIELD(type, name, slot) inputs.name = name;

@@ -1,5 +1,4 @@
-// Lists the blocks of a bool mask that are not masked out entirely. The attention kernels skip the
-// others.
+// Lists the blocks of a bool mask that are not masked out entirely. Attention skips the others.
 //
 // A threadgroup makes one list, 32 blocks at a time. Its SIMD groups read one block each, and the
 // first SIMD group then appends the blocks that are not masked out, in ascending order. Each

@@ -140,8 +140,7 @@ constant constexpr float NO_KEYS = -1.0f;
 // A SIMD group has some columns of a row. MERGE_SPLITS_COLUMN_LANES lanes hold neighbouring columns
 // of one split, and SPLIT_LANES such groups of lanes have different splits. Rows are few in
 // decoding, so a SIMD group has few columns. A lane loads its part of 32 splits before it sums,
-// which keeps many loads in flight. Each lane computes the weight of one split, and lanes exchange
-// the weights.
+// which keeps many loads in flight. Each lane computes the weight of one split.
 //
 // partial_out is (row, split, column) and partial_lse is (row, split), contiguous.
 [[kernel, max_total_threads_per_threadgroup(MERGE_SPLITS_SIMDGROUPS* SIMD_LANES)]] void

@@ -164,8 +164,7 @@ struct KeptOperandTile {
 
 // Stages rows [first, first + BLOCK) as pairs: tile[row / 2][column] holds the elements
 // (row, column) and (row + 1, column), so that a lane loads both columns of a transposed fragment
-// at once. Rows outside [begin, end) are zero if ZEROED. Else they repeat the last, and are masked
-// out.
+// at once. Rows outside [begin, end) are zero if ZEROED, and else repeat the last.
 template <typename T, int BLOCK, int COLUMNS, int THREADS, bool ZEROED, typename Source>
 METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source, int first,
                             int begin, int end, int thread_index) {

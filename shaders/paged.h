@@ -9,8 +9,7 @@ constant constexpr int PAGE_ROWS = PAGED ? PAGE_SIZE : 1;
 constant constexpr bool WHOLE_FRAGMENTS = PAGED && !INDICES && PAGE_ROWS % FRAGMENT == 0;
 
 // The pages of one sequence. A SIMD group holds the numbers of 32 pages, one in each lane, and
-// shuffles them: a number is loaded once for all rows of its page. Without pages, all rows are in
-// page 0.
+// shuffles them: a number is loaded once for all rows of its page. Without pages, page 0 has all.
 struct PageTable {
   const device int* numbers;
   int count;       // of pages with the sequence's keys; later entries are not read
@@ -31,8 +30,7 @@ struct PageTable {
     return number < cache_size ? max(number, NO_PAGE) : NO_PAGE;
   }
 
-  // Loads the page numbers for rows [first, first + rows), 32 pages at most. Uniform in the SIMD
-  // group.
+  // Loads the page numbers for rows [first, first + rows), at most 32. Uniform in the SIMD group.
   METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
     if (INDICES) { return; }
     const int first_place = uint(first) / PAGE_ROWS;

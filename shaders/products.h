@@ -26,8 +26,7 @@ METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, COLUMN_FRAGMENTS
   }
 }
 
-// result = left right^T, [ROWS * 8, COLUMN_FRAGMENTS * 8], over PART of the COLUMNS columns, both
-// multiples of 8.
+// result = left right^T, [ROWS * 8, COLUMN_FRAGMENTS * 8], over PART of COLUMNS columns.
 template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int COLUMN_FRAGMENTS,
           typename Left>
 METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, COLUMN_FRAGMENTS>& result,

@@ -1,7 +1,6 @@
 // Quantises columns of new K and V rows, with the same bits as torch_metal_attn/quantisation.py.
 //
-// A lane holds CACHE_UNIT neighbouring columns. Columns that share a scale are in neighbouring
-// lanes.
+// A lane has CACHE_UNIT neighbouring columns. A scale's columns are in neighbouring lanes.
 #pragma once
 
 #include "quantised.h"

@@ -30,8 +30,7 @@ using KvTileElement = conditional_t<QUANTISED, ELEMENT, KV_ELEMENT>;
 constant constexpr bool K_SPAN_SCALES = kv_span_scaled(KV_FORMAT);
 constant constexpr bool V_SPAN_SCALES = kv_span_scaled(V_FORMAT);
 
-// The codes of COUNT neighbouring columns, the first in the lowest bits; 0 for columns from COLUMNS
-// on.
+// The codes of COUNT neighbouring columns, the first in the lowest bits; 0 from COLUMNS on.
 template <int FORMAT, int COLUMNS, int COUNT>
 METAL_FUNC uint2 load_codes(const device CacheElement<FORMAT>* tensor, Offset row, int column) {
   if (kv_grouped(FORMAT)) {
@@ -59,8 +58,7 @@ METAL_FUNC uint2 load_codes(const device CacheElement<FORMAT>* tensor, Offset ro
 }
 
 // 4 bits of exponent and 3 of fraction: Micikevicius et al., "FP8 Formats for Deep Learning"
-// (2022). Codes below 2^-6 are multiples of 2^-9; a conversion through denormals would flush them
-// to 0.
+// (2022). Codes below 2^-6 are multiples of 2^-9; conversions flush denormals to 0.
 METAL_FUNC float e4m3(uint code) {
   const uint magnitude = code & 0x7f;
   const float normal = as_type<float>((magnitude << 20) + (120u << 23));

@@ -1,5 +1,4 @@
-// Shared by flash_bwd_bias and flash_bwd_captures: a SIMD group's queries and their scores'
-// gradients.
+// Shared by flash_bwd_bias and flash_bwd_captures: queries and the gradients of their scores.
 #pragma once
 
 #include "backward.h"
@@ -17,8 +16,7 @@ using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using QueryTile = OwnRows<Queries, QK_COLUMNS>;
 using GradientTile = OwnRows<OutGradients, V_COLUMNS>;
 
-// Returns the position in the fastest dimension, of `size`, and removes that dimension from
-// `index`.
+// Returns the position in the fastest dimension, of `size`, and removes it from `index`.
 METAL_FUNC int pop_dimension(thread int64_t& index, int size) {
   const int position = int(index % size);
   index /= size;

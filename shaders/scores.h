@@ -46,8 +46,7 @@ METAL_FUNC Fragment<uchar> load_pair(const device uchar* first) {
   return Fragment<uchar>(uchar(both & 0xff), uchar(both >> 8));
 }
 
-// The rows of a mask or bias for a lane's rows of a tile. With PAIRS, columns 2i and 2i + 1 are one
-// aligned vector.
+// A mask's or bias's rows for a lane. With PAIRS, columns 2i and 2i + 1 are one aligned vector.
 template <typename T, int ROWS, bool PAIRS>
 struct MaskRows {
   const device T* tensor;

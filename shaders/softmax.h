@@ -1,5 +1,4 @@
-// Softmax over values that arrive block by block: of rows of fragments, and of rows that lanes
-// share.
+// Softmax over values that arrive block by block, in fragments or in rows that lanes share.
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Scores of fragments
 // are in base 2, that is multiplied by log2(e), and exp2 replaces exp.

@@ -115,8 +115,7 @@ using BlockTile = RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>;
 constant constexpr float CUT_CENTRE = 1.00048828125f;
 
 // Rounds float32 weights or gradients to the 11 bits that tensor operations keep: for 16-bit
-// ELEMENT by the fewest instructions, and for float32 to the nearest, as other operands are
-// rounded.
+// ELEMENT by the fewest instructions, and for float32 to the nearest, like other operands.
 METAL_FUNC void round_to_cut(thread BlockTile& tile) {
   constexpr bool NEAREST = sizeof(ELEMENT) == sizeof(float);
   UNROLL

@@ -120,8 +120,7 @@ METAL_FUNC Fragment<T> rounded_operand(Fragment<T> x) {
   return x;
 }
 
-// The nearest number of 11 bits: half of the last bit is added before the cut. NaN and infinity are
-// unchanged.
+// The nearest number of 11 bits: half of the last bit is added before the cut. NaN and inf stay.
 template <>
 METAL_FUNC Fragment<float> rounded_operand<float>(Fragment<float> x) {
   const Fragment<float> scale =

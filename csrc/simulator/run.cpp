@@ -149,8 +149,7 @@ int reject(SimulatorFaultReport* fault, const char* format, unsigned long long v
   return kBadRequest;
 }
 
-// Fills the state that all threadgroups share. kDone if numbers and sizes are valid; the caller has
-// checked the rest.
+// Fills the state that all threadgroups share. kDone if numbers and sizes are valid.
 int prepare(Run& run, SimulatorFaultReport* fault) {
   const SimulatorDispatch& dispatch = *run.dispatch;
   if (dispatch.buffer_count > SIMULATOR_MAX_ARGUMENTS)

@@ -76,8 +76,7 @@ const char* barrier_name(__msl_combine combine) {
   }
 }
 
-// Fails if the scope of the current thread's tensor operation is not whole, and allocates
-// `scratch`.
+// Allocates `scratch`. Fails if the scope of the current thread's tensor operation is not whole.
 void begin_tensor(Worker& worker, const __msl_tensor_operation& operation) {
   constexpr uint32_t kScratch = MSL_MOST_LEFT + MSL_MOST_RIGHT + MSL_MOST_DESTINATION;
   const Fiber& fiber = worker.current();

@@ -49,8 +49,7 @@ struct ShadowPage {
 // Two suffice: an access that is ordered after both is ordered after all. For plain writes the last
 // suffices: it is ordered after all others, or conflicts itself.
 //
-// An entry is for 16 bytes of a page at first, and for 8, 4, 2 or 1 after the first access that
-// needs it.
+// An entry is for 16 bytes, and after the first access that needs it for 8, 4, 2 or 1.
 class Shadow {
  public:
   Shadow() = default;

@@ -39,8 +39,7 @@ struct Operation {
   uint32_t product_count;
 };
 
-// A simdgroup_load or simdgroup_store. A SIMD group logs them until its lanes meet, at the latest
-// after kMatrixLog.
+// A simdgroup_load or simdgroup_store. A SIMD group logs at most kMatrixLog until its lanes meet.
 constexpr uint32_t kMatrixLog = 64;
 struct MatrixAccess {
   const void* site;
@@ -61,8 +60,7 @@ struct Fiber : __msl_thread {
   bool started;
 };
 
-// A SIMD group. Each live lane is in exactly one of ready, arrived (at a SIMD operation) and
-// at_barrier.
+// A SIMD group. A live lane is in one of ready, arrived (at a SIMD operation) and at_barrier.
 struct Group {
   Fiber* lanes;
   uint32_t ready;

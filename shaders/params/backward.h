@@ -41,8 +41,7 @@ struct FlashBwdSumParams {
   int32_t rows;  // of a head and batch
 };
 
-// The gradient of a bias or of ALiBi's slopes. A dimension is shared if the bias broadcasts along
-// it.
+// The gradient of a bias or of ALiBi's slopes. The bias broadcasts along a shared dimension.
 struct FlashBwdBiasParams {
   FlashParams problem;
   RowStrides dout_strides;

@@ -4,8 +4,7 @@
 #include "append.h"
 #include "attention.h"
 
-// The buffers of flash_decode that other kernels do not have: results (of each split), and inputs
-// of APPEND and TREE.
+// The buffers that only flash_decode has: results of each split, and inputs of APPEND and TREE.
 enum FlashDecodeBuffer {
   FLASH_DECODE_OUT = 16,
   FLASH_DECODE_LSE = 17,

@@ -18,8 +18,7 @@ constexpr int kv_bits(int format) {
 constexpr int kv_scale_columns(int format) { return kv_grouped(format) ? format % 256 : 32; }
 // The numbers that they share: a scale, and in grouped formats a minimum.
 constexpr int kv_scale_numbers(int format) { return kv_grouped(format) ? 2 : 1; }
-// True if a number is an exact code times the scale of its span, so that kernels may multiply
-// codes.
+// True if a number is its span's scale times an exact code, so that kernels may multiply codes.
 constexpr bool kv_span_scaled(int format) { return format == KV_Q8_0 || format == KV_Q4_0; }
 // True if each row has scales of its own, which are written with it.
 constexpr bool kv_row_scales(int format) { return kv_span_scaled(format) || kv_grouped(format); }

@@ -48,10 +48,8 @@ struct Array {
 };
 // The data of the sanitizer's calls; some have only the first type.
 struct Types {
-  struct {
-    const char* file;
-    uint32_t line, column;
-  } place;
+  const char* file;
+  uint32_t line, column;
   const Type *first, *second;
 };
 

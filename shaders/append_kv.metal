@@ -1,22 +1,19 @@
 // Writes new keys and values into a cache and rotates q in place, in one dispatch.
 //
-// The first threadgroups of a sequence have a KV head each, the others HEADS heads of q.
+// The first threadgroups of a sequence write one KV head each; the others rotate HEADS heads of q.
 #define LONG_OFFSETS 1
 #define TABLE_ELEMENT ROTARY_ELEMENT
 #define INTERLEAVED ROTARY_INTERLEAVED
 
 #include "cache_write.h"
-#include "features.h"
 #include "rotate_rows.h"
 
-// The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS, WIDE_STORES;
-// and of what is on PAGE_SIZE, CACHE_BATCH_IDX, CACHE_SEQLENS, LEFTPAD_K, KV_ELEMENT, KV_FORMAT,
-// V_FORMAT, K_SCALE, V_SCALE, V_IN_K, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_FIRST,
-// ROTARY_INTERLEAVED and
-// WIDE_ROTARY; and if q is rotated Q_ROTARY, VECTOR and HEADS, which else are 1.
+// The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, VECTOR, HEADS and the
+// features that are on, with PAGE_SIZE, KV_ELEMENT, KV_FORMAT, V_FORMAT, HADAMARD, ROTARY_ELEMENT,
+// ROTARY_DIM and ROTARY_FIRST. VECTOR and HEADS are 1 without Q_ROTARY.
 FEATURE(CACHE_SEQLENS)
 
-// A block of tokens of q, in HEADS heads.
+// Rotates a block of tokens of q in HEADS heads.
 METAL_FUNC void rotate_queries(device ELEMENT* q, thread const AppendBuffers& buffers,
                                int64_t first_row, int64_t batch, int first_head, int first_token,
                                int thread_index, int threads, constant AppendKvParams& params) {

@@ -1,5 +1,4 @@
-// Shared by the backward kernels: their buffers, and weights and gradients of scores from
-// saved row statistics.
+// The buffers of the backward kernels, and the row statistics that the forward has saved.
 #pragma once
 
 #include "inputs.h"
@@ -7,7 +6,7 @@
 
 using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
 
-// The backward's own buffers, as inputs.h lists those of attention. With EXACT_DELTA flash_bwd_dq
+// The buffers that only the backward has, listed as in inputs.h. With EXACT_DELTA flash_bwd_dq
 // writes the normalisers that the other kernels read.
 #define NORMALISERS UNLESS(EXACT_DELTA, const) device float*
 #define FLASH_BWD_BUFFERS(X)                                        \
@@ -28,16 +27,15 @@ using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
   FLASH_BWD_BUFFERS(FLASH_BWD_SET_OR_NULL) \
   constant FlashParams& problem = params.problem;
 
-// Only rows that hold nothing but the lowest float, or nearly so, have a lower log-sum-exp.
+// Only rows of nothing but the lowest float, or nearly, have a lower log-sum-exp.
 constant constexpr float LOWEST_LSE = -2e38f;
 
-// The saved log-sum-exp in base 2, or +inf, which makes weights 0, for a row that sees no key. The
-// same for rows of the lowest float, which some masks use instead of -inf: one float cannot hold
-// both their score and how many keys share the weight.
+// The saved log-sum-exp in base 2. It is +inf, which makes weights 0, for a row that sees no key,
+// and for a row of the lowest float, which some masks use instead of -inf: one float cannot hold
+// both its score and the number of keys that share the weight.
 METAL_FUNC float lse_to_log2(float lse) { return lse < LOWEST_LSE ? INFINITY : lse * M_LOG2E_F; }
 
-// exp(score - lse) over exp2(score - lse_log2): what the rounding of the lse_log2 makes of a
-// weight.
+// exp(score - lse) / exp2(score - lse_log2): the effect of rounding lse_log2 on a weight.
 METAL_FUNC float lse_log2_correction(float lse, float lse_log2) {
   return fma(-M_LN2_F, rounded_off(lse, lse_log2), 1.0f);
 }
@@ -53,7 +51,7 @@ struct QueryStatistics {
   METAL_FUNC float delta_of(int query) const thread { return delta[first + query]; }
   METAL_FUNC float lse_log2(int query) const thread { return lse_to_log2(lse_of(query)); }
 
-  // By what weights exp2(score - lse_log2) are multiplied, so that a row's add up to 1.
+  // The factor of weights exp2(score - lse_log2) that makes a row's sum 1.
   METAL_FUNC float weight_factor(int query) const thread {
     return normalisers[first + query] * lse_log2_correction(lse_of(query), lse_log2(query));
   }
@@ -71,11 +69,6 @@ struct BackwardBuffers {
 
   METAL_FUNC QueryStatistics statistics(constant RowStrides& strides, int batch, int head,
                                         thread const Sequence& sequence) const thread {
-    QueryStatistics rows;
-    rows.lse = lse;
-    rows.delta = delta;
-    rows.normalisers = normalisers;
-    rows.first = row_offset(strides, batch, head, 0) + sequence.q_start;
-    return rows;
+    return {lse, delta, normalisers, row_offset(strides, batch, head, 0) + sequence.q_start};
   }
 };

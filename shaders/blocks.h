@@ -1,11 +1,11 @@
-// The blocks that a tile walks along: all that it may see, or those that a BlockMask lists, or with
-// MASK_BLOCKS those that mask_blocks.metal has listed; or with INDICES keys that lie anywhere.
+// The blocks that a tile walks along: all that it may see, the lists of a BlockMask, with
+// MASK_BLOCKS the lists of mask_blocks.metal, or with INDICES lists of keys or small blocks.
 #pragma once
 
 #include "inputs.h"
 #include "params/mask_blocks.h"
 
-// Rows of a listed block on both sides, of which tiles have BLOCK_Q and BLOCK_K.
+// The rows of a listed block of queries and of keys.
 #define LIST_Q_BLOCK listed_rows(BLOCK_Q, FLEX_Q_BLOCK)
 #define LIST_KV_BLOCK listed_rows(BLOCK_K, FLEX_KV_BLOCK)
 
@@ -13,13 +13,12 @@ constexpr int listed_rows(int tile_rows, int flex_rows) {
   return INDICES ? INDEX_BLOCK : FLEX_Q_BLOCK && !MASK_BLOCKS ? flex_rows : tile_rows;
 }
 
-// With INDICES, a place where nothing is listed that any query sees, and one where a block is
-// listed that does not exist.
+// With INDICES, the row at a place without a visible key, and at a listed missing block.
 constant constexpr int NO_ROW = -1;
 constant constexpr int IMPOSSIBLE_ROW = INT_MAX;
 constant constexpr int NO_ENTRY = -1;
 
-// One list, which comes from the caller's memory: nothing outside of it is read.
+// One list in the caller's memory, outside of which nothing is read.
 struct BlockList {
   const device int* entries;
   Offset first;
@@ -43,20 +42,20 @@ struct BlockList {
   METAL_FUNC int entry(int place) const thread { return entries[first + Offset(place) * stride]; }
 };
 
-// A tile's blocks of BLOCK rows of the other side: those that mask_mod is applied to, then full
-// ones. With MASK_BLOCKS one ascending list has both, so that a row's sums keep their order. Blocks
-// that do not exist are `impossible`, and skipped. Uniform in the threadgroup.
+// A tile's blocks of BLOCK keys (or queries): those that mask_mod is applied to, then full ones.
+// With MASK_BLOCKS one ascending list has both, so that sums keep their order. Listed blocks that
+// do not exist are skipped and set `impossible`. Uniform in the threadgroup.
 template <int BLOCK>
 struct ListedBlocks {
   BlockList partial;
   BlockList full;  // FLEX_FULL_BLOCKS
-  int count;       // of both lists
-  int rows;        // of the other side
-  Range seen;      // of these (INDICES)
-  int existing;    // blocks (INDICES)
+  int count;       // entries of both lists
+  int rows;        // one past the last key (or query)
+  Range seen;      // visible keys (INDICES)
+  int existing;    // blocks that exist (INDICES)
   int next_entry;
-  int end;      // of the block that the walk is in
-  bool masked;  // whether attn_mask or mask_mod is applied to this block
+  int end;      // of the current block
+  bool masked;  // whether attn_mask or mask_mod is applied to the current block
   bool done;
   bool impossible;
 
@@ -76,16 +75,16 @@ struct ListedBlocks {
     if (INDICES) {
       seen = other_rows;
       existing = params.existing_blocks;
-      // Rows that do not exist are read as the first one.
+      // Keys that do not exist are read as key 0, which must exist.
       count = seen.begin < seen.end ? count : 0;
     }
   }
 
-  // The places of their rows, one block after the other.
+  // The places of all rows in the listed blocks, concatenated.
   METAL_FUNC Range places() const thread { return {0, count * BLOCK}; }
 
-  // The row at `place`, with which a tile begins; not below `rows` where it does not exist. With
-  // INDICES the place itself, whose rows `row` finds one by one.
+  // The first row of a tile that begins at `place`; at least `rows` if it does not exist. With
+  // INDICES it is the place itself, and `row` looks up each row.
   METAL_FUNC int row_at(int place) thread {
     if (INDICES) { return place; }
     next_entry = place / BLOCK;
@@ -93,7 +92,7 @@ struct ListedBlocks {
     return done ? rows : first_row + place % BLOCK;
   }
 
-  // The row at a place behind one that row_at was asked for, in the same tile.
+  // The row of a place that row_at has returned, or of one after it in the same tile.
   METAL_FUNC int row(int place) const thread {
     if (!INDICES) { return place; }
     const int entry = place < count * BLOCK ? partial.entry(uint(place) / BLOCK) : NO_ENTRY;
@@ -102,13 +101,13 @@ struct ListedBlocks {
     return row >= seen.begin && row < seen.end ? row : NO_ROW;
   }
 
-  // The walk's first row, unless it is `done` already.
+  // The walk's first row, unless `done` is set.
   METAL_FUNC int first() thread {
     next_entry = 0;
     return next_block();
   }
 
-  // `row`, or the first row of the next block where this one ends before it.
+  // `row`, or the first row of the next block if `row` is past the current one.
   METAL_FUNC int next(int row) thread { return row < end ? row : next_block(); }
 
   METAL_FUNC int next_block() thread {
@@ -133,7 +132,7 @@ struct ListedBlocks {
   }
 };
 
-// All rows that are seen, and what comes before them in the first block.
+// All visible rows, from the beginning of the first row's block.
 template <int BLOCK>
 struct AllBlocks {
   Range seen;

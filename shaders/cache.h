@@ -1,12 +1,11 @@
-// Rows of K or V that lie in pages, or are quantised, or both.
+// Rows of K or V in pages, or quantised, or both.
 #pragma once
 
-#include "features.h"
 #include "operand.h"
 #include "paged.h"
 #include "quantised.h"
 
-// Rows at a fixed stride in pages at a fixed stride. A cache without pages is all in page 0.
+// Rows at a fixed stride in pages at a fixed stride. Without pages, all rows are in page 0.
 template <typename T>
 struct PagedRows {
   const device T* tensor;
@@ -27,8 +26,8 @@ struct PagedRows {
   }
 };
 
-// Rows COLUMNS long; with ROTATED, they are rotated as they are read. A row of a missing
-// page reads as MISSING bits: NaN keys reach every query that sees them, so values can be 0.
+// Rows of COLUMNS columns; with ROTATED they are rotated as they are read. Rows of a missing page
+// have the bits MISSING: keys are NaN, which all queries that see them inherit, and values are 0.
 template <int FORMAT, int COLUMNS, bool ROTATED, uint MISSING>
 struct CacheOperand {
   using Element = CacheElement<FORMAT>;
@@ -56,8 +55,7 @@ struct CacheOperand {
     pages.reset(table, kv_length, cache_pages);
   }
 
-  // fp8_e4m3 has one scale for each (batch, head). Other formats have a scale for each span of a
-  // row; `scales` begins at those of (cache_batch, head).
+  // fp8_e4m3 has a scale for each (batch, head). Other formats have scales for each row.
   METAL_FUNC void reset_scale(const device Scale* tensor, constant RowStrides& strides, int batch,
                               int head, int cache_batch, int first) thread {
     if (kv_row_scales(FORMAT)) {
@@ -67,7 +65,7 @@ struct CacheOperand {
     }
   }
 
-  // Call it before looking up rows [first, first + rows). Uniform in the SIMD group.
+  // Call it before `find` of rows [first, first + rows), uniformly in the SIMD group.
   METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
     if (PAGED) { pages.move_to(first, rows, lane); }
   }
@@ -93,8 +91,8 @@ struct CacheOperand {
     return place;
   }
 
-  // For kernels that multiply by the scale of a span themselves: 8 codes from `column` on, and the
-  // scale of their span. Those of a missing row are 0, and MISSING.
+  // For kernels that multiply by a span's scale themselves: 8 codes from `column` on, and the scale
+  // of a span. In a missing row codes are 0, and scales MISSING.
   METAL_FUNC uint2 codes(thread const Place& place, int column) const thread {
     return place.exists ? load_codes<FORMAT, COLUMNS, FRAGMENT>(data.tensor, place.row, column)
                         : uint2(0);

@@ -1,25 +1,18 @@
 // Writes new rows of K and V into a cache: K is rotated, and both are rounded or quantised.
 //
-// The kernel that includes this says ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS (which then holds
-// for the new rows too) and WIDE_STORES, and of what is on PAGE_SIZE, KV_ELEMENT, KV_FORMAT,
-// V_FORMAT, HADAMARD, K_SCALE, V_SCALE, V_IN_K and NEW_K_ROTARY with what rotary.h asks for.
-// Buffers and their slots are the kernel's.
+// The including kernel defines ELEMENT, HEAD_DIM_QK, HEAD_DIM_V and the features that are on, of
+// which WIDE_LOADS holds for the new rows, too. Slots of buffers are the kernel's.
 #pragma once
 
-#include "features.h"
 #include "hadamard.h"
 #include "paged.h"
-#include "params/append.h"
-#include "params/kv_formats.h"
 #include "quantise.h"
 #include "rotary.h"
-#include "tile.h"
 #include "tree.h"
 
 FEATURE(WIDE_STORES)
 
-// The tensors of a launch; those of features that are off are not set. Scales per head are only
-// read.
+// The tensors of a launch. Those of features that are off are not set.
 struct AppendBuffers {
   const device ELEMENT* k;
   const device ELEMENT* v;
@@ -31,16 +24,16 @@ struct AppendBuffers {
   const device ROTARY_ELEMENT* sin_table;
 };
 
-// The destination of the new rows of one sequence.
+// The destination of one sequence's new rows.
 struct AppendPlace {
   int first;                      // position of new row 0
-  int64_t first_rotary;           // the row of cos and sin that rotates it
-  TokenTree tree;                 // of the new rows, which then are rotated by their depth (TREE)
+  int64_t first_rotary;           // its row of cos and sin
+  TokenTree tree;                 // whose depths replace row numbers in the rotation (TREE)
   const device int* block_table;  // of the sequence (PAGED)
   int cache_batch;                // unless PAGED
 };
 
-// Rows of one head of K or V: the new rows, and where they are stored.
+// The new rows of one head of K or V, and their destination.
 template <int FORMAT, int COLUMNS, bool ROTATED>
 struct AppendRows {
   using Stored = StoredUnit<FORMAT>;
@@ -81,7 +74,7 @@ struct AppendRows {
     }
   }
 
-  // A unit of new row `row`, which row `rotary_row` of the tables rotates.
+  // Loads a unit of new row `row`, rotated by row `rotary_row` of the tables.
   METAL_FUNC void load(int row, int64_t rotary_row, int column, thread uint4* chunks) const thread {
     constexpr int CHUNK = chunk_elements<ELEMENT>();
     const device ELEMENT* new_row = rows + row * row_stride;
@@ -122,7 +115,7 @@ struct AppendRows {
     }
   }
 
-  // A scale, and of a group its minimum. The lane of the first columns stores them.
+  // Stores a scale, and a group's minimum. The lane of the group's first columns does it.
   METAL_FUNC void store_scale(half2 numbers, int64_t batch, int64_t cache_row, int column,
                               bool exists) const thread {
     constexpr int SHARED = kv_scale_columns(FORMAT);
@@ -136,8 +129,8 @@ struct AppendRows {
     }
   }
 
-  // The unit as the cache holds it, at (batch, row) of which it is stored if it `exists`. Every
-  // lane takes part, because lanes that share a scale exchange values.
+  // Converts a unit to the cache's format and stores it if it `exists`. All lanes call it, because
+  // lanes that share a scale exchange values.
   METAL_FUNC void round_and_store(thread const ELEMENT* elements, int64_t batch, int64_t cache_row,
                                   int column, bool exists, ushort lane) const thread {
     Word words[Stored::STORES];
@@ -169,7 +162,7 @@ struct AppendRows {
     }
   }
 
-  // New rows [begin, end), which fit. Uniform in the threadgroup, whose SIMD groups are whole.
+  // Appends new rows [begin, end). All threads call it, and SIMD groups are whole.
   METAL_FUNC void append(thread const AppendPlace& place, int begin, int end, int thread_index,
                          int threads, constant AppendParams& params) const thread {
     constexpr int UNITS = (COLUMNS + CACHE_UNIT - 1) / CACHE_UNIT;  // of a row
@@ -201,9 +194,9 @@ struct AppendRows {
   }
 };
 
-// Appends new rows [begin, end) of one (sequence, KV head), those that fit; `batch` is the
-// sequence. Every thread of the threadgroup calls it, in uniform control flow. The
-// threadgroup sees what was written after threadgroup_barrier(mem_flags::mem_device).
+// Appends the new rows [begin, end) of one (sequence, KV head) that fit into the cache. All threads
+// call it, in uniform control flow. They see the rows after
+// threadgroup_barrier(mem_flags::mem_device).
 METAL_FUNC void append_rows(thread const AppendBuffers& buffers, thread const AppendPlace& place,
                             int batch, int kv_head, int begin, int end, int thread_index,
                             int threads, constant AppendParams& params) {

@@ -1,11 +1,11 @@
-// Copies pages of a cache to other pages of it, so that forked sequences write to their own.
+// Copies pages of a cache to other pages, so that a forked sequence writes to pages of its own.
 #include "params/pages.h"
 #include "row_dims.h"
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-// The specialisation, from the host: WORD, an unsigned type as wide as elements and alignment
-// allow, and INDEX (int or long).
+// The specialisation, from the host: INDEX (int or long), and WORD, the widest unsigned type that
+// elements and alignment allow.
 [[kernel, max_total_threads_per_threadgroup(COPY_PAGES_THREADS)]] void copy_pages(
     device WORD* cache [[buffer(COPY_PAGES_CACHE)]],
     const device INDEX* src [[buffer(COPY_PAGES_SRC)]],

@@ -1,11 +1,10 @@
-// Hadamard rotations of flash_decode: of the rows of q as they are loaded, and of the finished rows
-// of out.
+// Hadamard transforms of flash_decode: of q when it is loaded, and of finished rows of out.
 #pragma once
 
 #include "decode_tile.h"
 
-// The lane's share of span `span` of a row of q, transposed, times the Hadamard matrix. Every lane
-// takes part, each with its own row.
+// The lane's elements of span `span` of a row of q, transposed, times the Hadamard matrix. All
+// lanes call it, each with its own row.
 METAL_FUNC void load_hadamard_span(thread float* values, thread const Queries& queries, int query,
                                    int span, thread const DecodeLane& lane) {
   const int first_span = span / max(HADAMARD_SPANS, 1) * HADAMARD_SPANS;
@@ -26,7 +25,7 @@ METAL_FUNC void load_hadamard_span(thread float* values, thread const Queries& q
   }
 }
 
-// Loads element e of row fragment i of q, rotated.
+// Loads element e of row fragment i of q, transformed.
 METAL_FUNC void load_hadamard(thread QueryTile& q_tile, short i, short e,
                               thread const Queries& queries, int query,
                               thread const DecodeLane& lane) {
@@ -43,7 +42,7 @@ METAL_FUNC void load_hadamard(thread QueryTile& q_tile, short i, short e,
   }
 }
 
-// Sums and differences of one fragment of each span, over the spans of a block.
+// The transform over the spans of a block, for one fragment of each span.
 METAL_FUNC void join_spans(thread Fragment<float>* pairs, threadgroup Fragment<float>* memory,
                            thread const DecodeLane& lane) {
   Fragment<float> spans[COLUMN_SIMDGROUPS == 1 ? OWN_V_SPANS : 1];
@@ -73,8 +72,7 @@ METAL_FUNC void join_spans(thread Fragment<float>* pairs, threadgroup Fragment<f
   if (COLUMN_SIMDGROUPS > 1) { threadgroup_barrier(mem_flags::mem_threadgroup); }
 }
 
-// The SIMD group's columns of out times the Hadamard matrix. `memory` is for spans of other SIMD
-// groups.
+// The SIMD group's columns of out times the Hadamard matrix. memory: for exchanged spans.
 METAL_FUNC void multiply_by_hadamard(thread OutTile& out, threadgroup Fragment<float>* memory,
                                      thread const DecodeLane& lane) {
   UNROLL

@@ -1,4 +1,4 @@
-// The values of many rows of q, summed up by the matrix unit.
+// The product of weights and values on the matrix unit.
 #pragma once
 
 #include "decode_hadamard.h"
@@ -8,7 +8,7 @@
 struct MatrixOut {
   OutTile tile;
   DecodeLane lane;
-  threadgroup Fragment<float>* sums;  // of SIMD groups with other keys
+  threadgroup Fragment<float>* sums;  // of SIMD groups with different keys
 
   METAL_FUNC void reset(thread const DecodeMemory& memory,
                         thread const DecodeLane& decode_lane) thread {
@@ -46,7 +46,7 @@ struct MatrixOut {
     }
   }
 
-  // Row i times its share of the row's sum, or 0.
+  // Multiplies row i by `share`, or sets it to 0.
   METAL_FUNC void scale_row(short i, float share, bool sees_nothing) thread {
     UNROLL
     for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
@@ -55,7 +55,7 @@ struct MatrixOut {
     }
   }
 
-  // Adds up the sums of SIMD groups with different keys, and stores the rows.
+  // Adds up the results of SIMD groups with different keys, and stores the rows.
   METAL_FUNC void write(thread const TileResult& result,
                         constant FlashDecodeParams& params) thread {
     sum_over_keys();
@@ -83,8 +83,7 @@ struct MatrixOut {
     }
   }
 
-  // From the last SIMD group to the second, each adds the sums of those after it and leaves its
-  // own.
+  // From the last SIMD group to the second, each adds the stored sums to its own and stores them.
   METAL_FUNC void sum_over_keys() thread {
     UNROLL
     for (short giver = KEY_SIMDGROUPS - 1; giver > 0; giver--) {

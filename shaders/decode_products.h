@@ -1,20 +1,18 @@
-// A block of keys and values, multiplied by the matrix unit. Lanes load K and V straight into
-// fragments (spans.h).
+// The products of a block of keys on the matrix unit, and the loads of its rows (spans.h).
 #pragma once
 
 #include "decode_task.h"
 
-// The SIMD group's part of the products of one block of keys.
+// The SIMD group's part of one block of keys.
 struct BlockKeys {
   int first;  // key
-  // The lane's rows of k and v: past the last they repeat it, and those of missing pages lie in the
-  // first page.
+  // The lane's rows of k and v. Rows past the last repeat it; rows of missing pages are in page 0.
   typename Keys::Place k_places[KEY_FRAGMENTS];
   typename Values::Place v_places[KEY_FRAGMENTS];
   bool exist[KEY_FRAGMENTS];  // values
   int pages[KEY_FRAGMENTS];
   int rows[KEY_FRAGMENTS];  // INDICES
-  // With V_IN_K a unit of k is kept, whether or not it is of v's columns too.
+  // With V_IN_K, all units of k.
   Unit<KvTileElement> v_units[KEY_FRAGMENTS][V_IN_K ? OWN_QK_SPANS : OWN_V_SPANS];
   // The codes and scales of the current span (V_SPAN_SCALES).
   uint2 v_codes[KEY_FRAGMENTS];
@@ -28,7 +26,7 @@ struct BlockKeys {
       const int first_row = first + j * FRAGMENT;
       const int row = kv.blocks.row(first_row + kv.lane.row);
       const int readable = kv.readable_row(row);
-      // Past the last key no page of the sequence is listed.
+      // Past the last key, the block table has no pages of the sequence.
       pages[j] = kv.keys.page_among(readable, kv.readable_row(first_row));
       k_places[j] = kv.keys.find_in(max(pages[j], 0), readable);
       v_places[j] = kv.values.find_in(max(pages[j], 0), readable);
@@ -38,19 +36,19 @@ struct BlockKeys {
     if (ROW_SIMDGROUPS > 1) { share_units(kv); }
   }
 
-  // The keys in the lane's columns of fragment j of a tile of scores.
+  // The listed keys of the lane's columns in fragment j of a tile of scores.
   METAL_FUNC vec<int, 2> column_rows(short j, ushort lane_index) const thread {
     return of_columns(rows[j], lane_index);
   }
 
-  // SIMD groups with other rows need the same keys and values. Each loads a part of the units of a
-  // block for all of them. With three SIMD groups:
+  // SIMD groups with different rows need the same keys and values. Each loads a part of a block's
+  // units for all of them. With three SIMD groups:
   //
   //   unit of keys    0 1 2 3 4 5 6 ..     unit of values  0 1 2 3 4 5 6 ..
   //   loaded by       0 1 2 0 1 2 0 ..     loaded by       1 2 0 1 2 0 1 ..
   //
-  // Values begin with the next SIMD group, so that one does not load what is left over of both.
-  // `transpose_scores` has the barrier after the values.
+  // Values begin with the second SIMD group, so that the first does not load the remainders of
+  // both. `transpose_scores` has the barrier after the values.
   METAL_FUNC void share_units(thread const DecodeKv& kv) const thread {
     Unit<KvTileElement> unit;
     UNROLL
@@ -111,7 +109,7 @@ struct BlockKeys {
     }
   }
 
-  // Adds the products of key fragment j and a chain of spans from the SIMD group's `begin`-th on.
+  // Adds the products of key fragment j with a chain of the SIMD group's spans, from `begin` on.
   METAL_FUNC void multiply_chain(thread Fragment<float>* products, short j, short begin,
                                  thread const QueryTile& q_tile, thread const DecodeKv& kv) thread {
     const short end = min(OWN_QK_SPANS, begin + CHAIN_SPANS);
@@ -149,7 +147,7 @@ struct BlockKeys {
                                        thread const QueryTile& q_tile, short s) {
     UNROLL
     for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-      // Shipped kernels multiply float by half or bfloat with the float on the left only.
+      // Public kernels that mix float with half or bfloat have the float on the left only.
       const Fragment<ELEMENT> key_fragment =
           Fragment<ELEMENT>(ELEMENT(unit.fragments[f].x), ELEMENT(unit.fragments[f].y));
       UNROLL
@@ -160,8 +158,8 @@ struct BlockKeys {
     }
   }
 
-  // Reads the values of the SIMD group's s-th span, or with V_IN_K only their scales. Rows that do
-  // not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
+  // Loads the values of the SIMD group's s-th span, or with V_IN_K only their scales. Rows that do
+  // not exist are zero: their weights are zero, and 0 * inf or 0 * NaN would be NaN.
   METAL_FUNC void load_values(short s, thread const DecodeKv& kv) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
@@ -184,8 +182,8 @@ struct BlockKeys {
     return exist[j] ? scale : 0.0f;
   }
 
-  // Makes ELEMENT of the codes of the s-th span, and scales the weights that they meet: a lane has
-  // the scales of its own row, and needs those of the keys of its two columns.
+  // Converts the codes of the s-th span to ELEMENT, and multiplies weights by the scales. A lane
+  // has the scale of its row, and needs those of the keys of its two columns.
   METAL_FUNC void scale_span(thread ScoreRow* span_weights, short s, ushort lane_index) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {

@@ -1,11 +1,11 @@
-// The rows of q of flash_decode's tile: how they are loaded, and how products become their weights.
+// flash_decode's rows of q: loads, and the way from products to weights.
 #pragma once
 
 #include "decode_hadamard.h"
 #include "decode_products.h"
 
-// scores = products^T, through the SIMD group's tile in threadgroup memory; where SIMD groups split
-// the columns, summed over them.
+// scores = products^T, through the SIMD group's tile in threadgroup memory. If SIMD groups share
+// the columns, it also adds up their products.
 METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTile& products,
                                  threadgroup float* tiles, thread const DecodeLane& lane) {
   threadgroup float* tile = tiles + lane.simdgroup * SCORE_TILE;
@@ -51,7 +51,7 @@ METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTi
   }
 }
 
-// Gives each SIMD group the fragments of q that others have loaded.
+// SIMD groups with different keys exchange the fragments of q that they have loaded.
 METAL_FUNC void exchange_query_fragments(thread QueryTile& q_tile,
                                          threadgroup Fragment<ELEMENT>* pairs,
                                          thread const DecodeLane& lane) {
@@ -96,7 +96,7 @@ struct DecodeRows {
     const int last_row = min(first_row + ROWS, task.rows) - 1;
     seen_by_first = task.visible.keys_of(first_row / problem.queries_per_kv);
     seen_by_last = task.visible.keys_of(last_row / problem.queries_per_kv);
-    if (TREE) {  // of any path
+    if (TREE) {  // the bounds of all paths
       seen_by_last = task.visible.keys_of(task.tree.count - 1);
       seen_by_first.end = task.visible.existing.end - task.tree.count;
     }
@@ -120,8 +120,7 @@ struct DecodeRows {
     }
   }
 
-  // Masks out keys from `column` on that a new token does not see. first_new: the first token's
-  // key.
+  // Masks out keys from `column` on that a new token does not see. first_new: the key of token 0.
   METAL_FUNC static void hide_tokens(thread ScoreRow& scores, TreeToken token, int column,
                                      int first_new) {
     UNROLL
@@ -135,7 +134,7 @@ struct DecodeRows {
     }
   }
 
-  // Masks out listed keys that a query does not see. The score of one that does not exist is NaN.
+  // Masks out listed keys that a query does not see. Keys that do not exist have the score NaN.
   METAL_FUNC static void hide_listed(thread ScoreRow& scores, thread const BlockKeys& block,
                                      ushort lane_index, Range seen) {
     UNROLL
@@ -150,7 +149,7 @@ struct DecodeRows {
     }
   }
 
-  // Leaves the states of the rows for SIMD groups with other keys.
+  // Stores the rows' states for SIMD groups with other keys.
   METAL_FUNC void store_states(threadgroup float2* states, thread const float* row_sums,
                                thread const DecodeLane& lane) const thread {
     if (KEY_SIMDGROUPS == 1) { return; }
@@ -170,7 +169,7 @@ struct RowTotal {
   OnlineSoftmax softmax;
   float sum;
 
-  // Joins the state of a lane's row with those of SIMD groups with other keys, in `states`.
+  // Merges the state of a lane's row with those in `states`, of SIMD groups with other keys.
   METAL_FUNC void join(thread const OnlineSoftmax& state, float state_sum,
                        const threadgroup float2* states, int tile_row) thread {
     softmax = state;
@@ -189,7 +188,7 @@ struct RowTotal {
     }
   }
 
-  // Splits leave the sink to their merging, which counts it once.
+  // With SPLIT, merge_splits adds the sink, once.
   METAL_FUNC void add_sink(thread const FlashInputs& inputs, int head) thread {
     if (!SINK || SPLIT) { return; }
     const float keys_max = softmax.row_max;
@@ -200,14 +199,14 @@ struct RowTotal {
   METAL_FUNC float logsumexp() const thread { return softmax.logsumexp(sum); }
 };
 
-// The queries that a row of the tile is one of. New ones are rotated by the rows of their tokens.
+// The queries of a tile row's head. New queries are rotated by the rows of their tokens.
 METAL_FUNC Queries queries_of(TileRow row, thread const FlashInputs& inputs,
                               thread const DecodeTask& task, constant FlashDecodeParams& params) {
   Queries queries = inputs.queries(task.batch, row.head, task.sequence, params.problem);
   if (APPEND && Q_ROTARY) {
     queries.rotary.start_at(task.first_rotary, params.rotate_q_by_token != 0);
     if (TREE && params.rotate_q_by_token != 0) {
-      // The query's number will be added to the row, and its depth is what counts.
+      // The depth replaces the query's index, which the rotation adds to the row.
       const int depth = max(task.tree.depth_of(row.query), 0);
       queries.rotary.start_at(depth - row.query, true);
     }
@@ -215,7 +214,7 @@ METAL_FUNC Queries queries_of(TileRow row, thread const FlashInputs& inputs,
   return queries;
 }
 
-// q transposed, [D, ROWS]. SIMD groups that have the same columns load, and rotate, a share each.
+// Loads q transposed, [D, ROWS]. SIMD groups with the same columns load and rotate a part each.
 METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
                              thread const FlashInputs& inputs, thread const DecodeTask& task,
                              int first_row, thread const DecodeLane& lane,

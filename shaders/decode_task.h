@@ -1,16 +1,15 @@
-// The work of one threadgroup of flash_decode: rows of q of a KV head and a split of its keys, and
-// where the results go. Trees, new keys and impossible lengths are dealt with here, before the walk
-// over the keys.
+// The work of one threadgroup of flash_decode: rows of q of a KV head, a split of its keys, and the
+// stores of results. Trees, new keys and invalid lengths are handled before the walk over the keys.
 #pragma once
 
 #include "cache_write.h"
 #include "decode_tile.h"
 
-// The rows of q that are dealt out to a threadgroup: a tile from `begin` on, and every `step` rows.
+// A threadgroup's rows of q: a tile at `begin`, and one every `step` rows after it.
 struct RowShare {
   int begin;
   int step;
-  int end;  // of all rows, or of those that have its list of keys
+  int end;  // of all rows, or with INDICES of those that have the list
   int list;
 
   METAL_FUNC void reset(int row_group, int rows, constant FlashDecodeParams& params) thread {
@@ -52,7 +51,7 @@ struct DecodeTask {
     first_rotary = 0;
   }
 
-  // True if lengths, trees or tables that only the kernel sees are invalid. Nothing is read then.
+  // True if lengths, trees or tables are invalid; the host cannot check them. Nothing is read then.
   METAL_FUNC bool is_impossible(constant FlashParams& problem) const thread {
     // Keys of missing pages are read as those of the first page, which must exist.
     const bool no_page = PAGED && problem.cache_size == 0 && sequence.kv_length > 0;
@@ -60,32 +59,26 @@ struct DecodeTask {
            (sequence.impossible || no_page);
   }
 
-  // The keys that any of its rows sees; with INDICES, any row of its list.
+  // The keys that any row of the task sees, or with INDICES any row with its list.
   METAL_FUNC Range seen_keys(constant FlashParams& problem) const thread {
     const int first_query = INDICES ? share.begin / problem.queries_per_kv : 0;
     const int last_query =
         INDICES ? (share.end - 1) / problem.queries_per_kv : sequence.q_length - 1;
-    Range seen;
-    seen.begin = visible.keys_of(first_query).begin;
-    seen.end = visible.keys_of(last_query).end;
-    return seen;
+    return {visible.keys_of(first_query).begin, visible.keys_of(last_query).end};
   }
 
-  // The split's share of the steps over `keys`. The last split has all steps with new keys, and it
-  // alone writes them.
+  // The split's share of `keys`, in steps. The last split has and writes all new keys.
   METAL_FUNC Range keys_of_split(Range keys) const thread {
     const int shared_steps = APPEND ? max(old_length - keys.begin, 0) / STEP_K
                                     : (max(keys.end - keys.begin, 0) + STEP_K - 1) / STEP_K;
     const int split_steps = (shared_steps + splits - 1) / splits;
     const int shared_end = keys.begin + min((split + 1) * split_steps, shared_steps) * STEP_K;
-    Range result;
-    result.begin = keys.begin + min(split * split_steps, shared_steps) * STEP_K;
-    result.end = split == splits - 1 ? keys.end : min(keys.end, shared_end);
-    return result;
+    return {keys.begin + min(split * split_steps, shared_steps) * STEP_K,
+            split == splits - 1 ? keys.end : min(keys.end, shared_end)};
   }
 
-  // TREE: keeps the new tokens in `tokens`. Windows and chunks count positions by depth. Every
-  // thread calls it, in uniform control flow.
+  // TREE: stores the new tokens in `tokens`. Their positions for windows and chunks are depths. All
+  // threads call it, in uniform control flow.
   METAL_FUNC void load_tree(thread const FlashInputs& inputs, threadgroup uint4* tokens,
                             int thread_index, constant FlashDecodeParams& params) thread {
     if (!TREE) { return; }
@@ -108,8 +101,7 @@ struct DecodeTask {
         sequence.impossible || sequence.kv_length - sequence.q_length < sequence.first_key;
   }
 
-  // APPEND: the last split writes the new keys. The other splits only read keys that were there
-  // before.
+  // APPEND: the last split writes the new keys, and the other splits read only old keys.
   METAL_FUNC void append(thread const FlashInputs& inputs, int thread_index,
                          constant FlashDecodeParams& params) thread {
     if (!APPEND) { return; }
@@ -153,7 +145,7 @@ struct DecodeTask {
   }
 };
 
-// The keys that a threadgroup walks along. One list of blocks for all of its rows.
+// The keys that a threadgroup walks along. All of its rows have one list of blocks.
 struct DecodeKv {
   Keys keys;
   Values values;
@@ -179,7 +171,7 @@ struct DecodeKv {
     loaded_pairs = memory.loaded_pairs;
   }
 
-  // A row that can be read in place of one that does not exist.
+  // `row`, or an existing row if it does not exist.
   METAL_FUNC int readable_row(int row) const thread {
     return min(INDICES ? max(row, 0) : row, sequence.kv_length - 1);
   }
@@ -188,13 +180,13 @@ struct DecodeKv {
     return row >= sequence.first_key && row < sequence.kv_length;
   }
 
-  // The column of k or v where the lane's unit of the SIMD group's s-th span begins.
+  // The first column of the lane's unit in the SIMD group's s-th span of k or v.
   METAL_FUNC int column(short s) const thread {
     return lane.span(s) * SPAN_COLUMNS + lane.unit_column;
   }
 
-  // The lane's unit of key fragment j and the SIMD group's s-th span, in `loaded_pairs`:
-  // [COLUMN_SIMDGROUPS, KEY_FRAGMENTS, OWN_QK_SPANS] of UNIT_PAIRS, then the same of OWN_V_SPANS.
+  // The lane's unit of key fragment j and the SIMD group's s-th span in `loaded_pairs`, which is
+  // [COLUMN_SIMDGROUPS, KEY_FRAGMENTS, OWN_QK_SPANS, UNIT_PAIRS], then the same with OWN_V_SPANS.
   METAL_FUNC threadgroup LoadedPair* key_unit(short j, short s) const thread {
     return loaded_pairs + ((lane.first_span * KEY_FRAGMENTS + j) * OWN_QK_SPANS + s) * UNIT_PAIRS +
            lane.index;
@@ -205,7 +197,7 @@ struct DecodeKv {
            ((lane.first_span * KEY_FRAGMENTS + j) * OWN_V_SPANS + s) * UNIT_PAIRS + lane.index;
   }
 
-  // The place of the span's scale behind the lane's unit.
+  // The span's scale, after the lane's unit.
   METAL_FUNC static threadgroup float* scale_of(threadgroup LoadedPair* unit) {
     return reinterpret_cast<threadgroup float*>(unit + SPAN_FRAGMENTS * SIMD_LANES);
   }
@@ -237,7 +229,7 @@ struct SplitResult {
     lse[row.head * params.lse_strides.head + row.query * params.lse_strides.row] = value;
   }
 
-  // Fills all rows of a task that is not computed. Splits leave the sink to their merging.
+  // Fills all rows of a task that is not computed. With SPLIT, merge_splits adds the sink.
   METAL_FUNC void fill(float value, thread const DecodeTask& task, thread const FlashInputs& inputs,
                        int thread_index, constant FlashDecodeParams& params) const thread {
     for (int n = task.row_group * THREADS + thread_index; n < task.rows;
@@ -257,9 +249,8 @@ struct SplitResult {
 // True if a SIMD group's rows leave few registers for anything else.
 constant constexpr bool MANY_ROWS = ROW_FRAGMENTS > 2;
 
-// The rows of a tile and where their results go. It is computed after the loop over the keys, so
-// that it takes no registers in the loop: 6 of M1's. A broadcast hides from the compiler that it
-// has the number already.
+// The rows of a tile and their results. It is computed after the loop over the keys, which saves 6
+// of M1's registers in the loop. The broadcasts keep the compiler from computing it earlier.
 struct TileResult {
   SplitResult split;
   TileRow rows[ROW_FRAGMENTS];  // the lane's
@@ -278,6 +269,6 @@ struct TileResult {
                task.rows, kv_head, params.problem);
   }
 
-  // True if the threadgroup has this row of the tile.
+  // True if the row exists and is the threadgroup's.
   METAL_FUNC bool has_row(int tile_row) const thread { return first_row + tile_row < end; }
 };

@@ -1,4 +1,4 @@
-// The tile of flash_decode: its sizes, its rows of q, and a lane's place in it.
+// flash_decode's tile: sizes, arrays, rows of q, and a lane's place in it.
 #pragma once
 
 #include "blocks.h"
@@ -9,13 +9,13 @@
 #include "softmax.h"
 #include "spans.h"
 
-// The number of SIMD groups that have the same keys and different rows.
+// SIMD groups that have the same keys and different rows.
 #ifndef ROW_SIMDGROUPS
 #define ROW_SIMDGROUPS 1
 #endif
 
-// Without the matrix unit (decode_vector.h): the rows of q, and the lanes that share a row of v.
-// 0 rows: the matrix unit computes the sums.
+// The rows of q without the matrix unit (decode_vector.h), and the lanes that share a row of v. 0
+// rows: the matrix unit multiplies the values.
 #ifndef VECTOR_ROWS
 #define VECTOR_ROWS 0
 #define KEY_LANES 1
@@ -23,11 +23,11 @@
 
 constant constexpr int QK_SPANS = spans(HEAD_DIM_QK);
 constant constexpr int V_SPANS = spans(HEAD_DIM_V);
-// A SIMD group has every COLUMN_SIMDGROUPS-th span.
+// A SIMD group has one in COLUMN_SIMDGROUPS spans.
 constant constexpr int OWN_QK_SPANS = (QK_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_SPANS = (V_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_FRAGMENTS = OWN_V_SPANS * SPAN_FRAGMENTS;
-// A chain of products ends with a span if each span of codes has a scale.
+// A chain of products is one span if each span of codes has a scale.
 constant constexpr int CHAIN_SPANS = K_SPAN_SCALES ? 1 : CHAIN_COLUMNS / SPAN_COLUMNS;
 constant constexpr int ROWS = VECTOR_ROWS ? VECTOR_ROWS : ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = KEY_FRAGMENTS * FRAGMENT;
@@ -36,7 +36,7 @@ constant constexpr int SIMDGROUPS = KEY_SIMDGROUPS * COLUMN_SIMDGROUPS * ROW_SIM
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int SCORE_STRIDE = padded(BLOCK_K);
 constant constexpr int SCORE_TILE = ROW_FRAGMENTS * FRAGMENT * SCORE_STRIDE;
-// A tile of scores for each SIMD group, and one for the sum of the SIMD groups that share rows.
+// A tile of scores for each SIMD group, and one for the sum of SIMD groups that share rows.
 constant constexpr int SCORE_TILES = SIMDGROUPS + (COLUMN_SIMDGROUPS > 1 ? ROW_SIMDGROUPS : 0);
 constant constexpr int SCORES = SCORE_TILES * SCORE_TILE;
 // Columns of v, padded to whole units of all lanes that share a row of it.
@@ -52,8 +52,7 @@ constant constexpr int OUT_PAIRS =
 constant constexpr int QUERY_PAIRS =
     KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_QK_SPANS * SPAN_FRAGMENTS * SIMD_LANES : 1;
 constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;
-// SIMD groups with different rows exchange the keys and values of a block that they loaded. The
-// scale of a span follows its unit of codes.
+// SIMD groups with different rows exchange a block's units. A span's scale follows its codes.
 constant constexpr bool SPAN_SCALES = K_SPAN_SCALES || V_SPAN_SCALES;
 constant constexpr int UNIT_PAIRS = (SPAN_FRAGMENTS + (SPAN_SCALES ? 1 : 0)) * SIMD_LANES;
 constant constexpr int KEY_PAIRS = COLUMN_SIMDGROUPS * KEY_FRAGMENTS * OWN_QK_SPANS * UNIT_PAIRS;
@@ -81,7 +80,7 @@ using OutTile = RegisterTile<float, ROW_FRAGMENTS, OWN_V_FRAGMENTS>;
 using LoadedPair = Fragment<KvTileElement>;
 using OutRow = Output<Result, HEAD_DIM_V, VECTOR_ROWS ? V_PADDED : V_SPANS * SPAN_COLUMNS>;
 
-// The arrays in threadgroup memory; those that a specialisation does not need have one element.
+// The arrays in threadgroup memory. Arrays that a specialisation does not need have one element.
 struct DecodeMemory {
   threadgroup float* scores;             // [SCORE_TILES, ROWS, BLOCK_K]
   threadgroup float* weights;            // [SIMDGROUPS, BLOCK_K + 1, ROWS] (VECTOR_ROWS)
@@ -91,7 +90,7 @@ struct DecodeMemory {
   threadgroup LoadedPair* loaded_pairs;  // a block of k and v (ROW_SIMDGROUPS > 1)
 };
 
-// A lane's place: its elements of fragments, and the keys, rows and spans of its SIMD group.
+// A lane's elements of fragments, and its SIMD group's keys, rows and spans.
 struct DecodeLane {
   int index;  // in the SIMD group
   int simdgroup;
@@ -113,17 +112,17 @@ struct DecodeLane {
     first_span = simdgroup % COLUMN_SIMDGROUPS;
   }
 
-  // The SIMD group's span number s. It may be past the row's last one: see span_exists.
+  // The SIMD group's s-th span, which may be past the row's last: see span_exists.
   METAL_FUNC int span(short s) const thread {
     return COLUMN_SIMDGROUPS == 1 ? s : first_span + s * COLUMN_SIMDGROUPS;
   }
 
-  // True if the SIMD group loads fragment n of q. Those of a span are rotated together.
+  // True if the SIMD group loads fragment n of q. HADAMARD transforms whole spans.
   METAL_FUNC bool loads_fragment(short n) const thread {
     return (HADAMARD ? n / SPAN_FRAGMENTS : n) % KEY_SIMDGROUPS == key_simdgroup;
   }
 
-  // True for one of the lanes that share a row.
+  // True for one of the lanes that have a row.
   METAL_FUNC bool stores_lse() const thread {
     return key_simdgroup == 0 && first_span == 0 && column == 0;
   }
@@ -139,7 +138,7 @@ struct TileRow {
   int query;
   int head;
 
-  // Row `row` of a KV head's `rows`. A row past the last is the last one again.
+  // Row `row` of a KV head's `rows`. Rows past the last repeat it.
   METAL_FUNC void reset(int row, int rows, int kv_head, constant FlashParams& params) thread {
     const int heads = params.queries_per_kv;
     const int existing = min(row, rows - 1);

@@ -1,8 +1,9 @@
-// The values of few rows of q, summed up without the matrix unit, most of whose rows were empty.
+// The product of weights and values without the matrix unit, for few rows of q: most rows of its
+// fragments would be empty.
 //
-// A value's row is shared by KEY_LANES lanes, which have units of 8 columns at a distance of
-// KEY_LANES units, so that a SIMD group loads LOAD_KEYS whole rows at a time. A lane adds up what
-// its own keys contribute to its columns of every row of out; lanes meet only at the end.
+// KEY_LANES lanes share a row of v, and have units of 8 columns at a distance of KEY_LANES units.
+// So a SIMD group loads LOAD_KEYS whole rows at a time. A lane sums its keys' products for its
+// columns of all rows of out; lanes add up their sums at the end.
 #pragma once
 
 #include "decode_products.h"
@@ -13,9 +14,9 @@ struct VectorOut {
   static constant constexpr int LOAD_KEYS = SIMD_LANES / LANES;
   static constant constexpr int LOADS = BLOCK_K / LOAD_KEYS;
   static constant constexpr int UNITS = V_PADDED / (UNIT_COLUMNS * LANES);
-  // True if no lane has a unit behind a row's end.
+  // True if all units are inside the row.
   static constant constexpr bool WHOLE_UNITS = HEAD_DIM_V == V_PADDED;
-  // A lane's columns of a unit, once the sums of all keys are shared out.
+  // The columns of a unit of which a lane has the sum over all keys.
   static constant constexpr int OUT_COLUMNS = UNIT_COLUMNS / LOAD_KEYS;
 
   Fragment<float> pairs[ROWS][UNITS][SPAN_FRAGMENTS];
@@ -48,7 +49,7 @@ struct VectorOut {
     return (u * LANES + lane.index % LANES) * UNIT_COLUMNS;
   }
 
-  // Values that do not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
+  // Values that do not exist are zero: their weights are zero, and 0 * inf or 0 * NaN would be NaN.
   METAL_FUNC void load(thread const BlockKeys& block, thread const DecodeKv& kv) thread {
     UNROLL
     for (short n = 0; n < LOADS; n++) {
@@ -135,12 +136,12 @@ struct VectorOut {
     }
   }
 
-  // A row that sees nothing has a negative share.
+  // A negative share marks a row that sees nothing.
   METAL_FUNC void scale_row(short, float share, bool sees_nothing) thread {
     if (lane.column == 0 && lane.row < ROWS) { shares[lane.row] = sees_nothing ? -1.0f : share; }
   }
 
-  // Each row's sums times its share, over lanes and SIMD groups with other keys.
+  // Adds up each row's sums times its share, over lanes and SIMD groups, and stores the rows.
   METAL_FUNC void write(thread const TileResult& result,
                         constant FlashDecodeParams& params) const thread {
     constexpr int PAIRS = V_PADDED / LANE_COLUMNS;  // of a row
@@ -148,7 +149,7 @@ struct VectorOut {
     simdgroup_barrier(mem_flags::mem_threadgroup);
     sum_lanes(reinterpret_cast<threadgroup float*>(sums) + lane.simdgroup * ROWS * V_PADDED);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    // With HADAMARD whole SIMD groups go along, as their lanes exchange sums.
+    // With HADAMARD all lanes take part, because they exchange sums.
     constexpr int END =
         HADAMARD ? (ROWS * PAIRS - 1) / (SIMD_LANES * OWN_PAIRS) * (SIMD_LANES * OWN_PAIRS) +
                        SIMD_LANES * OWN_PAIRS
@@ -193,7 +194,7 @@ struct VectorOut {
           sums[2 * f] = pairs[r][u][f].x;
           sums[2 * f + 1] = pairs[r][u][f].y;
         }
-        // Each of two lanes keeps half of the columns and passes on the other half.
+        // Each lane of a pair keeps the sums of half of the columns.
         short count = UNIT_COLUMNS;
         short first = 0;
         UNROLL

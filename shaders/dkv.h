@@ -1,5 +1,5 @@
-// Shared by flash_bwd_dkv and its tensor twin: the keys of a threadgroup, weights and gradients of
-// transposed scores, and where results go.
+// Shared by flash_bwd_dkv and flash_bwd_dkv_tensor: a threadgroup's keys, the weights and gradients
+// of transposed scores, and the stores of results.
 #pragma once
 
 #include "backward.h"
@@ -13,8 +13,7 @@
 #define HEAD_SPLITS 1
 #endif
 
-// The type of the results: gradients, or with HEAD_SPLITS threadgroups a KV head parts of them
-// that flash_bwd_sum adds up.
+// The type of the results: gradients, or with HEAD_SPLITS parts of them that flash_bwd_sum adds up.
 using Result = conditional_t<(HEAD_SPLITS > 1), float, ELEMENT>;
 
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
@@ -27,17 +26,17 @@ constant constexpr int OWN_DV_COLUMNS = DV_SLICE / COLUMN_SIMDGROUPS;
 using DkTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DK_COLUMNS / FRAGMENT>;
 using DvTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DV_COLUMNS / FRAGMENT>;
 
-// BLOCK_K keys of one KV head with a slice of the columns of dk and dv and a part of the query
-// heads, and a SIMD group's share of keys and columns.
+// A threadgroup's BLOCK_K keys of one KV head, its slice of dk's and dv's columns and its part of
+// the query heads; and a SIMD group's share of the keys and columns.
 struct DkvKeys {
   int batch;
   int kv_head;
   int slice;
   int split;      // of the query heads
-  int tile_key;   // the first of the threadgroup
-  int first_key;  // and of the SIMD group
-  int part;       // of the columns, where SIMD groups share rows
-  bool any;       // whether any of the threadgroup's exists
+  int tile_key;   // the threadgroup's first key
+  int first_key;  // the SIMD group's first key
+  int part;       // of the columns, if SIMD groups share rows
+  bool has_keys;  // whether any of the threadgroup's keys exists
   Sequence sequence;
   Visibility visible;
   SeenRows seen;  // the queries that see the SIMD group's keys
@@ -68,9 +67,14 @@ struct DkvKeys {
     first_key = tile_key + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
     part = simdgroup % COLUMN_SIMDGROUPS;
     visible.reset(sequence, params.problem);
-    any = tile_key <= last() && tile_key + BLOCK_K > sequence.first_key;
-    find_seen();
-    // Every row of dk and dv is written, also those that the sequence does not use.
+    has_keys = tile_key <= last() && tile_key + BLOCK_K > sequence.first_key;
+    const int end = first_key + SIMDGROUP_ROWS;
+    const bool none = first_key > last() || end <= sequence.first_key;
+    seen.union_range.begin = visible.queries_of(max(first_key, sequence.first_key)).begin;
+    seen.union_range.end = none ? 0 : visible.queries_of(min(end - 1, last())).end;
+    seen.intersection_range.begin = visible.queries_of(end - 1).begin;
+    seen.intersection_range.end = visible.queries_of(first_key).end;
+    // All rows of dk and dv are written, also those of unused keys.
     return !(VARLEN || FLEX_ORDER) || tile_key < sequence.kv_rows;
   }
 
@@ -83,20 +87,11 @@ struct DkvKeys {
     dv_rows.fill(value, first, sequence.kv_rows, step);
   }
 
-  METAL_FUNC void find_seen() thread {
-    const int end = first_key + SIMDGROUP_ROWS;
-    const bool none = first_key > last() || end <= sequence.first_key;
-    seen.union_range.begin = visible.queries_of(max(first_key, sequence.first_key)).begin;
-    seen.union_range.end = none ? 0 : visible.queries_of(min(end - 1, last())).end;
-    seen.intersection_range.begin = visible.queries_of(end - 1).begin;
-    seen.intersection_range.end = visible.queries_of(first_key).end;
-  }
-
-  // The queries that see any of the threadgroup's keys, or of which lists may have some.
+  // The queries that see any of the threadgroup's keys; with lists of blocks, all queries.
   METAL_FUNC Range queries() const thread {
     Range range;
     range.begin = visible.queries_of(max(tile_key, sequence.first_key)).begin;
-    range.end = any ? visible.queries_of(min(tile_key + BLOCK_K - 1, last())).end : 0;
+    range.end = has_keys ? visible.queries_of(min(tile_key + BLOCK_K - 1, last())).end : 0;
     if (BLOCK_LISTS) { range.end = sequence.q_length; }
     return range;
   }
@@ -109,12 +104,11 @@ struct DkvKeys {
     if (seen.all_in(block, BLOCK_Q)) { return; }
     visible.apply<true>(scores, lane_key, lane_query);
     if (FLEX_DERIVATIVES) {
-      // It may be infinite at the score 0 of queries that do not exist.
+      // Slopes may be infinite at the score 0 of queries that do not exist.
       visible.apply<true>(slopes, lane_key, lane_query, 0.0f);
     }
   }
 
-  // row, column: the lane's, of fragments.
   METAL_FUNC void write(thread const DkTile& dk_tile, thread const DvTile& dv_tile, int row,
                         int column, constant FlashParams& params) const thread {
     UNROLL
@@ -138,8 +132,8 @@ struct DkvKeys {
   }
 };
 
-// Scores become weights. Statistics: lse_log2, weight_factor and delta of the two queries that a
-// lane has in column fragment j.
+// Scores become weights. Statistics has lse_log2, weight_factor and delta of the lane's two queries
+// in column fragment j.
 template <int ROWS, int COLUMNS, typename Statistics>
 METAL_FUNC void exponentiate(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                              thread const Statistics& statistics) {
@@ -158,7 +152,7 @@ METAL_FUNC void exponentiate(thread RegisterTile<float, ROWS, COLUMNS>& scores,
   }
 }
 
-// From d loss / d weight to d loss / d score.
+// d loss / d weight becomes d loss / d score.
 template <int ROWS, int COLUMNS, typename Statistics>
 METAL_FUNC void differentiate(thread RegisterTile<float, ROWS, COLUMNS>& gradients,
                               thread const RegisterTile<float, ROWS, COLUMNS>& weights,

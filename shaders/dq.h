@@ -1,5 +1,5 @@
-// Shared by flash_bwd_dq and its tensor twin: the queries of a threadgroup, the gradients of their
-// scores, the check of delta, and where results go.
+// Shared by flash_bwd_dq and flash_bwd_dq_tensor: a threadgroup's queries, the gradients of their
+// scores, the check of delta, and the stores of results.
 #pragma once
 
 #include "backward.h"
@@ -22,12 +22,12 @@ constant constexpr short PASSES = EXACT_DELTA ? 2 : 1;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using DqTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DQ_COLUMNS / FRAGMENT>;
 
-// BLOCK_Q queries of one head with a slice of dq's columns, and a SIMD group's share of both.
+// A threadgroup's BLOCK_Q queries and its slice of dq's columns, and a SIMD group's part of both.
 struct DqQueries {
   QueryTilePlace<BLOCK_Q, DQ_SLICES> place;
   Sequence sequence;
   Visibility visible;
-  SeenRows seen;  // by the SIMD group
+  SeenRows seen;  // the keys that the SIMD group's queries see
   QueryStatistics statistics;
   Output<ELEMENT, HEAD_DIM_QK, DQ_SLICE> dq_rows;
   Output<float, 1, 1> delta_rows;       // EXACT_DELTA
@@ -36,8 +36,8 @@ struct DqQueries {
   Offset first_dlse;
   Offset dlse_stride;
   int last_query;
-  int first_query;  // of the lane: of its row fragment 0
-  int part;         // of the columns, where SIMD groups share rows
+  int first_query;  // of the lane's row fragment 0
+  int part;         // of the columns, if SIMD groups share rows
 
   // Returns false, after writing zeros or NaN, if there is nothing to compute.
   METAL_FUNC bool begin(thread const FlashInputs& inputs, thread const BackwardBuffers& buffers,
@@ -45,24 +45,6 @@ struct DqQueries {
                         uint3 grid, ushort thread_index, ushort simdgroup, ushort lane) thread {
     place.reset(inputs, params.problem, position, grid);
     sequence = inputs.sequence(place.batch, params.problem);
-    reset_rows(buffers, dq, params);
-    if (sequence.is_left_out(place.batch, params.problem)) {
-      fill(place.number * THREADS + thread_index, grid.x * THREADS);
-      return false;
-    }
-    last_query = sequence.q_length - 1;
-    if ((VARLEN || FLEX_ORDER) && place.first_query > last_query) { return false; }
-    const int simdgroup_query = place.first_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
-    first_query = simdgroup_query + fragment_row(lane);
-    part = simdgroup % COLUMN_SIMDGROUPS;
-    visible.reset(sequence, params.problem);
-    seen.reset(visible, simdgroup_query, SIMDGROUP_ROWS, last_query);
-    statistics = buffers.statistics(params.lse_strides, place.batch, place.head, sequence);
-    return true;
-  }
-
-  METAL_FUNC void reset_rows(thread const BackwardBuffers& buffers, device ELEMENT* dq,
-                             constant FlashBwdParams& params) thread {
     const int batch = place.batch;
     const int head = place.head;
     const int first = sequence.q_start;
@@ -77,6 +59,19 @@ struct DqQueries {
       first_dlse = row_offset(params.dlse_strides, batch, head, first);
       dlse_stride = Offset(params.dlse_strides.row);
     }
+    if (sequence.is_left_out(batch, params.problem)) {
+      fill(place.number * THREADS + thread_index, grid.x * THREADS);
+      return false;
+    }
+    last_query = sequence.q_length - 1;
+    if ((VARLEN || FLEX_ORDER) && place.first_query > last_query) { return false; }
+    const int simdgroup_query = place.first_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+    first_query = simdgroup_query + fragment_row(lane);
+    part = simdgroup % COLUMN_SIMDGROUPS;
+    visible.reset(sequence, params.problem);
+    seen.reset(visible, simdgroup_query, SIMDGROUP_ROWS, last_query);
+    statistics = buffers.statistics(params.lse_strides, place.batch, place.head, sequence);
+    return true;
   }
 
   // Rows `first`, `first + step`, ... of a sequence that is left out.
@@ -94,7 +89,7 @@ struct DqQueries {
     Range range;
     range.begin = visible.keys_of(place.first_query).begin;
     range.end = visible.keys_of(min(place.first_query + BLOCK_Q - 1, last_query)).end;
-    // Blocks begin at multiples of BLOCK_K, so that of an empty range could begin before its end.
+    // Rounded down to a block's begin, an empty range's begin could be before its end.
     if (!BLOCK_LISTS && range.begin >= range.end) { range.end = 0; }
     return range;
   }
@@ -104,7 +99,7 @@ struct DqQueries {
     if (seen.all_in(block, BLOCK_K)) { return; }
     visible.apply<false>(scores, first_query, block + column);
     if (FLEX_DERIVATIVES) {
-      // It may be infinite at the score 0 of keys that do not exist.
+      // Slopes may be infinite at the score 0 of keys that do not exist.
       visible.apply<false>(slopes, first_query, block + column, 0.0f);
     }
   }
@@ -131,7 +126,7 @@ struct DqRows {
     }
   }
 
-  // From d loss / d weight to d loss / d score.
+  // d loss / d weight becomes d loss / d score.
   METAL_FUNC void differentiate(thread ScoreTile& gradients,
                                 thread const ScoreTile& scores) thread {
     UNROLL
@@ -147,9 +142,12 @@ struct DqRows {
     }
   }
 
-  // After the first pass: stores what the sums show, and returns whether the error of delta shows
-  // in dq, in any row of the SIMD group. writes: whether it is this lane that stores its rows.
-  METAL_FUNC bool check_delta(thread const DqQueries& queries, float sink, bool writes) thread {
+  // After the first pass: stores delta and the normalisers. Returns true if the error of delta is
+  // too large in any row of the SIMD group. column: the lane's.
+  METAL_FUNC bool check_delta(thread const DqQueries& queries, thread const FlashInputs& inputs,
+                              ushort column) thread {
+    const float sink = SINK ? float(inputs.learnable_sink[queries.place.head]) : 0.0f;
+    const bool writes = queries.place.slice == 0 && queries.part == 0 && column == 0;
     bool shows = false;
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
@@ -186,7 +184,7 @@ struct DqRows {
   }
 };
 
-// True if any SIMD group of the threadgroup votes for it. votes: one of each SIMD group.
+// True if any SIMD group of the threadgroup has a true vote. votes: one for each SIMD group.
 METAL_FUNC bool any_simdgroup(bool vote, threadgroup float* votes, ushort simdgroup, ushort lane) {
   if (lane == 0) { votes[simdgroup] = vote ? 1.0f : 0.0f; }
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -1,5 +1,5 @@
-// Dropout of weights. Whether a weight is kept depends only on its position and on the call's
-// random state, so it is the same in every kernel, tile and direction.
+// Dropout of weights. A weight's position and the call's random state alone decide whether it is
+// kept, so that all kernels and tiles agree.
 #pragma once
 
 #include "params/attention.h"
@@ -24,9 +24,9 @@ METAL_FUNC uint word_of(uint4 words, ushort index) {
   return index < 2 ? low : high;
 }
 
-// The dropped weights of one (batch, head); without DROPOUT none. The four words of one draw
-// decide for keys 4i to 4i + 3 of a query. A draw costs as much as many exchanges between lanes, so
-// lanes that need words of the same draws make one each and exchange them.
+// The dropped weights of one (batch, head). The four words of one draw decide about keys 4i to
+// 4i + 3 of a query. A draw costs much more than a shuffle: lanes that need words of the same draws
+// make one each and exchange the words.
 struct Dropout {
   uint2 key;
   uint head;
@@ -58,9 +58,9 @@ struct Dropout {
     return uint(word > last_dropped) << position;
   }
 
-  // The lane's elements of a [ROWS * 8, COLUMNS * 8] tile that are kept: a bit each, fragment by
-  // fragment. `row` and `column` are those of the lane's first element: the query and the key, or
-  // with TRANSPOSED the key and the query. Tiles begin at multiples of 8.
+  // A bit for each of the lane's elements of a [ROWS * 8, COLUMNS * 8] tile, fragment by fragment:
+  // 1 if it is kept. `row` and `column` are those of the lane's first element: the query and the
+  // key, or with TRANSPOSED the key and the query. Tiles begin at multiples of 8.
   template <bool TRANSPOSED, int ROWS, int COLUMNS>
   METAL_FUNC uint kept(int row, int column) const thread {
     static_assert(!DROPOUT || ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
@@ -70,8 +70,8 @@ struct Dropout {
     UNROLL
     for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
       if (TRANSPOSED) {
-        // Four lanes have two queries, and one each of four neighbouring keys: in two fragments
-        // four draws, of which every lane needs its own key's word.
+        // Four lanes have the same two queries, and each has one of four neighbouring keys. Two
+        // fragments need four draws, and a lane needs the word of its key from each draw.
         const ushort lane = row % 4;
         const short number = pair + lane / 2;
         const uint4 words = draw(column + column_offset(number % COLUMNS) + lane % 2,
@@ -84,13 +84,13 @@ struct Dropout {
           bits |= bit(word, 2 * pair + other);
         }
       } else if (TENSOR_TILES) {
-        // A lane has all four keys of a draw, in two fragments.
+        // A lane has all four keys of a draw in two fragments.
         const uint4 words =
             draw(row + pair / COLUMNS * FRAGMENT, column + column_offset(pair % COLUMNS));
         UNROLL
         for (short i = 0; i < 4; i++) { bits |= bit(words[i], 2 * pair + i); }
       } else {
-        // Two lanes have two each of four neighbouring keys: in two fragments two draws.
+        // Two lanes have two keys each of four neighbouring ones. Two fragments need two draws.
         const ushort lane = column % 4 / 2;
         const short number = pair + lane;
         const uint4 words =

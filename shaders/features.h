@@ -1,8 +1,8 @@
-// Features of attention's kernels. The host defines those that are on as 1. The others are
-// constants that are 0, so that code says `if (SOFTCAP)` and a branch that is off compiles.
+// Features of the kernels. The host defines those that are on as 1. The others become constants
+// that are false, so that `if (SOFTCAP)` compiles either way.
 #pragma once
 
-// 1 if the macro `feature` is 1, else 0; and 1 if it is 0 or 1.
+// IS_ON is 1 if the macro `feature` is 1, else 0. IS_GIVEN is 1 if it is 0 or 1.
 #define FEATURE_IF_1 0,
 #define FEATURE_IF_GIVEN_0 0,
 #define FEATURE_IF_GIVEN_1 0,
@@ -13,8 +13,8 @@
 #define IS_ON(feature) FEATURE_VALUE_IS_1(feature)
 #define IS_GIVEN(feature) FEATURE_VALUE_IS_GIVEN(feature)
 
-// The other arguments where a feature is on, or where it is off: for what no `if` can hold, such as
-// parameters, fields and types.
+// WHEN and UNLESS keep their other arguments if a feature is on, or off. They are for parameters,
+// fields and types, which cannot be in an `if`.
 #define FEATURE_KEEP_1(...) __VA_ARGS__
 #define FEATURE_KEEP_0(...)
 #define FEATURE_DROP_1(...)
@@ -24,12 +24,12 @@
 #define WHEN(feature, ...) FEATURE_JOIN(FEATURE_KEEP_, IS_ON(feature))(__VA_ARGS__)
 #define UNLESS(feature, ...) FEATURE_JOIN(FEATURE_DROP_, IS_ON(feature))(__VA_ARGS__)
 
-// An array in threadgroup memory, or a null pointer where the feature is off.
+// An array in threadgroup memory, or a null pointer if the feature is off.
 #define THREADGROUP_ARRAY(feature, type, name, ...)  \
   WHEN(feature, threadgroup type name[__VA_ARGS__];) \
   UNLESS(feature, threadgroup type* const name = nullptr;)
 
-// Numbers that are 0 where they are not given, and the features that follow from them.
+// Numbers that default to 0, and the features that they turn on.
 #ifdef PAGE_SIZE
 #define PAGED 1
 #else
@@ -47,7 +47,7 @@
 #define FLEX_Q_BLOCK 0
 #define FLEX_KV_BLOCK 0
 #endif
-// True if the queries of all sequences are packed rows; with VARLEN their keys are, too.
+// The queries of all sequences are packed rows; with VARLEN their keys are, too.
 #if VARLEN
 #define PACKED_Q 1
 #endif
@@ -56,16 +56,15 @@
 #else
 #define INDEX_BLOCK 0
 #endif
-// True if a sequence's new tokens form a tree (tree.h).
+// A sequence's new tokens form a tree (tree.h).
 #if TREE_PARENTS || TREE_MASK
 #define TREE 1
 #endif
-// True if tiles walk along lists of blocks (blocks.h).
+// Tiles walk along lists of blocks (blocks.h).
 #if FLEX_Q_BLOCK || MASK_BLOCKS
 #define BLOCK_LISTS 1
 #endif
-
-// True if score_mod has another slope than 1.
+// The derivative of score_mod is not the constant 1.
 #ifdef FLEX_SLOPE
 #define FLEX_DERIVATIVES 1
 #endif
@@ -73,7 +72,7 @@
 #define FEATURE(name) \
   FEATURE_JOIN(FEATURE_DROP_, IS_GIVEN(name))(constant constexpr bool name = false;)
 
-// Sequences, and the keys that exist and are seen.
+// Sequences, and visible keys.
 FEATURE(VARLEN)
 FEATURE(PACKED_Q)
 FEATURE(SEQUSED_K)
@@ -87,7 +86,7 @@ FEATURE(MASK_BLOCKS)
 // Scores and weights.
 FEATURE(FLEX_DERIVATIVES)
 FEATURE(SOFTCAP)
-// The options by which d score / d product is not constant: the backward multiplies by it.
+// d score / d product is not constant, and the backward multiplies by it.
 constant constexpr bool SCORE_DERIVATIVES = SOFTCAP || FLEX_DERIVATIVES;
 FEATURE(ALIBI)
 FEATURE(BIAS)
@@ -98,7 +97,7 @@ FEATURE(FLEX)
 FEATURE(FLEX_FULL_BLOCKS)
 FEATURE(FLEX_ORDER)
 FEATURE(BLOCK_LISTS)
-FEATURE(INDICES)  // lists of keys, or of blocks of INDEX_BLOCK keys, that lie anywhere
+FEATURE(INDICES)  // lists of keys, or of blocks of INDEX_BLOCK keys, in any order
 // Rows of q, k and v.
 FEATURE(Q_ROTARY)
 FEATURE(K_ROTARY)
@@ -110,10 +109,10 @@ FEATURE(QUANTISED)
 FEATURE(K_SCALE)
 FEATURE(V_SCALE)
 FEATURE(WIDE_LOADS)
-FEATURE(LONG_OFFSETS)  // some tensor ends past 2^31 elements
-FEATURE(ROW_PAIRS)     // two neighbouring elements of a row that OperandTile reads are aligned
+FEATURE(LONG_OFFSETS)  // offsets in elements need more than 32 bits
+FEATURE(ROW_PAIRS)     // each even column and the next are aligned as one vector (OperandTile)
 FEATURE(ROWS_IN_THREADGROUP)
-FEATURE(TENSOR_TILES)  // tiles are those of tensor operations, as tensor_tile.h describes them
+FEATURE(TENSOR_TILES)  // tiles are laid out for tensor operations (tensor_tile.h)
 // The decoding kernels.
 FEATURE(APPEND)
 FEATURE(PACKED_NEW_K)  // the new rows of all sequences are packed
@@ -121,13 +120,13 @@ FEATURE(TREE)
 FEATURE(TREE_PARENTS)
 FEATURE(TREE_MASK)
 FEATURE(SPLIT)
-FEATURE(ROW_LOOP)  // a threadgroup owns more than one tile of rows
+FEATURE(ROW_LOOP)  // a threadgroup has more than one tile of rows
 FEATURE(V_IN_K)
 // The backward kernels.
 FEATURE(DLSE)
 FEATURE(EXACT_DELTA)
 FEATURE(NORMALISED)
-FEATURE(TILES_SHARED)  // two tiles of wide rows have one place, one after the other
+FEATURE(TILES_SHARED)  // two tiles of wide rows take turns in one array
 FEATURE(ALIBI_SLOPE_GRADIENT)
 FEATURE(QUERIES_OWNED)
 FEATURE(PLACES_DIFFER)

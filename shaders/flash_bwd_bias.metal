@@ -1,18 +1,17 @@
-// Attention backward, the gradients of what is added to the scores: that of a bias is
-// weights * (dout v^T - delta), summed over whatever it is broadcast over, and that of ALiBi's
-// slope the sum of it times -|distance|.
+// Attention backward, the gradients of a bias and of ALiBi's slopes. That of a bias is
+// weights * (dout v^T - delta), summed over all dimensions along which it broadcasts. That of a
+// slope is the sum of the same times -|distance|.
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2. A threadgroup owns one tile of the bias, in
-// registers, and walks over every tile of scores that shares it, so that no other threadgroup
-// writes there; dimensions of the bias itself that are broadcast are summed once, at the end. Where
-// that leaves few threadgroups, the walk is split and each part has its own result.
+// registers, and walks over all tiles of scores that share it, so that no other threadgroup writes
+// there. Shared queries or keys are summed once, at the end. If threadgroups are few, the walk is
+// split and each split has its own result.
 #include "score_gradients.h"
 #include "softmax.h"
 
-// The specialisation: as flash_fwd's, with ROWS_IN_REGISTERS for q and dout alike;
-// QUERIES_SHARED and KEYS_SHARED, whether all queries or keys share one element; DBIAS_ELEMENT;
-// DBIAS_PAIRS, whether columns 2i and 2i + 1 of the result are one aligned vector; and
-// ALIBI_SLOPE_GRADIENT for the gradient of ALiBi's slopes; NORMALISED, as flash_bwd_dkv's.
+// The specialisation: as flash_fwd's, with ROWS_IN_REGISTERS for q and dout; QUERIES_SHARED if all
+// queries share one element, KEYS_SHARED if all keys do; DBIAS_ELEMENT; DBIAS_PAIRS if columns 2i
+// and 2i + 1 of the result are one aligned vector; ALIBI_SLOPE_GRADIENT; and NORMALISED.
 constant constexpr int COLUMN_SUMS = SIMDGROUPS * BLOCK_K;
 constant constexpr int COLUMN_SUMS_BYTES = COLUMN_SUMS * sizeof(float);
 
@@ -20,8 +19,8 @@ static_assert(K_PAIRS_BYTES + apart(V_PAIRS_BYTES) + COLUMN_SUMS_BYTES <= THREAD
               "the tiles fit in 32 KiB of threadgroup memory");
 static_assert(BLOCK_K <= THREADS, "a thread a key adds the SIMD groups' sums");
 
-// One tile of the scores of all (batch, head), and how to walk over those that share a tile of the
-// bias: keys first, then queries, heads and batches.
+// The current tile of a walk over the tiles of scores that share a tile of the bias: along the keys
+// first, then along queries, heads and batches.
 struct ScoreTiles {
   Range batches;
   Range heads;
@@ -32,12 +31,9 @@ struct ScoreTiles {
   int q_tile;
   int kv_tile;
 
-  // All of a dimension that is shared, else the one at `owned`.
+  // All positions of a shared dimension, else `owned`.
   METAL_FUNC static Range range(bool shared, int owned, int size) {
-    Range result;
-    result.begin = shared ? 0 : owned;
-    result.end = shared ? size : owned + 1;
-    return result;
+    return {shared ? 0 : owned, shared ? size : owned + 1};
   }
 
   // The tile at position `index` of the walk.
@@ -49,7 +45,7 @@ struct ScoreTiles {
   }
 
   METAL_FUNC static int next(thread int64_t& index, thread const Range& range) {
-    return range.begin + taken(index, range.end - range.begin);
+    return range.begin + pop_dimension(index, range.end - range.begin);
   }
 
   METAL_FUNC void advance() thread {
@@ -63,13 +59,6 @@ struct ScoreTiles {
   }
 };
 
-// The sum over the rows of a fragment, of each of the lane's two columns.
-METAL_FUNC Fragment<float> fragment_column_sum(Fragment<float> x) {
-  x += simd_shuffle_xor(x, ushort(2));
-  x += simd_shuffle_xor(x, ushort(4));
-  return x + simd_shuffle_xor(x, ushort(16));
-}
-
 // Stores sums over the rows of the SIMD group's tile in `sums`, [BLOCK_K].
 METAL_FUNC void add_rows(thread const ScoreTile& tile, threadgroup float* sums, ushort row,
                          ushort column) {
@@ -79,7 +68,6 @@ METAL_FUNC void add_rows(thread const ScoreTile& tile, threadgroup float* sums, 
     UNROLL
     for (short i = 1; i < ROW_FRAGMENTS; i++) { of_rows += tile.fragments[i][j]; }
     of_rows = fragment_column_sum(of_rows);
-    // The lanes of row 0 have the sums over all rows.
     if (row == 0) {
       threadgroup float* place = sums + j * FRAGMENT + column;
       place[0] = of_rows.x;
@@ -94,7 +82,7 @@ struct DbiasTile {
   int first_query;              // of the lane's row fragment 0
   int first_key;
 
-  // For each key, or for all: adds up sums over each SIMD group's rows, [SIMDGROUPS, BLOCK_K].
+  // Shared queries: adds up sums over each SIMD group's rows, [SIMDGROUPS, BLOCK_K].
   METAL_FUNC void write_columns(const threadgroup float* column_sums,
                                 constant FlashBwdBiasParams& params,
                                 ushort thread_index) const thread {
@@ -111,7 +99,7 @@ struct DbiasTile {
     }
   }
 
-  // For each query.
+  // Shared keys.
   METAL_FUNC void write_rows(thread const ScoreTile& tile, constant FlashBwdBiasParams& params,
                              ushort column) const thread {
     UNROLL
@@ -191,7 +179,7 @@ struct DbiasTile {
   OwnQueries queries;
   ScoreTile sum;
   sum.fill(0.0f);
-  // The tiles of K and V that are staged, and the queries that are loaded.
+  // The staged tiles of K and V, and the loaded queries.
   int staged_batch = -1;
   int staged_kv_head = -1;
   int staged_kv_tile = -1;
@@ -271,7 +259,7 @@ struct DbiasTile {
                   dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, block + column));
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      // Rows past the last, which repeat it, must not be summed.
+      // Rows past the last repeat it, and must not be summed.
       const bool exists = lane_query + i * FRAGMENT <= last_query;
       UNROLL
       for (short j = 0; j < KEY_FRAGMENTS; j++) {
@@ -281,7 +269,7 @@ struct DbiasTile {
           const float distance = float(rules.distance - block) + float((i - j) * FRAGMENT);
           gradient *= -Fragment<float>(fabs(distance), fabs(distance - 1.0f));
         }
-        // Keys that a query does not see add nothing, whatever their values are.
+        // Masked keys add nothing, even if their values are NaN.
         sum.fragments[i][j] += Fragment<float>(exists && score.x != -INFINITY ? gradient.x : 0.0f,
                                                exists && score.y != -INFINITY ? gradient.y : 0.0f);
       }

@@ -1,20 +1,18 @@
-// Attention backward, the gradient of a captured tensor of score_mod: of each score
-// weights * (dout v^T - delta) times FLEX_SHARE is added to the element FLEX_PLACE.
+// Attention backward, the gradient of a captured tensor of score_mod. For each score,
+// weights * (dout v^T - delta) * FLEX_SHARE is added to the element FLEX_PLACE.
 //
-// A threadgroup walks over tiles of queries as flash_bwd_dq does, and each SIMD group adds in its
-// own order to its own copy of the tensor. Copies are added up afterwards, so that every sum has a
-// fixed order without atomics.
+// A threadgroup walks over tiles of queries as flash_bwd_dq does. Each SIMD group adds to its own
+// copy of the tensor, and copies are added up afterwards: a fixed order of sums without atomics.
 #include "blocks.h"
 #include "flex.h"
 #include "score_gradients.h"
-#include "softmax.h"
 
-// The specialisation: as flash_bwd_bias's, with FLEX and NORMALISED; QUERIES_OWNED, whether
-// different queries have different elements; and PLACES_DIFFER, whether keys do too.
+// The specialisation: as flash_bwd_bias's, with FLEX; QUERIES_OWNED if each query has elements of
+// its own, and PLACES_DIFFER if each (query, key) has.
 static_assert(K_PAIRS_BYTES + apart(V_PAIRS_BYTES) <= THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
 
-// Adds to the SIMD group's copy of the captured tensor. A lane first adds what goes to one element.
+// Adds to the SIMD group's copy of the captured tensor. A lane sums up what goes to one element.
 struct OrderedSums {
   device float* copy;
   int place;  // of the lane's sum, or INT_MAX
@@ -26,7 +24,7 @@ struct OrderedSums {
     sum = 0.0f;
   }
 
-  // Called by all lanes. exists: of values that are not there nothing is added.
+  // All lanes call it. Nothing is added unless the value `exists`.
   METAL_FUNC void add(bool exists, int new_place, float value, ushort lane) thread {
     const bool leaves = exists && place != INT_MAX && place != new_place;
     if (simd_max(leaves ? 1.0f : 0.0f) > 0.0f) { flush(lane); }
@@ -38,7 +36,7 @@ struct OrderedSums {
 
   METAL_FUNC void flush(ushort lane) thread {
     if (PLACES_DIFFER && place != INT_MAX) { copy[place] += sum; }
-    // Else one element after the other. One lane writes them all, which orders its writes.
+    // Else one element after the other: all writes are by one lane, and so ordered.
     for (int lowest = PLACES_DIFFER ? INT_MAX : simd_min(place); lowest != INT_MAX;
          lowest = simd_min(place)) {
       const bool is_lowest = place == lowest;
@@ -77,9 +75,9 @@ struct OrderedSums {
   for (int64_t tile = first_tile; tile < last_tile; tile++) {
     int64_t owned = threadgroup_position.y;
     int64_t shared = tile;
-    const int tile_query =
-        (QUERIES_OWNED ? taken(owned, params.q_tiles) : taken(shared, params.q_tiles)) * BLOCK_Q;
-    const int head = params.heads_owned ? taken(owned, params.heads) : taken(shared, params.heads);
+    const int tile_query = pop_dimension(QUERIES_OWNED ? owned : shared, params.q_tiles) * BLOCK_Q;
+    const int head = params.heads_owned ? pop_dimension(owned, params.heads)
+                                        : pop_dimension(shared, params.heads);
     const int batch = int(params.batches_owned ? owned : shared);
     const int kv_head = head / problem.queries_per_kv;
     const Sequence sequence = inputs.sequence(batch, problem);
@@ -96,9 +94,7 @@ struct OrderedSums {
     const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
     const Values values = inputs.values(batch, kv_head, sequence, problem);
     Blocks<LIST_KV_BLOCK> blocks;
-    Range existing;
-    existing.begin = 0;
-    existing.end = sequence.kv_length;
+    const Range existing = {0, sequence.kv_length};
     blocks.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, existing);
     for (int block = blocks.first(); !blocks.done; block = blocks.next(block + BLOCK_K)) {
       // Every SIMD group has read the tiles of the block before.
@@ -131,7 +127,7 @@ struct OrderedSums {
       multiply_transposed<ELEMENT, V_COLUMNS>(gradients, queries.dout_tile, v_lane);
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) {
-        // Rows past the last, which repeat it, must not be summed.
+        // Rows past the last repeat it, and must not be summed.
         const bool exists = lane_query + i * FRAGMENT <= last_query;
         UNROLL
         for (short j = 0; j < KEY_FRAGMENTS; j++) {

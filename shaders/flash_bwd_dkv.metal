@@ -3,13 +3,13 @@
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2. A threadgroup owns BLOCK_K keys of one KV head and
 // walks over the queries of all its heads, so that no other threadgroup writes its rows. Tiles are
-// transposed: a row is a key and a column a query.
+// transposed: a row is a key and a column is a query.
 //
-// COLUMN_SIMDGROUPS SIMD groups share rows. Each owns a part of the columns of dk and dv, and
-// computes the weights of a part of the scores over all columns; they exchange finished weights.
+// COLUMN_SIMDGROUPS SIMD groups share rows. Each computes a part of the tile of scores, over all
+// columns, and a part of the columns of dk and dv. They exchange finished weights.
 //
-// If that leaves cores idle, HEAD_SPLITS threadgroups have a part of the query heads each. They
-// write parts of the gradients in float32, which flash_bwd_sum adds up.
+// If cores would be idle, HEAD_SPLITS threadgroups share the query heads of a KV head. They write
+// parts of the gradients in float32, which flash_bwd_sum adds up.
 #include "dkv.h"
 #include "own_rows.h"
 
@@ -17,7 +17,7 @@
 // DV_SLICE, the columns of dk and dv that a threadgroup owns, SLICES of each, and ROWS_IN_REGISTERS
 // for k and v alike; NORMALISED, as flash_bwd_dq's; and HEAD_SPLITS, if there are several.
 constant constexpr int QUERY_FRAGMENTS = BLOCK_Q / FRAGMENT;
-// A SIMD group's share of the scores: of the queries, and of the rows where queries are too few.
+// A SIMD group's share of the scores: of the queries, and of the rows if queries are too few.
 constant constexpr int QUERY_PARTS = query_parts(QUERY_FRAGMENTS, COLUMN_SIMDGROUPS);
 constant constexpr int ROW_PARTS = COLUMN_SIMDGROUPS / QUERY_PARTS;
 constant constexpr int OWN_QUERY_FRAGMENTS = QUERY_FRAGMENTS / QUERY_PARTS;
@@ -26,8 +26,8 @@ constant constexpr int PARTS = SIMDGROUPS * OWN_ROW_FRAGMENTS * OWN_QUERY_FRAGME
 constant constexpr int DOUT_PAIRS_BYTES = BLOCK_Q * padded(V_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int Q_PAIRS_BYTES =
     with_shared(BLOCK_Q * padded(QK_COLUMNS) * sizeof(ELEMENT), DOUT_PAIRS_BYTES);
-// SIMD groups that share rows read the rows of q and dout out of pairs. Others read more of them,
-// which are staged a second time.
+// SIMD groups that share rows read q and dout from the pairs. Others read more columns, and q and
+// dout are staged a second time, as rows.
 constant constexpr int Q_ROWS_BYTES =
     ROW_COPY_STAGED ? BLOCK_Q * padded(DK_SLICE) * sizeof(ELEMENT) : 0;
 constant constexpr int DOUT_ROWS_BYTES =
@@ -44,12 +44,12 @@ using ScoreTile = RegisterTile<float, OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>;
 using KeyTile = OwnRows<Keys, QK_COLUMNS, OWN_ROW_FRAGMENTS>;
 using ValueTile = OwnRows<Values, V_COLUMNS, OWN_ROW_FRAGMENTS>;
 
-// A block's queries, in threadgroup memory.
+// The statistics of a block's queries, in threadgroup memory.
 struct BlockStatistics {
   threadgroup float* lse_log2s;
   threadgroup float* deltas;
   threadgroup float* weight_factors;  // NORMALISED
-  int lane_query;                     // of the block: of the lane's column fragment 0
+  int lane_query;                     // in the block, of the lane's column fragment 0
 
   METAL_FUNC void stage(thread const QueryStatistics& statistics, int block, int q_length,
                         ushort thread_index) const thread {
@@ -73,7 +73,7 @@ struct BlockStatistics {
   METAL_FUNC Fragment<float> weight_factor(short j) const thread { return pair(weight_factors, j); }
 };
 
-// Tiles in threadgroup memory that the columns are multiplied by, and parts of scores.
+// Tiles of q and dout in threadgroup memory, and the parts of scores that SIMD groups exchange.
 struct DkvTiles {
   const threadgroup uint4* q_pairs;
   const threadgroup uint4* dout_pairs;
@@ -83,8 +83,7 @@ struct DkvTiles {
   threadgroup Fragment<float>* gradient_parts;
 };
 
-// The products with a SIMD group's scores, for the columns of dk and dv that it owns: all columns
-// of the threadgroup's slice.
+// dk and dv of a SIMD group that owns all columns of the threadgroup's slice.
 struct WholeColumns {
   const threadgroup Pair* q_rows;
   const threadgroup Pair* dout_rows;
@@ -110,8 +109,8 @@ struct WholeColumns {
   METAL_FUNC void end_block(thread DkTile&, thread DvTile&, bool) const thread {}
 };
 
-// The same of SIMD groups that share rows: they exchange their parts of the scores, and then each
-// multiplies all of them by its own columns.
+// dk and dv of SIMD groups that share rows. They exchange parts of the scores, and each multiplies
+// the whole tile of scores by its own columns.
 struct SplitColumns {
   PairedRows<ELEMENT, QK_COLUMNS, SLICES * DK_SLICE == QK_COLUMNS> q_rows;
   PairedRows<ELEMENT, V_COLUMNS, SLICES * DV_SLICE == V_COLUMNS> dout_rows;
@@ -150,7 +149,7 @@ struct SplitColumns {
     RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS> all;  // [rows, BLOCK_Q]
     gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, weight_parts, simdgroup, lane);
     accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, all, dout_rows);
-    // Both tiles at a time would take too many registers.
+    // Both tiles at once would take too many registers.
     simdgroup_barrier(mem_flags::mem_none);
     gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, gradient_parts, simdgroup, lane);
     accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, all, q_rows);
@@ -191,7 +190,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
   const Sequence sequence = keys.sequence;
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
-  // The scores that the SIMD group computes are those of its part's queries and keys.
+  // The first query and key of the SIMD group's part of the scores.
   const int part_query = keys.part % QUERY_PARTS * OWN_QUERY_FRAGMENTS * FRAGMENT;
   const int part_key = keys.part / QUERY_PARTS * OWN_ROW_FRAGMENTS * FRAGMENT;
   const int lane_key = keys.first_key + part_key + row;
@@ -203,19 +202,15 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
   const DkvTiles tiles = {q_pairs, dout_pairs, q_rows, dout_rows, weight_parts, gradient_parts};
   Columns columns;
   columns.reset(tiles, keys, simdgroup, lane);
-  BlockStatistics block_statistics;
-  block_statistics.lse_log2s = lse_log2s;
-  block_statistics.deltas = deltas;
-  block_statistics.weight_factors = weight_factors;
-  block_statistics.lane_query = part_query + column;
+  const BlockStatistics block_statistics = {lse_log2s, deltas, weight_factors, part_query + column};
 
   KeyTile k_tile;    // [OWN_ROW_FRAGMENTS * 8, D]
   ValueTile v_tile;  // [OWN_ROW_FRAGMENTS * 8, Dv]
   k_tile.keep_in(k_chunks, simdgroup / QUERY_PARTS, lane);
   v_tile.keep_in(v_chunks, simdgroup / QUERY_PARTS, lane);
-  // In threadgroup memory one of the SIMD groups with the same keys stores them for all. Staging
-  // has a barrier.
-  if (keys.any && (!ROWS_IN_THREADGROUP || part_query == 0)) {
+  // In threadgroup memory, one of the SIMD groups with the same keys stores them for all. The
+  // barriers of staging follow.
+  if (keys.has_keys && (!ROWS_IN_THREADGROUP || part_query == 0)) {
     k_tile.load(inputs.keys(batch, keys.kv_head, sequence, problem), lane_key, keys.last(), column);
     v_tile.load(inputs.values(batch, keys.kv_head, sequence, problem), lane_key, keys.last(),
                 column);

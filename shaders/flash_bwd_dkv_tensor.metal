@@ -1,11 +1,9 @@
-// Attention backward on tensor tiles, the gradients of k and v: what flash_bwd_dkv.metal computes,
-// by Metal 4's tensor operations.
+// The gradients of k and v on tensor tiles: flash_bwd_dkv.metal with Metal 4's tensor operations.
 //
-// As in flash_bwd_dkv.metal a row is a key and a column a query, so transposed weights are what
-// products give, and no left operand is transposed. As in flash_fwd_tensor.metal, a SIMD group owns
-// 16 rows and nothing is staged. With COLUMN_SIMDGROUPS two SIMD groups own the same keys and have
-// half of the columns each: dk and dv of 128 columns would not leave a thread registers enough.
-// HEAD_SPLITS threadgroups may share the query heads of a KV head, as there.
+// As in flash_bwd_dkv.metal, a row is a key and a column is a query, so that no left operand has to
+// be transposed. As in flash_fwd_tensor.metal, a SIMD group owns 16 rows and nothing is staged.
+// With COLUMN_SIMDGROUPS two SIMD groups own the same keys and half of the columns each: dk and dv
+// of 128 columns would take too many registers.
 #define TENSOR_TILES 1
 
 #include "dkv.h"
@@ -24,7 +22,8 @@ static_assert(OWN_DV_COLUMNS % SPAN_COLUMNS == 0, "a slice of dv is whole spans"
 using KeyTile = QueryRows<ELEMENT, Keys, HEAD_DIM_QK, ROWS_IN_REGISTERS>;
 using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
 
-// A block's queries. Each lane reads one's, and gets those of its columns from others.
+// The statistics of a block's queries. Each lane reads those of one query, and gets those of its
+// columns by shuffles.
 struct BlockStatistics {
   float own_lse_log2;
   float own_delta;
@@ -77,7 +76,7 @@ struct BlockStatistics {
 
   KeyTile k_tile;    // [16, own columns of D]
   ValueTile v_tile;  // [16, own columns of Dv]
-  if (keys.any) {
+  if (keys.has_keys) {
     k_tile.load(inputs.keys(batch, keys.kv_head, sequence, problem), lane_key, keys.last(),
                 column + keys.part * OWN_QK_COLUMNS);
     v_tile.load(inputs.values(batch, keys.kv_head, sequence, problem), lane_key, keys.last(),
@@ -128,7 +127,7 @@ struct BlockStatistics {
         // The parts are there.
         threadgroup_barrier(mem_flags::mem_threadgroup);
       } else {
-        // Holds the SIMD groups together, as in flash_fwd_tensor.metal. It orders no memory.
+        // Keeps the SIMD groups at one block, as in flash_fwd_tensor.metal. It orders no memory.
         threadgroup_barrier(mem_flags::mem_none);
       }
       if (!seen) { continue; }

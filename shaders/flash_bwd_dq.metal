@@ -1,14 +1,14 @@
 // Attention backward, the gradient of q: dq = scale * (weights * (dout v^T - delta)) k.
 //
-// Dao, "FlashAttention-2" (2023), algorithm 2, with the loops the other way round: a threadgroup
-// owns BLOCK_Q queries and walks over the keys, so that no other threadgroup writes its rows.
+// Dao, "FlashAttention-2" (2023), algorithm 2, with its loops exchanged: a threadgroup owns BLOCK_Q
+// queries and walks over the keys, so that no other threadgroup writes its rows.
 //
 // delta is rowsum(dout * out), and out is rounded. With EXACT_DELTA the walk also sums the
-// gradients of each row's scores. What that sum must be is known, so the rest is what delta misses;
-// where it shows in dq, a second pass over the keys subtracts it.
+// gradients of each row's scores. The exact sum is known, and the difference is the error of delta.
+// If it is too large, a second pass over the keys corrects dq.
 //
-// The log-sum-exp is rounded too, which shows in float32 gradients where scores are large. With
-// NORMALISED the sum of exp(score - log-sum-exp) is taken, whose inverse makes the weights exact.
+// The log-sum-exp is rounded, too, and large scores make this error visible in float32 gradients.
+// With NORMALISED, weights are divided by the sum of exp(score - log-sum-exp).
 #include "dq.h"
 #include "own_rows.h"
 
@@ -160,8 +160,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
       accumulate<ELEMENT, DQ_SLICE, OWN_DQ_COLUMNS>(dq_tile, gradients, k_rows_lane);
     }
     if (!EXACT_DELTA || pass > 0) { break; }
-    second_pass = rows.check_delta(queries, SINK ? float(inputs.learnable_sink[head]) : 0.0f,
-                                   queries.place.slice == 0 && queries.part == 0 && column == 0);
+    second_pass = rows.check_delta(queries, inputs, column);
     if (!any_simdgroup(second_pass, votes, simdgroup, lane)) { break; }
   }
   if (blocks.impossible) { dq_tile.fill(NAN); }

@@ -1,8 +1,7 @@
-// Attention backward on tensor tiles, the gradient of q: what flash_bwd_dq.metal computes, by Metal
-// 4's tensor operations.
+// The gradient of q on tensor tiles: flash_bwd_dq.metal with Metal 4's tensor operations.
 //
 // As in flash_fwd_tensor.metal, a SIMD group owns 16 queries and nothing is staged. With
-// COLUMN_SIMDGROUPS two SIMD groups own the same queries and have half of the columns each.
+// COLUMN_SIMDGROUPS two SIMD groups own the same queries and half of the columns each.
 #define TENSOR_TILES 1
 
 #include "dq.h"
@@ -88,7 +87,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
         // The parts are there.
         threadgroup_barrier(mem_flags::mem_threadgroup);
       } else {
-        // Holds the SIMD groups together, as in flash_fwd_tensor.metal. It orders no memory.
+        // Keeps the SIMD groups at one block, as in flash_fwd_tensor.metal. It orders no memory.
         threadgroup_barrier(mem_flags::mem_none);
       }
       if (!seen || (pass > 0 && !second_pass)) { continue; }
@@ -118,8 +117,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
           dq_tile, gradients, keys, key_places, queries.place.slice * DQ_SLICE + first_dq, column);
     }
     if (!EXACT_DELTA || pass > 0) { break; }
-    second_pass = rows.check_delta(queries, SINK ? float(inputs.learnable_sink[head]) : 0.0f,
-                                   queries.place.slice == 0 && queries.part == 0 && column == 0);
+    second_pass = rows.check_delta(queries, inputs, column);
     if (!any_simdgroup(second_pass, votes, simdgroup, lane)) { break; }
   }
   // As in MLX and PyTorch, before the results of tensor operations are read.

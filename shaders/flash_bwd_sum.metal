@@ -1,9 +1,9 @@
-// The last step of dk or dv where flash_bwd_dkv splits the query heads of a KV head: the sum of the
-// parts, in their order, a row of a head to each SIMD group.
+// The sum, in a fixed order, of the parts of dk or dv that flash_bwd_dkv writes with HEAD_SPLITS. A
+// SIMD group sums one row.
 #include "params/backward.h"
 #include "tile.h"
 
-// The specialisation: ELEMENT, HEAD_DIM, columns of a row, and SIMDGROUPS.
+// The specialisation: ELEMENT, HEAD_DIM, SIMDGROUPS.
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_sum(

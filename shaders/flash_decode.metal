@@ -2,32 +2,32 @@
 //
 // Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference" (2023).
 //
-// Bound by memory, so each row of k and v is read once: the queries of all heads that share a KV
-// head are rows of one tile, [ROWS, D]. Nothing of k and v is staged: lanes load them straight into
-// fragments (spans.h). Scores are computed transposed, keys by queries, so that k and v are read
-// alike, and transposed back in threadgroup memory.
+// The kernel is bound by memory, so each row of k and v is read once: the queries of all heads that
+// share a KV head are rows of one tile, [ROWS, D]. Lanes load k and v into fragments without
+// staging (spans.h). Products are keys by queries, so that k and v are loaded alike, and are
+// transposed in threadgroup memory.
 //
-// KEY_SIMDGROUPS walk over different keys and join their states at the end. Where a tile's
-// registers are too many for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each
-// has its spans of q, k, v and out, and they add up their parts of the scores. ROW_SIMDGROUPS such
-// groups have other rows and the same keys: each loads a share of a block, and they exchange them.
+// KEY_SIMDGROUPS walk over different keys and merge their states at the end. If a tile takes too
+// many registers for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each has some
+// spans of q, k, v and out, and they add up their parts of the scores. ROW_SIMDGROUPS such groups
+// have different rows and the same keys. Each loads a part of a block, and they exchange the parts.
 #include "decode_matrix.h"
 #include "decode_rows.h"
 #include "decode_vector.h"
 
 // The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
-// KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, ROW_SIMDGROUPS if not 1, WIDE_LOADS; SPLIT if
-// there is more than one split, V_IN_K if v is the first columns of k; the features of flash_fwd
-// but VARLEN, DROPOUT and K_ROTARY, or FLEX; PACKED_Q if sequences differ in their number of
-// queries; to append new keys first APPEND, WIDE_STORES, NEW_K_ROTARY and PACKED_NEW_K; INDEX_BLOCK
-// if keys are listed; and ROW_LOOP if threadgroups own more than one tile of rows. Without it
-// nothing that a tile begins with has to last, in registers, until the next one.
+// KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, ROW_SIMDGROUPS if not 1; SPLIT if there is more
+// than one split; V_IN_K if v is the first columns of k; the features of flash_fwd except VARLEN,
+// DROPOUT and K_ROTARY, or FLEX; PACKED_Q if sequences differ in their number of queries; APPEND
+// with WIDE_STORES, NEW_K_ROTARY and PACKED_NEW_K; INDEX_BLOCK if keys are listed; and ROW_LOOP if
+// a threadgroup has more than one tile of rows. Without ROW_LOOP, the state at a tile's begin takes
+// no registers during the tile.
 //
-// With PACKED_Q the threadgroups after those of the last sequence fill rows of no sequence.
+// With PACKED_Q the threadgroups after those of the last sequence fill the rows of no sequence.
 
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;
 
-// The attention of a task's rows to its split of the keys.
+// Attention of a task's rows over its split of the keys.
 METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask& task,
                        thread const DecodeMemory& memory, thread const DecodeLane& lane,
                        device Result* out, device float* softmax_lse,
@@ -36,7 +36,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
   DecodeKv kv;
   kv.reset(inputs, task, memory, lane, problem);
 
-  // With new keys there is one row group, whose threadgroups alone see them written.
+  // With APPEND there is one row group: other threadgroups would not see the new keys.
   for (int group_row = task.share.begin; group_row < task.share.end; group_row += task.share.step) {
     const int first_row = group_row + lane.row_simdgroup * ROWS;
     DecodeRows rows;
@@ -78,14 +78,12 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
     rows.store_states(memory.states, row_sums, lane);
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      if (VECTOR_ROWS != 0 && lane.column != 0) {
-        continue;  // another lane has the row's share
-      }
+      if (VECTOR_ROWS != 0 && lane.column != 0) { continue; }
       const int tile_row = i * FRAGMENT + lane.row;
       RowTotal total;
       total.join(rows.softmax[i], row_sums[i], memory.states, tile_row);
       total.add_sink(inputs, result.rows[i].head);
-      // A row that sees no key is 0, even if masked values are NaN and 0 * NaN was added.
+      // A row that sees no key is 0, even if 0 * NaN of a masked value was added.
       const bool sees_nothing = row_sums[i] == 0.0f;
       const float correction = fast::exp2(rows.softmax[i].row_max - total.softmax.row_max);
       o.scale_row(i, correction / total.sum, sees_nothing);
@@ -110,13 +108,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
   threadgroup float2 states[STATES];
   threadgroup LoadedPair loaded_pairs[LOADED_PAIRS];
   THREADGROUP_ARRAY(TREE, uint4, tree_tokens, TREE_TOKENS)
-  DecodeMemory memory;
-  memory.scores = score_tiles;
-  memory.weights = weight_tiles;
-  memory.out = out_tile;
-  memory.q = q_pairs;
-  memory.states = states;
-  memory.loaded_pairs = loaded_pairs;
+  const DecodeMemory memory = {score_tiles, weight_tiles, out_tile, q_pairs, states, loaded_pairs};
 
   FlashInputs inputs;
   FLASH_SET_INPUTS

@@ -7,20 +7,17 @@
 // operations; scores and weights never leave its registers. Half and bfloat16 fragments feed the
 // matrix unit as they are; weights stay float32.
 //
-// How a block of K and V reaches the products is StagedKv's business, or without KV_STAGED
-// DirectKv's.
+// StagedKv stages blocks of K and V in threadgroup memory; without KV_STAGED, DirectKv reads them
+// from device memory.
 #include "forward.h"
 #include "staged.h"
 #include "unstaged.h"
 
 // The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
-// BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; COLUMN_SIMDGROUPS 2 if two SIMD
-// groups share rows; KV_STAGED 0 without staging; and of the features that are on BAND, CHUNKED,
-// VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI,
-// SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
-// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, V_FORMAT,
-// K_SCALE, V_SCALE; or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK,
-// FLEX_FULL_BLOCKS, FLEX_ORDER.
+// BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS; COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; KV_STAGED
+// 0 without staging; the features that are on (features.h), with BIAS_ELEMENT, SINK_ELEMENT,
+// ROTARY_ELEMENT, ROTARY_DIM, PAGE_SIZE, KV_ELEMENT, KV_FORMAT and V_FORMAT; or FLEX with
+// FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK and FLEX_KV_BLOCK.
 constant constexpr int SCORE_PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD_LANES;
 
 using KeysValues = conditional_t<KV_STAGED, StagedKv<ROW_FRAGMENTS, KEY_FRAGMENTS>,

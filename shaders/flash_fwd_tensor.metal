@@ -1,21 +1,19 @@
-// Attention forward on tensor tiles: what flash_fwd.metal computes, by Metal 4's tensor operations.
+// Attention forward on tensor tiles: flash_fwd.metal with Metal 4's tensor operations.
 //
 // A threadgroup owns BLOCK_Q queries of one head and walks over the keys, 32 at a time. Each SIMD
-// group owns 16 queries. K and V come straight from device memory, where the SIMD groups of a
-// threadgroup find them in the cache: as in MLX and PyTorch, nothing is staged. Scores and weights
-// never leave a SIMD group's registers.
+// group owns 16 queries. As in MLX and PyTorch, nothing is staged: the SIMD groups of a threadgroup
+// read K and V from device memory, through the GPU's cache.
 #define TENSOR_TILES 1
 
 #include "forward.h"
 #include "tensor_products.h"
 
-// The specialisation, from the host: ELEMENT (float only if TF32 is allowed), HEAD_DIM_QK,
-// HEAD_DIM_V, V_SLICE, SIMDGROUPS, Q_IN_REGISTERS, WIDE_LOADS (of q too); and the features of
-// flash_fwd.metal.
+// The specialisation, from the host: as flash_fwd's. ELEMENT is float only if TF32 is allowed, and
+// WIDE_LOADS holds for q, too.
 static_assert(BLOCK_K == SPAN_COLUMNS, "a product gives scores of 32 keys");
 static_assert(V_SLICE % SPAN_COLUMNS == 0, "a slice of V is a multiple of 32 columns");
 
-// The interface of StagedKv. Each SIMD group reads its own rows of K and V.
+// The interface of StagedKv. Each SIMD group reads K and V by itself.
 struct TensorKv {
   using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
   using Scores = BlockTile;
@@ -45,8 +43,8 @@ struct TensorKv {
   METAL_FUNC void begin_block(int kv_block) thread {
     first_key = kv_block;
     move_to(keys, values, first_key, BLOCK_K, lane);
-    // Holds the SIMD groups together, so that rows that one has read are still in the cache when
-    // the others read them. It orders no memory.
+    // Keeps the SIMD groups at one block, so that rows are in the GPU's cache when the second SIMD
+    // group reads them. It orders no memory.
     threadgroup_barrier(mem_flags::mem_none);
   }
 

@@ -1,13 +1,11 @@
-// score_mod and mask_mod: FLEX_SCORE, FLEX_SLOPE and FLEX_MASK are the bodies of functions, written
-// by torch_metal_attn/flex from the Python functions. FLEX_SLOPE is d score_mod / d score.
-// FLEX_SHARE is d score_mod / d element of a captured tensor, and FLEX_PLACE the element's index.
+// score_mod and mask_mod. torch_metal_attn/flex writes function bodies from the Python functions:
+// FLEX_SCORE and FLEX_MASK; FLEX_SLOPE, d score_mod / d score; FLEX_SHARE, d score_mod / d element
+// of a captured tensor; and FLEX_PLACE, that element's index.
 #pragma once
 
 #include "inputs.h"
-#include "scores.h"
-#include "tile.h"
 
-// Texts that change nothing stand for those that are not given.
+// The default bodies change nothing.
 #ifndef FLEX_SCORE
 #define FLEX_SCORE return score;
 #else
@@ -26,8 +24,8 @@
 
 FEATURE(FLEX_SCORED)
 
-// An index along a dimension of `size`, where -1 is the last element. Elements out of range are not
-// read, and make the score NaN.
+// An index along a dimension of `size`; -1 is the last element. An index out of range becomes 0 and
+// makes the score NaN.
 METAL_FUNC int64_t flex_index(int64_t index, int size, thread bool& impossible) {
   const int64_t wrapped = index < 0 ? index + size : index;
   const bool outside = wrapped < 0 || wrapped >= size;
@@ -35,8 +33,8 @@ METAL_FUNC int64_t flex_index(int64_t index, int size, thread bool& impossible) 
   return outside ? 0 : wrapped;
 }
 
-// Quotients as in Python: rounded towards minus infinity, with the divisor's sign for the
-// remainder. A division by zero makes the score NaN.
+// Quotients are rounded towards minus infinity, and remainders have the divisor's sign, as in
+// Python. An integer division by zero makes the score NaN.
 template <typename T>
 METAL_FUNC T flex_floor_divide(T a, T b, thread bool& impossible) {
   impossible = impossible || b == 0;
@@ -89,7 +87,7 @@ METAL_FUNC float flex_truncating_divide(float a, float b, thread bool&) {
   return trunc(a / b);
 }
 
-// The integer that `x` is truncated to, the nearest one that there is, or 0 for NaN.
+// Truncates `x`, saturates at the type's limits, and returns 0 for NaN.
 METAL_FUNC int flex_int(float x) {
   return isnan(x) ? 0 : x >= 2147483648.0f ? INT_MAX : x <= -2147483648.0f ? INT_MIN : int(x);
 }
@@ -100,14 +98,13 @@ METAL_FUNC int64_t flex_long(float x) {
   return isnan(x) ? 0 : x >= limit ? highest : x <= -limit ? -highest - 1 : int64_t(x);
 }
 
-// -1, 0 or 1.
 METAL_FUNC float flex_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
 
-// NaN where either is: Metal's max and min would return the other.
+// NaN if either is NaN; Metal's max and min would return the other.
 METAL_FUNC float flex_max(float a, float b) { return isnan(a) || isnan(b) ? NAN : max(a, b); }
 METAL_FUNC float flex_min(float a, float b) { return isnan(a) || isnan(b) ? NAN : min(a, b); }
 
-// Metal has none of the next three. Their errors are below 3 units in the last place.
+// Metal lacks log1p, expm1 and erf. The errors of these are below 3 units in the last place.
 
 // 2 artanh(x / (2 + x)) near 0 (Abramowitz and Stegun, 4.1.27 and 4.6.22), where 1 + x loses
 // digits.
@@ -130,8 +127,8 @@ METAL_FUNC float flex_expm1(float x) {
   return x * sum;
 }
 
-// Below 1 the Maclaurin series (Abramowitz and Stegun, 7.1.5). Above, 1 - exp(log erfc), by the
-// polynomial that equals log erfc at the nine Chebyshev points of 1 to 4.
+// Below 1 the Maclaurin series (Abramowitz and Stegun, 7.1.5). Above, 1 - exp(log erfc), where a
+// polynomial interpolates log erfc at the nine Chebyshev points of [1, 4].
 METAL_FUNC float flex_erf(float x) {
   const float size = fabs(x);
   if (size < 1.0f) {
@@ -163,7 +160,7 @@ METAL_FUNC float flex_erf(float x) {
   return x < 0.0f ? -result : result;
 }
 
-// Shifts by any number of bits, as in PyTorch. Metal's own have no value past the last bit.
+// Shifts by any number of bits, as in PyTorch. In Metal, shifts by the width or more are undefined.
 template <typename T>
 METAL_FUNC T flex_right_shift(T a, T bits) {
   const bool outside = bits < 0 || uint64_t(bits) >= sizeof(T) * 8;
@@ -193,8 +190,7 @@ METAL_FUNC bool flex_mask(FLEX_ARGUMENTS) {
   FLEX_MASK
 }
 
-// The rules of one (sequence, head). A row of the tile is a query and a column a key, or with
-// TRANSPOSED the other way round.
+// The interface of ScoreRules, with score_mod and mask_mod.
 template <int ROWS, bool TRANSPOSED>
 struct FlexRules {
   int batch;
@@ -215,7 +211,7 @@ struct FlexRules {
     last_key = sequence.kv_length - 1;
   }
 
-  // A score in base 2, of a product of q and k; and the derivative of score_mod.
+  // The score in base 2 of a product of q and k. slope: the derivative of score_mod.
   METAL_FUNC float element(float product, int row, int column, bool masked,
                            thread const FlashInputs& inputs, constant FlashParams& params,
                            thread float& slope) const thread {
@@ -235,9 +231,8 @@ struct FlexRules {
     return impossible ? NAN : score;
   }
 
-  // The element of the captured tensor that row fragment i of the lane loads for a key, and the
-  // derivative of score_mod by it. INT_MAX, which is no element, for an index that is out of range:
-  // its score is NaN.
+  // The index of the captured tensor's element in a score; INT_MAX if it is out of range, which
+  // makes the score NaN. share: the derivative of score_mod by that element.
   METAL_FUNC int place(float product, short i, int column, thread const FlashInputs& inputs,
                        constant FlashParams& params, thread float& share) const thread {
     const int query = min(row + i * FRAGMENT, last_query);
@@ -251,8 +246,8 @@ struct FlexRules {
     return outside || element < 0 || element > INT_MAX ? INT_MAX : int(element);
   }
 
-  // Products become scores in base 2, and `slopes` what gradients of scores are multiplied by, for
-  // columns from `first_column` on. masked: whether mask_mod is applied.
+  // Products become scores in base 2, and `slopes` the derivatives of score_mod, for columns from
+  // `first_column` on. masked: mask_mod is applied.
   template <int COLUMNS>
   METAL_FUNC void value_and_slope(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                                   thread RegisterTile<float, ROWS, COLUMNS>& slopes,

@@ -1,4 +1,4 @@
-// Shared by the forward kernels: everything but the products with keys and values.
+// The forward kernels without the products with keys and values.
 #pragma once
 
 #include "blocks.h"
@@ -22,7 +22,7 @@ struct ForwardTile {
   Output<ELEMENT, HEAD_DIM_V, V_SLICE> out_rows;
   device float* lse_rows;
 
-  // Returns whether there is anything to compute. If not, it has written the tile's results.
+  // Returns false, after writing zeros or NaN, if there is nothing to compute.
   METAL_FUNC bool begin(thread const FlashInputs& inputs, constant FlashFwdParams& params,
                         device ELEMENT* out, device float* softmax_lse, uint3 position, uint3 grid,
                         ushort thread_index) thread {
@@ -49,21 +49,19 @@ struct ForwardTile {
     }
   }
 
-  // The keys that any of its queries sees.
+  // The keys that any query of the tile sees.
   METAL_FUNC Range keys() const thread {
-    Range range;
-    range.begin = visible.keys_of(place.first_query).begin;
-    range.end = visible.keys_of(min(place.first_query + BLOCK - 1, last_query)).end;
-    return range;
+    return {visible.keys_of(place.first_query).begin,
+            visible.keys_of(min(place.first_query + BLOCK - 1, last_query)).end};
   }
 };
 
-// The sum of a row's weights, of which keys_sum is that of the keys.
+// The sum of a row's weights. keys_sum: without the sink's.
 METAL_FUNC float with_sink(float keys_sum, float sink_weight) {
   return SINK ? keys_sum + sink_weight : keys_sum;
 }
 
-// Weights that the products with values take as they are. Tensor tiles have CutWeights.
+// Weights whose products with values need no rounding. Tensor tiles have CutWeights.
 struct WholeWeights {
   METAL_FUNC void reset() thread {}
   METAL_FUNC void update(thread Fragment<float>*, float) thread {}
@@ -89,7 +87,7 @@ struct RowsSoftmax {
     return SINK ? inputs.sink_weight(head, rows[i].row_max) : 0.0f;
   }
 
-  // Scores become weights. corrections[i]: the factor of row i's earlier sums.
+  // Scores become weights. corrections[i] becomes the factor of row i's earlier sums.
   template <int COLUMNS>
   METAL_FUNC void update(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                          thread float* corrections) thread {
@@ -101,8 +99,7 @@ struct RowsSoftmax {
   }
 };
 
-// The whole forward of a SIMD group's ROWS x 8 queries. Products: how keys and values reach the
-// products and what these take, with the interface of StagedKv.
+// The whole forward of a SIMD group's ROWS x 8 queries. Products has the interface of StagedKv.
 template <typename Products, int ROWS>
 METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
                        device float* softmax_lse, constant FlashFwdParams& params,
@@ -140,10 +137,8 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
   Rules<ROWS, false> rules;
   rules.reset(inputs, batch, head, lane_query, column, tile.visible, sequence, problem);
   Dropout dropout;
-  if (DROPOUT) {
-    dropout.reset(inputs.rng_state, problem);
-    dropout.move_to(batch, head);
-  }
+  dropout.reset(inputs.rng_state, problem);
+  dropout.move_to(batch, head);
   typename Products::Softmax softmax;
   softmax.reset(inputs, head);
   typename Products::Out o;  // [ROWS * 8, the SIMD group's columns of V_SLICE]
@@ -168,7 +163,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
     float corrections[ROWS];
     softmax.update(scores, corrections);
     if (DROPOUT) {
-      // Sums of rows are those of all weights.
+      // The sums of rows count dropped weights, too.
       const uint kept =
           dropout.kept<false, ROWS, BLOCK_K / FRAGMENT>(lane_query, kv_block + column);
       if (TENSOR_TILES) {  // scaled weights would need more than 11 bits: the normaliser scales
@@ -192,7 +187,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
     const float sink_weight = softmax.sink_weight(i, inputs, head);
     const int query = lane_query + i * FRAGMENT;
     if (query > tile.last_query) { continue; }
-    // A row that sees no key is 0, even if masked values are NaN and 0 * NaN was added.
+    // A row that sees no key is 0, even if 0 * NaN of a masked value was added.
     const bool sees_nothing = keys_sum == 0.0f;
     const float keep_scale = TENSOR_TILES && DROPOUT ? dropout.keep_scale : 1.0f;
     const float normaliser = keep_scale / with_sink(values_sum, sink_weight);

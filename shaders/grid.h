@@ -3,64 +3,54 @@
 
 #include "inputs.h"
 
-// The row of blocks that starts at `place`. order, [2, rows], has the row of each place and the
-// place of each row. It comes from the caller's memory, so it may hold anything; each row still
-// gets exactly one place.
+// The row of blocks that starts at `place`. order, [2, rows], holds the row of each place and the
+// place of each row. It is the caller's memory and may hold anything, but each row gets one place.
 METAL_FUNC int ordered_row(const device int* order, int rows, int place) {
   const device int* places = order + rows;
   const int tile = order[place];
   if (tile >= 0 && tile < rows && places[tile] == place) { return tile; }
-  // The entries disagree. As many rows as places are left, and the chain of rows and their places
-  // from here ends at a row that no other place gets.
+  // The entries disagree. As many rows as places are left. The chain from this place through rows
+  // and their places ends at a row that no other place gets.
   int row = place;
   while (places[row] >= 0 && places[row] < rows && order[places[row]] == row) { row = places[row]; }
   return row;
 }
 
-// A column of the grid is a head, or a slice of one. With BAND the tiles of a column differ in
-// length. Threadgroups then start row by row, so that the tiles that run last have one length.
+// A column of the grid is a head or a slice of its columns. With BAND the tiles of a column differ
+// in length. Threadgroups then start row by row, so that the last tiles to run are of one length.
 struct GridPlace {
   int tile;
   int column;
   int batch;
 
-  METAL_FUNC void reset(uint3 position, uint3 grid) thread {
-    const uint place = position.y * grid.x + position.x;
-    tile = BAND ? place / grid.y : position.x;
-    column = BAND ? place % grid.y : position.y;
-    batch = position.z;
-  }
-
-  // Threadgroups start in the order of the rows of blocks. A row has TILES tiles, and a head
-  // COLUMNS columns. The tiles of all heads and batches that share a row's list start together.
-  template <int TILES, int COLUMNS>
-  METAL_FUNC void reset_in_order(const device int* order, constant FlexParams& params,
-                                 uint3 position, uint3 grid) thread {
+  // With FLEX_ORDER, threadgroups start in the order of the rows of blocks, and heads and batches
+  // that share a row's list start together. Blocks have LIST_BLOCK rows, a multiple of a tile's
+  // BLOCK rows, and a head has COLUMNS columns.
+  template <int LIST_BLOCK, int BLOCK, int COLUMNS>
+  METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& problem,
+                        uint3 position, uint3 grid) thread {
+    if (!FLEX_ORDER) {
+      const uint place = position.y * grid.x + position.x;
+      tile = BAND ? place / grid.y : position.x;
+      column = BAND ? place % grid.y : position.y;
+      batch = position.z;
+      return;
+    }
+    constexpr int TILES = FLEX_ORDER ? LIST_BLOCK / BLOCK : 1;
+    constant FlexParams& params = problem.flex;
     const int rows = grid.x / TILES;
     const int heads = grid.y / COLUMNS / params.order_heads;
     const int batches = grid.z / params.order_batches;
     const uint same = heads * batches * TILES * COLUMNS;
     const uint number = (position.z * grid.y + position.y) * grid.x + position.x;
-    const int row =
-        ordered_row(order, params.order_batches * params.order_heads * rows, number / same);
+    const int all_rows = params.order_batches * params.order_heads * rows;
+    const int row = ordered_row(inputs.block_order, all_rows, number / same);
     const int member = number % same;
     const int sharer = member / COLUMNS / TILES;
     const int head = row / rows % params.order_heads + sharer % heads;
     tile = row % rows * TILES + member / COLUMNS % TILES;
     column = head * COLUMNS + member % COLUMNS;
     batch = row / rows / params.order_heads + sharer / heads;
-  }
-
-  // With FLEX_ORDER in its order of blocks of LIST_BLOCK rows, a multiple of a tile's BLOCK rows.
-  template <int LIST_BLOCK, int BLOCK, int COLUMNS>
-  METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& params,
-                        uint3 position, uint3 grid) thread {
-    if (FLEX_ORDER) {
-      reset_in_order<(FLEX_ORDER ? LIST_BLOCK / BLOCK : 1), COLUMNS>(inputs.block_order,
-                                                                     params.flex, position, grid);
-    } else {
-      reset(position, grid);
-    }
   }
 };
 
@@ -83,7 +73,7 @@ struct QueryTilePlace {
     kv_head = head / params.queries_per_kv;
     slice = place.column % HEAD_SLICES;
     number = place.tile;
-    // Later queries may see more keys: start the longest rows first.
+    // Later queries may see more keys, and the longest rows start first.
     first_query = (BAND ? int(grid.x) - 1 - place.tile : place.tile) * BLOCK;
   }
 };

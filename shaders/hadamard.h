@@ -1,12 +1,11 @@
-// Blocks of HADAMARD columns of a row times the orthonormal Hadamard matrix (Sylvester's), which is
-// its own inverse: sums and differences of columns at distances 1, 2, 4, ... HADAMARD / 2.
+// Multiplies blocks of HADAMARD columns of a row by the orthonormal Hadamard matrix (Sylvester's),
+// which is its own inverse: sums and differences of columns at distances 1, 2, 4, ... HADAMARD / 2.
 //
-// Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024). A column of large
-// values is spread over its block, whose codes then lose less. Scores of rotated q and k are those
-// of q and k.
+// Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024). The transform
+// spreads a column of large values over its block, which reduces the quantisation error.
+// Transformed q and k have the same scores.
 #pragma once
 
-#include "features.h"
 #include "tile.h"
 
 #ifndef HADAMARD
@@ -45,7 +44,7 @@ METAL_FUNC void hadamard_lanes(thread float* values, ushort lane, ushort bit) {
   }
 }
 
-// The whole transform of 8 neighbouring columns a lane, in neighbouring lanes.
+// The whole transform. Neighbouring lanes have 8 neighbouring columns each.
 METAL_FUNC void hadamard_unit(thread float* values, ushort lane) {
   hadamard_values<8>(values);
   UNROLL
@@ -54,7 +53,7 @@ METAL_FUNC void hadamard_unit(thread float* values, ushort lane) {
   for (short i = 0; i < 8; i++) { values[i] *= HADAMARD_SCALE; }
 }
 
-// The sign of span `from` in span `to`, of a block's.
+// The sign of a block's span `from` in the result's span `to`.
 METAL_FUNC float hadamard_sign(int from, int to) {
   return popcount(uint(from & to)) % 2 == 0 ? 1.0f : -1.0f;
 }

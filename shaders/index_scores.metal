@@ -1,9 +1,8 @@
-// Scores of DeepSeek-V3.2's lightning indexer (2025), by which each query's keys are chosen: of all
-// heads the sum of weight * ReLU(scale * q k^T). All heads have the same keys.
+// Scores of DeepSeek-V3.2's lightning indexer (2025), which choose each query's keys: the sum over
+// heads of weight * ReLU(scale * q k^T). All heads have the same keys.
 //
-// A threadgroup stages BLOCK_K keys. Each SIMD group has one query, whose heads are the rows of its
-// fragments, so the sum over heads is one over rows.
-#include "operand.h"
+// A threadgroup stages BLOCK_K keys. Each SIMD group has one query. Its heads are the rows of
+// fragments, so that the sum over heads is a sum over rows.
 #include "params/index_scores.h"
 #include "piece.h"
 #include "products.h"
@@ -23,13 +22,6 @@ static_assert(TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
 using Rows = Operand<ELEMENT, HEAD_DIM>;
 using HeadTile = OperandTile<ELEMENT, Rows, 1, COLUMNS / FRAGMENT, false>;
 using Products = RegisterTile<float, 1, KEY_FRAGMENTS>;
-
-// The sum over the rows of a fragment of which a lane has one.
-METAL_FUNC float fragment_column_sum(float x) {
-  x += simd_shuffle_xor(x, ushort(2));
-  x += simd_shuffle_xor(x, ushort(4));
-  return x + simd_shuffle_xor(x, ushort(16));
-}
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void index_scores(
     const device ELEMENT* q [[buffer(INDEX_SCORES_Q)]],
@@ -75,7 +67,7 @@ METAL_FUNC float fragment_column_sum(float x) {
       UNROLL
       for (short e = 0; e < LANE_COLUMNS; e++) {
         const float score = products.fragments[0][j][e] * params.softmax_scale;
-        // NaN stays. A row that repeats the last head adds nothing.
+        // NaN stays NaN. Rows that repeat the last head add nothing.
         sums[j][e] += head < params.heads ? weight * (score < 0.0f ? 0.0f : score) : 0.0f;
       }
     }

@@ -1,22 +1,17 @@
-// The buffers that kernels of attention read, and the place of a (sequence, head) in them.
+// The input buffers of the attention kernels, and the rows of a (sequence, head) in them.
 #pragma once
 
 #include "cache.h"
 #include "dropout.h"
-#include "features.h"
-#include "mask.h"
-#include "operand.h"
-#include "params/attention.h"
 #include "piece.h"
 #include "scores.h"
-#include "sequence.h"
 
-// The cache: a kernel that appends writes it, and others only read it.
+// A kernel that appends writes to the cache; others only read it.
 #define CACHE_ACCESS UNLESS(APPEND, const) device
 
 UNLESS(SINK, using SINK_ELEMENT = float;)
 
-// Every buffer once, as X(feature, type, name, slot): it is bound where its feature is on.
+// All buffers, as X(feature, type, name, slot). A buffer is bound if its feature is on.
 #define FLASH_INPUTS(X)                                                               \
   X(1, const device ELEMENT*, q, FLASH_Q)                                             \
   X(1, CACHE_ACCESS KeyElement*, k, FLASH_K)                                          \
@@ -50,8 +45,9 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(TREE_PARENTS, const device int*, parents, FLASH_DECODE_PARENTS)                   \
   X(TREE_MASK, const device uchar*, tree_mask, FLASH_DECODE_TREE_MASK)
 
-// A kernel's parameters, the fields that hold them, and how they get there. A field without a
-// buffer is null. score_mod's tensors, FLEX_CAPTURES, have no feature of their own.
+// Declarations of the kernel parameters, declarations of the fields of FlashInputs, and
+// assignments. A field without a buffer is null. FLEX_CAPTURES, the captured tensors, are always
+// bound.
 #define FLASH_KERNEL_PARAMETER(type, name, slot) type name [[buffer(slot)]],
 #define FLASH_FIELD(type, name, slot) type name;
 #define FLASH_SET_FIELD(type, name, slot) inputs.name = name;
@@ -74,7 +70,7 @@ using Keys =
 using Values = conditional_t<PAGED || QUANTISED, CacheOperand<V_FORMAT, HEAD_DIM_V, false, 0>,
                              Operand<KV_ELEMENT, HEAD_DIM_V>>;
 
-// Call it before looking up rows [first, first + rows) of either. Uniform in the SIMD group.
+// Call it before `find` of rows [first, first + rows), uniformly in the SIMD group.
 METAL_FUNC void move_to(thread Keys& keys, thread Values& values, int first, int rows,
                         ushort lane) {
   keys.move_to(first, rows, lane);
@@ -85,7 +81,7 @@ struct FlashInputs {
   FLASH_INPUTS(FLASH_FIELD_ALWAYS)
   WHEN(FLEX, FLEX_CAPTURES(FLASH_FIELD))
 
-  // The batch's sequence. The one after the last has the queries that belong to no sequence.
+  // The batch's sequence. The batch index after the last has the queries of no sequence.
   METAL_FUNC Sequence sequence(int batch, constant FlashParams& params) const thread {
     Sequence result;
     result.reset(params);
@@ -111,19 +107,13 @@ struct FlashInputs {
     return result;
   }
 
-  // The rows of new_k and new_v that the sequence has (APPEND): [0, -1) if the lengths are invalid.
+  // The sequence's rows of new_k and new_v (APPEND); [0, -1) if the lengths are invalid.
   METAL_FUNC Range new_rows(int batch, constant FlashParams& params) const thread {
-    Range rows;
-    rows.begin = 0;
-    rows.end = params.new_keys;
-    if (PACKED_NEW_K) {
-      const int begin = cu_seqlens_k_new[batch];
-      const int end = cu_seqlens_k_new[batch + 1];
-      const bool valid = begin >= 0 && begin <= end && end <= params.new_keys;
-      rows.begin = valid ? begin : 0;
-      rows.end = valid ? end : -1;
-    }
-    return rows;
+    if (!PACKED_NEW_K) { return {0, params.new_keys}; }
+    const int begin = cu_seqlens_k_new[batch];
+    const int end = cu_seqlens_k_new[batch + 1];
+    const bool valid = begin >= 0 && begin <= end && end <= params.new_keys;
+    return {valid ? begin : 0, valid ? end : -1};
   }
 
   METAL_FUNC Queries queries(int batch, int head, thread const Sequence& sequence,
@@ -161,12 +151,11 @@ struct FlashInputs {
     return operand;
   }
 
-  // The batch of K and V that has a sequence's rows; 0 with pages, which the table finds.
+  // The index of a sequence's rows in the batch dimension of K and V; 0 with pages.
   METAL_FUNC int kv_batch(int batch) const thread {
     return PAGED ? 0 : CACHE_BATCH_IDX ? cache_batch_idx[batch] : batch;
   }
 
-  // The place of the rows of K or V.
   template <typename Source, typename Element>
   METAL_FUNC void place(thread Source& operand, const device Element* tensor,
                         constant RowStrides& strides, int batch, int kv_head,
@@ -179,7 +168,6 @@ struct FlashInputs {
     }
   }
 
-  // SINK
   METAL_FUNC float sink_log2(int head) const thread { return base_2(learnable_sink[head]); }
 
   // Relative to a maximum in base 2.

@@ -1,4 +1,4 @@
-// The keys that a query sees, apart from masks that are given key by key (scores.h).
+// The keys that a query sees by lengths, window and chunk; scores.h applies the tensor masks.
 #pragma once
 
 #include "sequence.h"
@@ -11,11 +11,11 @@ struct Range {
 };
 
 // Every query sees one range of keys: those that exist, cut by its window and by its chunk. Both
-// ends of the range only grow with the query, and so do those of the queries that see a key.
+// ends of the range are monotonic in the query. So are the ends of the queries that see a key.
 struct Visibility {
   Range existing;  // keys
   int q_length;
-  int64_t q_offset;      // query i stands at key i + q_offset (BAND, CHUNKED, ALIBI)
+  int64_t q_offset;      // the position of query i is key i + q_offset (BAND, CHUNKED, ALIBI)
   int64_t window_left;   // BAND
   int64_t window_right;  // BAND
   int chunk;             // CHUNKED
@@ -35,7 +35,7 @@ struct Visibility {
     if (CHUNKED) { chunk = params.chunk; }
   }
 
-  // The first position of the chunk of `position`, which is not before the first key.
+  // The first position of the chunk that contains `position`, which is not before the first key.
   METAL_FUNC int64_t chunk_begin(int64_t position) const thread {
     const uint first = uint(position - existing.begin);
     return existing.begin + int64_t(first / uint(chunk)) * chunk;
@@ -77,9 +77,8 @@ struct Visibility {
     return range;
   }
 
-  // Masks out what queries do not see: `hidden` is the score there, or the slope. `row` and
-  // `column` are those of the lane's first element: the query and the key, or with TRANSPOSED the
-  // key and the query.
+  // Sets scores (or slopes) that are masked out to `hidden`. `row` and `column` are those of the
+  // lane's first element: the query and the key, or with TRANSPOSED the key and the query.
   template <bool TRANSPOSED, int ROWS, int COLUMNS>
   METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row, int column,
                         float hidden = -INFINITY) const thread {
@@ -100,12 +99,12 @@ struct Visibility {
   }
 };
 
-// The keys that queries of one SIMD group see, or the queries that see its keys.
+// The keys that any and that all queries of a SIMD group see, or the queries that see its keys.
 struct SeenRows {
   Range union_range;
   Range intersection_range;
 
-  // The queries [first, first + count), up to last_query.
+  // Of the queries [first, first + count), up to last_query.
   METAL_FUNC void reset(thread const Visibility& visible, int first, int count,
                         int last_query) thread {
     const Range of_first = visible.keys_of(first);
@@ -116,18 +115,18 @@ struct SeenRows {
     intersection_range.end = of_first.end;
   }
 
-  // True if any row sees any of the rows [block, block + count) of the other side.
+  // True if any row sees any of the keys or queries [block, block + count).
   METAL_FUNC bool any_in(int block, int count) const thread {
     return block < union_range.end && block + count > union_range.begin;
   }
 
-  // True if any of these keys is hidden from any query. `if (hides_in())` takes up to 11 registers
-  // fewer than `if (!all_in())` in flash_fwd.
+  // True if any of these keys is masked out for any query. In flash_fwd this takes up to 11
+  // registers fewer than `!all_in()`.
   METAL_FUNC bool hides_in(int block, int count) const thread {
     return block < intersection_range.begin || block + count > intersection_range.end;
   }
 
-  // True if all rows see all of these.
+  // True if all rows see all of these keys or queries.
   METAL_FUNC bool all_in(int block, int count) const thread {
     return block >= intersection_range.begin && block + count <= intersection_range.end;
   }

@@ -1,17 +1,16 @@
-// Lists of the blocks of a bool mask that hide not everything, for the kernels of attention to walk
-// along in place of all blocks.
+// Lists the blocks of a bool mask that are not masked out entirely. Attention skips the others.
 //
-// A threadgroup makes one list, 32 blocks at a time: its SIMD groups look at one block each, then
-// the first of them appends those that are not hidden, in ascending order. Each element of the mask
-// is read once.
+// A threadgroup makes one list, 32 blocks at a time. Its SIMD groups read one block each, and the
+// first SIMD group then appends the blocks that are not masked out, in ascending order. Each
+// element of the mask is read once.
 #include "params/mask_blocks.h"
 #include "tile.h"
 
-// The specialisation: WORD, what a lane reads at a time: uint2 (8 elements) or uchar.
+// The specialisation: WORD, the type of a lane's load: uint2 (8 elements) or uchar.
 constant constexpr int THREADS = MASK_BLOCKS_SIMDGROUPS * SIMD_LANES;
 constant constexpr int WORD_ELEMENTS = sizeof(WORD);
 
-// The kinds of elements that a lane, then a SIMD group, has seen in a block.
+// The kinds of elements that a lane, then a SIMD group, has read in a block.
 struct BlockState {
   bool shows;
   bool hides;
@@ -23,7 +22,7 @@ struct BlockState {
 
   METAL_FUNC void add(uint four) thread {
     shows = shows || four != 0;
-    // The top bit of each byte that is 0, and of some above one.
+    // Not 0 if and only if a byte is 0.
     hides = hides || ((four - 0x01010101) & ~four & 0x80808080) != 0;
   }
 
@@ -38,7 +37,7 @@ struct BlockState {
   }
 };
 
-// Elements of the block at `first` along one side: one, where all are the same.
+// The elements of the block at `first` along one side: 1 if the mask broadcasts.
 METAL_FUNC int side(int first, int block, int length, int64_t stride) {
   return stride == 0 ? 1 : min(block, length - first);
 }
@@ -82,7 +81,7 @@ METAL_FUNC int side(int first, int block, int length, int64_t stride) {
       state.merge_lanes();
       if (lane == 0) { states[i] = state.shows ? (state.hides ? 2 : 1) : 0; }
     }
-    // All blocks' states are there.
+    // All states are stored.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (simdgroup == 0) {
       const uint state = lane < last ? states[lane] : 0;
@@ -91,7 +90,7 @@ METAL_FUNC int side(int first, int block, int length, int64_t stride) {
       if (listed != 0) { list_entries[place] = mask_block_entry(first_block + lane, state == 2); }
       count += int(simd_sum(listed));
     }
-    // They have been read.
+    // All states have been read.
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   if (simdgroup == 0 && lane == 0) { counts[list] = count; }

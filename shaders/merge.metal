@@ -1,14 +1,12 @@
-// Attention over a union of disjoint sets of keys, from the results over each set.
+// Attention over the union of disjoint sets of keys, from the results over each set.
 //
 // With lse the log-sum-exp of a set's scores and out its normalised output,
 //   lse = log(sum_s exp(lse_s))      out = sum_s exp(lse_s - lse) out_s
 // Ye et al., "FlashInfer" (2025), section 2.2, the operator on attention states; after Dao,
 // "FlashAttention-2" (2023), section 2.3. A set without keys has lse -inf and changes nothing,
 // whatever its out holds: out is then not read.
-#include "features.h"
 #include "params/merge.h"
 #include "softmax.h"
-#include "tile.h"
 
 // The specialisation, from the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE and
 // SOME_ROWS of merge_state, and SINK, SINK_ELEMENT of merge_splits.
@@ -17,7 +15,7 @@ FEATURE(INFINITY_IS_EMPTY)
 FEATURE(IN_PLACE)
 FEATURE(SOME_ROWS)
 
-// The place of a row in its tensors.
+// The indices of a row.
 struct MergeRow {
   int64_t batch;
   int64_t head;
@@ -36,7 +34,7 @@ struct MergeRow {
   }
 };
 
-// 16 bytes of a row, or one element of rows that lie otherwise. Bits, so that copies are exact.
+// 16 bytes of a row, or one element without WIDE_LOADS. Copies keep the bits.
 using Chunk = conditional_t<WIDE_LOADS, uint4, ELEMENT>;
 using SplitColumns = conditional_t<WIDE_LOADS, float4, float>;
 constant constexpr int CHUNK_COLUMNS = int(sizeof(Chunk) / sizeof(ELEMENT));
@@ -57,7 +55,7 @@ METAL_FUNC void store_columns(device ELEMENT* first, float4 values) {
       vec<ELEMENT, 4>(ELEMENT(values.x), ELEMENT(values.y), ELEMENT(values.z), ELEMENT(values.w));
 }
 
-// The sum over lanes that have the same columns of different splits.
+// The sum over the lanes that have the same columns of different splits.
 METAL_FUNC float sum_splits(float value) {
   UNROLL
   for (ushort step = MERGE_SPLITS_COLUMN_LANES; step < SIMD_LANES; step *= 2) {
@@ -71,12 +69,12 @@ METAL_FUNC float4 sum_splits(float4 values) {
                 sum_splits(values.w));
 }
 
-// A log-sum-exp as it is merged. flash-attn and vLLM give +inf for no keys.
+// The log-sum-exp of a state. flash-attn and vLLM use +inf for no keys.
 METAL_FUNC float lse_of(float lse) {
   return INFINITY_IS_EMPTY && lse == INFINITY ? -INFINITY : lse;
 }
 
-// One chunk of a row a thread.
+// Each thread merges one chunk of a row.
 [[kernel, max_total_threads_per_threadgroup(MERGE_STATE_THREADS)]] void merge_state(
     // clang-format off
     UNLESS(IN_PLACE, const device ELEMENT* out_a [[buffer(MERGE_STATE_OUT_A)]],
@@ -97,7 +95,7 @@ METAL_FUNC float lse_of(float lse) {
   row.reset(params.shape, IN_PLACE ? min(position.y, params.shape.rows - 1) : position.y);
   lses[0] = lse_of(lse_a[row.offset(params.lse_a_strides)]);
   if (IN_PLACE) {
-    // One thread of a row writes what all of them have read by now.
+    // All threads of a row have read the log-sum-exp that one of them writes.
     threadgroup_barrier(mem_flags::mem_device);
   }
   bool written = exists;
@@ -139,12 +137,12 @@ constant constexpr int SPLIT_STEPS = SIMD_LANES / SPLIT_LANES;
 // The weight of a split without keys.
 constant constexpr float NO_KEYS = -1.0f;
 
-// A SIMD group has some columns of a row: MERGE_SPLITS_COLUMN_LANES lanes hold neighbouring ones of
-// one split, and SPLIT_LANES groups of lanes have different splits. A decode has few rows, so each
-// SIMD group has few columns, and each lane loads its share of 32 splits before it sums: this keeps
-// many loads in flight. Each lane computes the weight of one split, and the others get it from it.
+// A SIMD group has some columns of a row. MERGE_SPLITS_COLUMN_LANES lanes hold neighbouring columns
+// of one split, and SPLIT_LANES such groups of lanes have different splits. Rows are few in
+// decoding, so a SIMD group has few columns. A lane loads its part of 32 splits before it sums,
+// which keeps many loads in flight. Each lane computes the weight of one split.
 //
-// partial_out is (row, split, column) and partial_lse (row, split), contiguous.
+// partial_out is (row, split, column) and partial_lse is (row, split), contiguous.
 [[kernel, max_total_threads_per_threadgroup(MERGE_SPLITS_SIMDGROUPS* SIMD_LANES)]] void
 merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]],
              const device float* partial_lse [[buffer(MERGE_SPLITS_PARTIAL_LSE)]],
@@ -172,7 +170,7 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
   SplitColumns sum = SplitColumns(0.0f);
   for (int block = 0; block < params.splits; block += SIMD_LANES) {
     const float own_lse = block + lane < params.splits ? lse_of(row_lse[block + lane]) : -INFINITY;
-    // max() drops a NaN, which simd_max need not; the weight keeps it.
+    // max() drops a NaN, and simd_max need not. The weight keeps it.
     sum *= normaliser.raise(simd_max(max(normaliser.row_max, own_lse)));
     const float own_weight = normaliser.weight(own_lse);
     normaliser.row_sum += own_weight;

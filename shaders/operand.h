@@ -1,10 +1,9 @@
-// Rows of one (sequence, head) of q, k, v or a gradient, and how tiles of them are read.
+// Rows of one (sequence, head) of q, k, v or a gradient, and tiles that are read from them.
 #pragma once
 
 #include "rotary.h"
 #include "tile.h"
 
-// The offset of row `row` of one (batch, head).
 METAL_FUNC Offset row_offset(constant RowStrides& strides, Offset batch, Offset head, Offset row) {
   return batch * Offset(strides.batch) + head * Offset(strides.head) + row * Offset(strides.row);
 }
@@ -15,8 +14,8 @@ struct RowPlace {
   int position;
 };
 
-// Rows at a fixed stride, COLUMNS long; with ROTATED, they are rotated as they are read. An operand
-// finds a row first, in uniform control flow, and then gives chunks of it.
+// Rows of COLUMNS columns at a fixed stride; with ROTATED they are rotated as they are read. Call
+// `find` for a row in uniform control flow, then `chunk` for parts of it.
 template <typename T, int COLUMNS, bool ROTATED = false>
 struct Operand {
   using Place = RowPlace;
@@ -34,7 +33,7 @@ struct Operand {
 
   METAL_FUNC Offset offset(int row) const thread { return first + Offset(row) * row_stride; }
 
-  // The same functions as CacheOperand's, which do nothing here.
+  // The interface of CacheOperand, for rows that are neither in pages nor quantised.
   METAL_FUNC uint2 codes(thread const Place&, int) const thread { return uint2(0); }
   METAL_FUNC float span_scale(thread const Place&, int) const thread { return 1.0f; }
   METAL_FUNC int page_among(int, int) const thread { return 0; }
@@ -47,15 +46,15 @@ struct Operand {
   template <typename Other>
   METAL_FUNC void use_pages_of(thread const Other&) const thread {}
 
-  // 0 behind the row's end.
+  // 0 for columns from COLUMNS on.
   METAL_FUNC T element(int row, int column) const thread {
     const bool exists = COLUMNS % FRAGMENT == 0 || column < COLUMNS;
     if (ROTATED) { return exists ? rotary.rotated(tensor, offset(row), row, column) : T(0); }
     return exists ? tensor[offset(row) + column] : T(0);
   }
 
-  // Two neighbours from column `first` + `lane_column` on: both are even. OWN: columns of the tile,
-  // which begins at `first` 0; of less than a row `lane_column` also has where it begins.
+  // Columns `first` + `lane_column` and the next; both numbers are even. OWN: columns of the tile.
+  // If they are less than a row, lane_column includes the tile's first column.
   template <int OWN>
   METAL_FUNC Fragment<T> pair(int row, int first, int lane_column) const thread {
     const int column = first + lane_column;
@@ -76,7 +75,7 @@ struct Operand {
 
   METAL_FUNC Place find(int row) const thread { return {offset(row), row}; }
 
-  // 16 bytes from `column` on, 0 behind the row's end.
+  // 16 bytes from `column` on; 0 for columns from COLUMNS on.
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
     if (ROTATED) {
       return rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position, column);
@@ -90,8 +89,8 @@ METAL_FUNC int existing_row(int row, short i, int last_row) {
   return min(row + i * FRAGMENT, last_row);
 }
 
-// A SIMD group's rows of an operand, [ROWS * 8, FRAGMENTS * 8], as the left factor of products:
-// held in registers, or read again for each product if those do not suffice.
+// A SIMD group's rows of an operand, [ROWS * 8, FRAGMENTS * 8], as the left factor of products.
+// They are in registers if HELD, and else read again for each product.
 template <typename T, typename Source, int ROWS, int FRAGMENTS, bool HELD>
 struct OperandTile {
   using Element = T;
@@ -100,7 +99,7 @@ struct OperandTile {
   int lane_column;
   RegisterTile<T, ROWS, HELD ? FRAGMENTS : 1> held;
 
-  // For KeptOperandTile's sake: nothing is kept in threadgroup memory.
+  // The interface of KeptOperandTile.
   METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
@@ -125,7 +124,7 @@ struct OperandTile {
   }
 };
 
-// The same with each lane's elements in threadgroup memory, where it alone reads them.
+// The same rows in threadgroup memory, where each lane reads only its own elements.
 template <typename T, typename Source, int ROWS, int FRAGMENTS>
 struct KeptOperandTile {
   using Element = T;
@@ -134,7 +133,7 @@ struct KeptOperandTile {
   static constant constexpr int SIZE = ROWS * CHUNKS * SIMD_LANES;
   threadgroup uint4* chunks;  // [ROWS, CHUNKS, SIMD_LANES], from the lane's first on
 
-  // memory: of the threadgroup's SIMD groups, SIZE each.
+  // memory: SIZE chunks for each SIMD group.
   METAL_FUNC void keep_in(threadgroup uint4* memory, ushort simdgroup, ushort lane) thread {
     chunks = memory + simdgroup * SIZE + lane;
   }
@@ -164,9 +163,8 @@ struct KeptOperandTile {
 };
 
 // Stages rows [first, first + BLOCK) as pairs: tile[row / 2][column] holds the elements
-// (row, column) and (row + 1, column) side by side, so that a lane's two neighbouring rows of a
-// transposed fragment are one load. Rows outside [begin, end) are zero if ZEROED, and else repeat
-// the last: a mask hides them.
+// (row, column) and (row + 1, column), so that a lane loads both columns of a transposed fragment
+// at once. Rows outside [begin, end) are zero if ZEROED, and else repeat the last.
 template <typename T, int BLOCK, int COLUMNS, int THREADS, bool ZEROED, typename Source>
 METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source, int first,
                             int begin, int end, int thread_index) {
@@ -202,8 +200,8 @@ METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source
 }
 
 // Stages columns [first_column, first_column + COLUMNS) of rows [first, first + BLOCK), which have
-// ROW_COLUMNS, as they are. Rows outside [begin, end) are zero: their weight is zero, and 0 * inf
-// or 0 * NaN would be NaN. GRID_SLICES: as in Output.
+// ROW_COLUMNS columns. Rows outside [begin, end) are zero: their weights are zero, and 0 * inf or
+// 0 * NaN would be NaN. GRID_SLICES: as in Output.
 template <typename T, int BLOCK, int COLUMNS, int THREADS, int ROW_COLUMNS,
           int GRID_SLICES = (ROW_COLUMNS + COLUMNS - 1) / COLUMNS, typename Source>
 METAL_FUNC void stage_rows(threadgroup uint4* tile, thread const Source& source, int first,
@@ -232,8 +230,7 @@ METAL_FUNC void stage_rows(threadgroup uint4* tile, thread const Source& source,
   }
 }
 
-// The lane's place in a tile of pairs, of which it reads transposed fragments: see
-// `transposed_fragment`.
+// The lane's pointer into a tile of pairs, for transposed_fragment.
 template <typename T, int COLUMNS>
 METAL_FUNC const threadgroup Fragment<T>* lane_of_pairs(const threadgroup uint4* tile, ushort row,
                                                         ushort column) {
@@ -260,8 +257,8 @@ METAL_FUNC Fragment<T> row_fragment(const threadgroup Fragment<T>* lane, short j
   return lane[(j * FRAGMENT * padded(COLUMNS) + d * FRAGMENT) / LANE_COLUMNS];
 }
 
-// A lane's place in a tile of pairs, of which it reads a slice of the rows as they are: a pair of
-// rows at a time, one of which is its own. WHOLE: all columns of the slice exist.
+// A lane's view of a slice of columns in a tile of pairs, as rows. A lane loads two rows and takes
+// its own. WHOLE: all columns of the slice exist.
 template <typename T, int COLUMNS, bool WHOLE>
 struct PairedRows {
   const threadgroup vec<T, 4>* lane;
@@ -269,8 +266,7 @@ struct PairedRows {
   short last;  // fragment of the slice that exists
 };
 
-// first: the slice's first column, a multiple of 8. If it is behind the row's last column,
-// row_fragment reads the last fragment.
+// first: the slice's first column, a multiple of 8.
 template <typename T, int COLUMNS, bool WHOLE>
 METAL_FUNC PairedRows<T, COLUMNS, WHOLE> lane_of_paired_rows(const threadgroup uint4* tile,
                                                              ushort row, ushort column, int first) {
@@ -279,8 +275,7 @@ METAL_FUNC PairedRows<T, COLUMNS, WHOLE> lane_of_paired_rows(const threadgroup u
           row % 2 != 0, short((COLUMNS - first) / FRAGMENT - 1)};
 }
 
-// The same of rows that are staged in pairs. Fragments that do not exist repeat the last; their
-// results are not stored.
+// Fragments past a row's end repeat the last; their results are not stored.
 template <typename T, int SLICE, int COLUMNS, bool WHOLE>
 METAL_FUNC Fragment<T> row_fragment(PairedRows<T, COLUMNS, WHOLE> rows, short j, short d) {
   const short existing = WHOLE ? d : min(d, rows.last);

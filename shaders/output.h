@@ -3,14 +3,14 @@
 
 #include "operand.h"
 
-// Rows of COLUMNS columns, of which a threadgroup owns a slice of SLICE. GRID_SLICES: of the grid,
-// which may be more than these rows have.
+// A threadgroup writes a slice of SLICE of the COLUMNS columns. GRID_SLICES: the slices of the
+// grid, which may be more than these rows need.
 template <typename T, int COLUMNS, int SLICE, int GRID_SLICES = (COLUMNS + SLICE - 1) / SLICE>
 struct Output {
   device T* tensor;
-  Offset first;  // of the rows, at the slice's first column
+  Offset first;  // element of row 0 in the slice
   Offset row_stride;
-  int columns;  // of the slice that exist
+  int columns;  // that exist in the slice
 
   METAL_FUNC void reset(device T* own_tensor, constant RowStrides& strides, int batch, int head,
                         int start, int slice) thread {
@@ -33,7 +33,7 @@ struct Output {
     }
   }
 
-  // Rows `begin`, `begin + step`, ... before `end`, alike.
+  // Sets rows `begin`, `begin + step`, ... before `end`.
   METAL_FUNC void fill(float value, int begin, int end, int step) const thread {
     for (int row = begin; row < end; row += step) {
       for (int column = 0; column < columns; column++) {

@@ -6,7 +6,7 @@
 constant constexpr int QK_COLUMNS = fragments(HEAD_DIM_QK) * FRAGMENT;
 constant constexpr int V_COLUMNS = fragments(HEAD_DIM_V) * FRAGMENT;
 
-// Bytes of a tile in whose place another one lies too, and of one with a place of its own.
+// The bytes of a tile that shares its array with another tile (TILES_SHARED), and of that other.
 constexpr int with_shared(int bytes, int other) {
   return TILES_SHARED && other > bytes ? other : bytes;
 }
@@ -14,7 +14,7 @@ constexpr int apart(int bytes) { return TILES_SHARED ? 0 : bytes; }
 
 using Pair = Fragment<ELEMENT>;
 
-// The rows that a SIMD group owns of an operand, as the left factor.
+// A SIMD group's rows of an operand, as the left factor of products.
 template <typename Source, int COLUMNS, int ROWS = ROW_FRAGMENTS>
 using OwnRows =
     conditional_t<ROWS_IN_THREADGROUP, KeptOperandTile<ELEMENT, Source, ROWS, COLUMNS / FRAGMENT>,

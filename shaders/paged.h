@@ -1,23 +1,21 @@
-// Finds the page of a cache that holds a key: Kwon et al., "PagedAttention" (2023).
+// The pages of a cache: Kwon et al., "PagedAttention" (2023).
 #pragma once
 
-#include "features.h"
 #include "tile.h"
 
 constant constexpr int NO_PAGE = -1;
 constant constexpr int PAGE_ROWS = PAGED ? PAGE_SIZE : 1;
-// True if 8 neighbouring rows from a multiple of 8 on lie in one page.
+// True if 8 rows from a multiple of 8 on are in one page.
 constant constexpr bool WHOLE_FRAGMENTS = PAGED && !INDICES && PAGE_ROWS % FRAGMENT == 0;
 
-// The pages of one sequence. A SIMD group holds the numbers of 32 of them, one a lane, and hands
-// them out by shuffles: a number is loaded once for all rows of its page. A cache without pages is
-// all in page 0.
+// The pages of one sequence. A SIMD group holds the numbers of 32 pages, one in each lane, and
+// shuffles them: a number is loaded once for all rows of its page. Without pages, page 0 has all.
 struct PageTable {
   const device int* numbers;
-  int count;       // pages with keys of the sequence; later entries of the table are not read
-  int cache_size;  // numbers from this on are invalid
-  int window;      // the index in the table of the number that lane 0 holds
-  int held;
+  int count;       // of pages with the sequence's keys; later entries are not read
+  int cache_size;  // larger numbers than cache_size - 1 are invalid
+  int window;      // the index of lane 0's number in the table
+  int held;        // the lane's number
 
   METAL_FUNC void reset(const device int* table, int kv_length, int cache_pages) thread {
     numbers = table;
@@ -27,13 +25,12 @@ struct PageTable {
     held = NO_PAGE;
   }
 
-  // NO_PAGE for a number that is no page: the table comes from the caller's memory.
+  // `number`, or NO_PAGE if there is no such page: the table is the caller's memory.
   METAL_FUNC int existing(int number) const thread {
     return number < cache_size ? max(number, NO_PAGE) : NO_PAGE;
   }
 
-  // Loads the page numbers for rows [first, first + rows), 32 pages at most. Uniform in the SIMD
-  // group.
+  // Loads the page numbers for rows [first, first + rows), at most 32. Uniform in the SIMD group.
   METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
     if (INDICES) { return; }
     const int first_place = uint(first) / PAGE_ROWS;
@@ -44,18 +41,15 @@ struct PageTable {
     held = existing(place < count ? numbers[place] : NO_PAGE);
   }
 
-  // Every lane of the SIMD group calls it.
+  // All lanes of the SIMD group call it.
   METAL_FUNC int page_of(int row) const thread {
     if (!PAGED) { return 0; }
-    if (INDICES) {
-      // Rows lie apart: each lane looks up its own.
-      return existing(numbers[uint(row) / PAGE_ROWS]);
-    }
+    if (INDICES) { return existing(numbers[uint(row) / PAGE_ROWS]); }
     return simd_shuffle(held, ushort(uint(row) / PAGE_ROWS - window));
   }
 
-  // The same, where all lanes' rows are among 8 that begin at a multiple of 8, as `first` is: in
-  // every lane the same. On M1 such a broadcast takes a fourth of a shuffle.
+  // The same for lanes whose rows are in [first, first + 8), where `first`, a multiple of 8, is the
+  // same in all lanes. On M1 a broadcast takes a fourth of the time of a shuffle.
   METAL_FUNC int page_among(int row, int first) const thread {
     return WHOLE_FRAGMENTS ? simd_broadcast(held, ushort(uint(first) / PAGE_ROWS - window))
                            : page_of(row);

@@ -1,4 +1,5 @@
-// SIMD groups that share rows: each has its part of the columns, and of sums or of the scores.
+// SIMD groups that share rows: each has a part of the columns, and computes a part of each score or
+// of the tile of scores.
 #pragma once
 
 #include "tile.h"
@@ -13,10 +14,10 @@
 #endif
 
 FEATURE(COLUMNS_SPLIT)
-FEATURE(ROW_COPY_STAGED)  // rows of q and dout once more, beside pairs (flash_bwd_dkv)
+FEATURE(ROW_COPY_STAGED)  // q and dout are staged as rows as well as in pairs (flash_bwd_dkv)
 
-// Stores the SIMD group's part of a tile for the others that share its rows, in `tiles`,
-// [SIMDGROUPS, ROWS * COLUMNS, SIMD_LANES]. After a barrier they read it.
+// Stores the SIMD group's part of a tile in `tiles`, [SIMDGROUPS, ROWS * COLUMNS, SIMD_LANES]. The
+// SIMD groups that share its rows read it after a barrier.
 template <int ROWS, int COLUMNS>
 METAL_FUNC void store_part(thread const RegisterTile<float, ROWS, COLUMNS>& tile,
                            threadgroup Fragment<float>* tiles, ushort simdgroup, ushort lane) {
@@ -30,7 +31,7 @@ METAL_FUNC void store_part(thread const RegisterTile<float, ROWS, COLUMNS>& tile
   }
 }
 
-// Adds the other SIMD group's part of each sum: both then have the same sums.
+// Adds the part of the other SIMD group that shares the rows, so that both have the same sums.
 template <int ROWS, int COLUMNS>
 METAL_FUNC void add_other_part(thread RegisterTile<float, ROWS, COLUMNS>& tile,
                                const threadgroup Fragment<float>* tiles, ushort simdgroup,
@@ -45,7 +46,7 @@ METAL_FUNC void add_other_part(thread RegisterTile<float, ROWS, COLUMNS>& tile,
   }
 }
 
-// The whole tile, of which each SIMD group has left PART_ROWS x PART_COLUMNS fragments.
+// Loads the whole tile, of which each SIMD group has stored PART_ROWS x PART_COLUMNS fragments.
 template <int PART_ROWS, int PART_COLUMNS, int ROWS, int COLUMNS>
 METAL_FUNC void gather_parts(thread RegisterTile<float, ROWS, COLUMNS>& tile,
                              const threadgroup Fragment<float>* tiles, ushort simdgroup,

@@ -1,6 +1,6 @@
-// Parameters of a kernel that may run for seconds: its params, and its threadgroup's place. Such a
-// launch is several dispatches, each a box of its grid (csrc/runtime/pieces.h). With GRID_PIECE the
-// params end with the place of the box.
+// Declares the params and the threadgroup position of a kernel that may run for seconds. Its launch
+// may be several dispatches, each a box of the grid (csrc/runtime/pieces.h). With GRID_PIECE the
+// box follows the params.
 #pragma once
 
 #include "params/common.h"

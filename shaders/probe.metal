@@ -1,6 +1,5 @@
-// Tests what the kernels rely on: the GPU reads and writes memory, has SIMD groups of 32
-// lanes with sums and shuffles, and lays 8x8 matrices over the lanes as tile.h says.
-// csrc/runtime/probe.cpp knows the results.
+// Tests that the GPU reads and writes memory, has SIMD groups of 32 lanes with sums and shuffles,
+// and lays out 8x8 matrices as tile.h says. csrc/runtime/probe.cpp compares the results.
 #include "params/probe.h"
 #include "tile.h"
 

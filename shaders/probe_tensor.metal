@@ -1,6 +1,6 @@
-// Tests that tensor operations lay their operands over the lanes as tensor_tile.h says.
-// csrc/runtime/probe_tensor.cpp knows the results, and gives FLOAT32: whether both operands are
-// float32, or in 16 bits at least one. A GPU may compile only one of the two.
+// Tests that tensor operations lay out their operands as tensor_tile.h says.
+// csrc/runtime/probe_tensor.cpp compares the results. FLOAT32: 1 if both operands are float32, 0 if
+// at least one has 16 bits. A GPU may compile only one of the two.
 #if HAS_TENSOR_OPERATIONS
 #define TENSOR_TILES 1
 #endif
@@ -10,7 +10,7 @@
 
 #if TENSOR_TILES
 
-// The places of an operand's slots. A lane's first slot is `first` of all its slots.
+// Writes the coordinates of an operand's slots, from number `first` of the lane's slots on.
 template <int SLOTS, typename Tensor>
 METAL_FUNC void write_coordinates(device float* lane_slots, thread Tensor& operand, int first) {
   UNROLL
@@ -45,7 +45,7 @@ METAL_FUNC void write_layout(device float* values, ushort lane) {
                                          TENSOR_LEFT_SLOTS + TENSOR_RIGHT_SLOTS);
 }
 
-// A product whose operands and result are laid out by the tables.
+// Writes a product whose operands and result are laid out as in tensor_tile.h.
 template <bool TRANSPOSED, typename A, typename B>
 METAL_FUNC void write_product(device float* values, bool wide_left, bool wide_right, ushort lane) {
   const int row = fragment_row(lane);

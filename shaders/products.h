@@ -1,12 +1,11 @@
-// Products of register tiles with tiles in threadgroup memory. One staged fragment serves every row
-// fragment.
+// Products of register tiles with tiles in threadgroup memory. Each fragment that a lane loads from
+// these is used for all row fragments.
 #pragma once
 
 #include "operand.h"
 #include "parts.h"
 
-// result += left right^T over the columns of fragments [first, last); `right` is staged as pairs of
-// T.
+// result += left right^T over column fragments [first, last); `right` is staged as pairs of T.
 template <typename T, int COLUMNS, int ROWS, int COLUMN_FRAGMENTS, typename Left>
 METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, COLUMN_FRAGMENTS>& result,
                                thread const Left& left, const threadgroup Fragment<T>* right_lane,
@@ -27,8 +26,7 @@ METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, COLUMN_FRAGMENTS
   }
 }
 
-// result = left right^T, [ROWS * 8, COLUMN_FRAGMENTS * 8], dot products over PART columns of rows
-// of COLUMNS, both multiples of 8.
+// result = left right^T, [ROWS * 8, COLUMN_FRAGMENTS * 8], over PART of COLUMNS columns.
 template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int COLUMN_FRAGMENTS,
           typename Left>
 METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, COLUMN_FRAGMENTS>& result,
@@ -48,10 +46,9 @@ METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, COLUMN_FRAG
   }
 }
 
-// sum = sum * corrections + weights rows, for PART columns of rows of COLUMNS, which lie as
-// `row_fragment` reads them. corrections[i] is the factor of the lane's row in row fragment i. A
-// block's products are summed separately first, so the rounding error grows with the number of
-// blocks, not of rows.
+// sum = sum * corrections + weights rows, for PART of the COLUMNS columns of `rows`. corrections[i]
+// is the factor of the lane's row in row fragment i. A block's products are summed separately
+// first, so that the rounding error grows with the number of blocks and not of rows.
 template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int COLUMN_FRAGMENTS,
           typename Rows>
 METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& sum,

@@ -1,16 +1,12 @@
-// Columns of new K and V rows in a cache's format, with the same bits as
-// torch_metal_attn/quantisation.py.
+// Quantises columns of new K and V rows, with the same bits as torch_metal_attn/quantisation.py.
 //
-// A lane holds CACHE_UNIT neighbouring columns; the lanes of columns that share a scale are
-// neighbours in a SIMD group.
+// A lane has CACHE_UNIT neighbouring columns. A scale's columns are in neighbouring lanes.
 #pragma once
 
-#include "params/kv_formats.h"
 #include "quantised.h"
-#include "tile.h"
 
 constant constexpr int CACHE_UNIT = 8;
-// The elements of a cache that a unit is, and the type that moves them: STORES times.
+// A unit in the cache: ELEMENTS elements, stored as STORES words.
 template <int FORMAT>
 struct StoredUnit {
   using Element = CacheElement<FORMAT>;
@@ -23,10 +19,10 @@ struct StoredUnit {
   static constant constexpr int STORES = BYTES / int(sizeof(Word));
 };
 
-// Ordered as magnitudes are, with NaN above infinity.
+// In the order of magnitudes, with NaN above infinity.
 METAL_FUNC uint magnitude_bits(float value) { return as_type<uint>(value) & 0x7fffffffu; }
 
-// The value of largest magnitude of the block, the first of equals. Uniform in the SIMD group.
+// The block's first value of largest magnitude. All lanes call it.
 template <int FORMAT>
 METAL_FUNC float block_extreme(thread const float* values, ushort lane) {
   constexpr int BLOCK_LANES = kv_scale_columns(FORMAT) / CACHE_UNIT;
@@ -47,7 +43,7 @@ METAL_FUNC float block_extreme(thread const float* values, ushort lane) {
   return extreme;
 }
 
-// The block's scale, NaN where it is not finite, and the unit's data.
+// Returns the block's scale, or NaN if it is not finite. data: the unit's codes.
 template <int FORMAT>
 METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uchar* data) {
   const float extreme = block_extreme<FORMAT>(values, lane);
@@ -71,7 +67,7 @@ METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uc
   return finite ? scale : half(NAN);
 }
 
-// The group's scale and minimum, NaN where either is not finite, and the unit's codes.
+// Returns the group's scale and minimum, or NaN if either is not finite.
 template <int FORMAT>
 METAL_FUNC half2 quantise_group(thread const float* values, thread uint& codes) {
   constexpr int BITS = kv_bits(FORMAT);
@@ -80,7 +76,7 @@ METAL_FUNC half2 quantise_group(thread const float* values, thread uint& codes) 
   float high = -INFINITY;
   UNROLL
   for (short i = 0; i < CACHE_UNIT; i++) {
-    // A minimum would pass a NaN over.
+    // min and max would ignore a NaN.
     const float value = isnan(values[i]) ? INFINITY : values[i];
     low = min(low, value);
     high = max(high, value);
@@ -90,7 +86,7 @@ METAL_FUNC half2 quantise_group(thread const float* values, thread uint& codes) 
     low = min(low, simd_shuffle_xor(low, distance));
     high = max(high, simd_shuffle_xor(high, distance));
   }
-  // Zeros of either sign are alike.
+  // -0 becomes 0.
   const half minimum = half(low == 0.0f ? 0.0f : low);
   const half scale = half((high - low) / LAST);
   const bool finite = isfinite(float(scale)) && isfinite(float(minimum));
@@ -109,9 +105,9 @@ METAL_FUNC uchar fp8_e4m3(float value) {
   if (isnan(value)) { return 0x7f; }
   const float magnitude = min(fabs(value), 448.0f);
   const uint sign = (as_type<uint>(value) >> 24) & 0x80u;
-  // Below 2^-6 the code counts steps of 2^-9.
+  // Codes below 2^-6 are multiples of 2^-9.
   if (magnitude < 0.015625f) { return uchar(sign | uint(rint(magnitude * 512.0f))); }
-  // Else the exponent is rebased and 20 bits are rounded off, with a carry into the exponent.
+  // The exponent is rebased and 20 bits are rounded off; a carry goes into the exponent.
   const uint bits = as_type<uint>(magnitude);
   return uchar(sign | (((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120u << 3)));
 }

@@ -1,18 +1,17 @@
-// Dequantises K and V in registers. The formats are those of torch_metal_attn/quantisation.py.
+// Dequantises K and V in registers. torch_metal_attn/quantisation.py defines the formats.
 #pragma once
 
-#include "features.h"
 #include "params/kv_formats.h"
 #include "tile.h"
 
-// The elements of K and V in memory if they are not quantised: ELEMENT, unless the host defines
-// another, as for float32 queries on a half precision cache.
+// The type of K and V if they are not quantised. The host defines it if it is not ELEMENT, as for
+// float32 queries on a half precision cache.
 #ifndef KV_ELEMENT
 #define KV_ELEMENT ELEMENT
 #endif
 
-// The 8 codes of a unit are one word in grouped formats, and three bytes if they have 3 bits. Other
-// formats are read as bytes.
+// The 8 codes of a unit are one element in grouped formats, but three bytes if codes have 3 bits.
+// Other formats are bytes.
 template <int FORMAT>
 using CodeElement = conditional_t<!kv_grouped(FORMAT) || kv_bits(FORMAT) == 3, uchar,
                                   conditional_t<kv_bits(FORMAT) == 4, uint, ushort>>;
@@ -24,30 +23,22 @@ using ScaleElement = conditional_t<kv_row_scales(FORMAT), half, float>;
 using KeyElement = CacheElement<KV_FORMAT>;
 using ValueElement = CacheElement<V_FORMAT>;
 
-// The elements of their tiles and fragments: codes become ELEMENT as they are read, all others stay
-// as they are, because the matrix unit multiplies float by half and by bfloat.
+// The type of K and V in tiles and fragments: codes become ELEMENT when they are read. Other types
+// are kept, because the matrix unit multiplies float by half and by bfloat.
 using KvTileElement = conditional_t<QUANTISED, ELEMENT, KV_ELEMENT>;
 
 constant constexpr bool K_SPAN_SCALES = kv_span_scaled(KV_FORMAT);
 constant constexpr bool V_SPAN_SCALES = kv_span_scaled(V_FORMAT);
 
-// The 8 codes of a grouped format that hold `column`'s, the first in the lowest bits.
-template <int FORMAT>
-METAL_FUNC uint code_word(const device CodeElement<FORMAT>* tensor, Offset row, int column) {
-  if (kv_bits(FORMAT) == 3) {
-    const device CodeElement<FORMAT>* bytes = tensor + (row + column / 8 * 3);
-    return uint(bytes[0]) | uint(bytes[1]) << 8 | uint(bytes[2]) << 16;
-  }
-  return uint(tensor[row + column / 8]);
-}
-
-// The codes of COUNT neighbouring columns, the first in the lowest bits; 0 for columns from COLUMNS
-// on. Rows that do not start at a multiple of such a load are read byte by byte.
+// The codes of COUNT neighbouring columns, the first in the lowest bits; 0 from COLUMNS on.
 template <int FORMAT, int COLUMNS, int COUNT>
 METAL_FUNC uint2 load_codes(const device CacheElement<FORMAT>* tensor, Offset row, int column) {
   if (kv_grouped(FORMAT)) {
-    const uint word =
-        code_word<FORMAT>(reinterpret_cast<const device CodeElement<FORMAT>*>(tensor), row, column);
+    constexpr int ELEMENTS = kv_bits(FORMAT) == 3 ? 3 : 1;  // of 8 codes
+    const device CodeElement<FORMAT>* unit =
+        reinterpret_cast<const device CodeElement<FORMAT>*>(tensor) + (row + column / 8 * ELEMENTS);
+    uint word = uint(unit[0]);
+    if (ELEMENTS == 3) { word |= uint(unit[1]) << 8 | uint(unit[2]) << 16; }
     return uint2(COUNT == 8 ? word : word >> (column % 8 * kv_bits(FORMAT)), 0);
   }
   constexpr int BYTES = COUNT * kv_bits(FORMAT) / 8;
@@ -66,9 +57,8 @@ METAL_FUNC uint2 load_codes(const device CacheElement<FORMAT>* tensor, Offset ro
   return codes;
 }
 
-// A float8 of 4 bits of exponent and 3 of fraction: Micikevicius et al., "FP8 Formats for Deep
-// Learning" (2022). Below 2^-6 it counts steps of 2^-9; a conversion through denormals would flush
-// those to 0.
+// 4 bits of exponent and 3 of fraction: Micikevicius et al., "FP8 Formats for Deep Learning"
+// (2022). Codes below 2^-6 are multiples of 2^-9; conversions flush denormals to 0.
 METAL_FUNC float e4m3(uint code) {
   const uint magnitude = code & 0x7f;
   const float normal = as_type<float>((magnitude << 20) + (120u << 23));
@@ -77,7 +67,7 @@ METAL_FUNC float e4m3(uint code) {
   return (code & 0x80) != 0 ? -value : value;
 }
 
-// The number of code i, before it is scaled.
+// The number of code i, without its scale.
 template <int FORMAT>
 METAL_FUNC float number(uint2 codes, short i) {
   constexpr int BITS = kv_bits(FORMAT);
@@ -88,14 +78,14 @@ METAL_FUNC float number(uint2 codes, short i) {
   return e4m3(code);
 }
 
-// The numbers of COUNT codes of q8_0 or q4_0, before they are scaled, exactly.
+// The exact numbers of COUNT codes of q8_0 or q4_0, without their scale.
 template <int FORMAT, typename T, int COUNT>
 METAL_FUNC void expand(thread T* values, uint2 codes, thread const T*) {
   UNROLL
   for (short i = 0; i < COUNT; i++) { values[i] = T(number<FORMAT>(codes, i)); }
 }
 
-// To half two at a time, without conversions: 0x6400 with n in its lowest bits is 1024 + n.
+// Two numbers at a time in half, without conversions: the bits 0x6400 | n are 1024 + n.
 template <int FORMAT, typename T, int COUNT>
 METAL_FUNC void expand(thread half* values, uint2 codes, thread const half*) {
   constexpr int BITS = FORMAT == KV_Q4_0 ? 4 : 8;
@@ -115,13 +105,13 @@ METAL_FUNC void expand(thread half* values, uint2 codes, thread const half*) {
   }
 }
 
-// The scale and the zero point of the numbers of neighbouring columns.
+// The scale and the minimum of a group.
 struct GroupScale {
   float scale;
   float minimum;  // kv_grouped
 };
 
-// 16 bytes of T of a row of COLUMNS columns, from `column` on, and 0 behind its end.
+// 16 bytes of T, from `column` on.
 template <int FORMAT, typename T, int COLUMNS>
 METAL_FUNC uint4 dequantised_chunk(const device CacheElement<FORMAT>* tensor, Offset row,
                                    int column, GroupScale group) {

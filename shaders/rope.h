@@ -2,33 +2,31 @@
 //
 // Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), equation 34.
 //
-// `pairs` is the number of columns of cos and sin, R / 2. Pair p is the columns
+// `pairs` is the number of columns of cos and sin, R / 2. Column p of these rotates the columns
 //   half-rotated (GPT-NeoX, Llama):  p, p + R / 2
 //   interleaved (GPT-J, the paper):  2 p, 2 p + 1
-// and is rotated by column p of cos and sin. Columns from R on are not rotated; the functions below
-// do not take them.
+// Columns from R on are not rotated, and are no arguments of these functions.
 #pragma once
 
 using namespace metal;
 
-// The rotated pair (x, y). With -sine it is rotated back.
+// The rotated pair (x, y). -sine rotates back.
 METAL_FUNC float2 rotate_pair(float x, float y, float cosine, float sine) {
   return float2(x * cosine - y * sine, y * cosine + x * sine);
 }
 
-// One column of the rotated pair, from its own value and its partner's; is_x: it is the pair's x.
+// One column of the rotated pair. is_x: `value` is the pair's x, else its y.
 METAL_FUNC float rotate_column(float value, float partner, float cosine, float sine, bool is_x) {
   return value * cosine + partner * (is_x ? -sine : sine);
 }
 
-// The columns of a pair.
 METAL_FUNC int rotary_x_column(int pair, bool interleaved) { return interleaved ? 2 * pair : pair; }
 
 METAL_FUNC int rotary_y_column(int pair, int pairs, bool interleaved) {
   return interleaved ? 2 * pair + 1 : pair + pairs;
 }
 
-// The pair of a column, which is its column of cos and sin.
+// The index of a column's pair, which is its column of cos and sin.
 METAL_FUNC int rotary_pair(int column, int pairs, bool interleaved) {
   return interleaved ? column / 2 : (column < pairs ? column : column - pairs);
 }

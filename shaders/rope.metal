@@ -1,15 +1,15 @@
 // Rotary position embeddings of q and k in one dispatch, in place or not.
 //
-// Bound by memory, so a thread moves whole vectors and reuses what it can: it owns VECTOR pairs of
-// columns of one token, loads their cos and sin once and rotates them in HEADS heads. The remaining
-// threads of a row copy the columns that are not rotated; in place there are none.
+// The kernel is bound by memory. A thread owns VECTOR pairs of columns of one token, loads their
+// cos and sin once, and rotates them in HEADS heads by vector loads and stores. The other threads
+// of a row copy the columns that are not rotated; in place there are no such threads.
 #include "features.h"
 #include "rotate_rows.h"
 
 // The specialisation, from the host: ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4), HEADS,
 // INTERLEAVED, IN_PLACE, HAS_ROWS, ROWS_ARE_POSITIONS, ROW_ELEMENT.
 
-// The unit's columns, from `column` on, bit by bit.
+// Copies the bits of UNIT_COLUMNS columns, from `column` on.
 METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, int64_t stride,
                           int64_t out_stride, int column, int head_dim) {
   if (VECTOR > 1 && column + UNIT_COLUMNS <= head_dim) {

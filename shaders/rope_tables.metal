@@ -1,9 +1,9 @@
-// cos and sin of every position times every inverse frequency: the tables that rope reads.
+// The tables that rope reads: cos and sin of each position times each inverse frequency.
 #include "params/rope.h"
 
 // The specialisation, from the host: TABLE_ELEMENT, POSITION_ELEMENT.
 
-// The product is rounded to float32 before cos and sin, as in the models that were trained so.
+// The product is rounded to float32 before cos and sin, as in the training of models.
 [[kernel, max_total_threads_per_threadgroup(ROPE_THREADS)]] void rope_tables(
     const device float* inv_freq [[buffer(ROPE_TABLES_INV_FREQ)]],
     const device POSITION_ELEMENT* positions [[buffer(ROPE_TABLES_POSITIONS)]],

@@ -1,11 +1,10 @@
 // Rotates rows of q or k as they are loaded, so that rotated rows are never written to memory.
 #pragma once
 
-#include "features.h"
 #include "rope.h"
 #include "tile.h"
 
-// There are no tables if nothing is rotated.
+// Without rotation there are no tables.
 #ifndef ROTARY_DIM
 #define ROTARY_DIM 0
 #define ROTARY_ELEMENT float
@@ -22,7 +21,7 @@ METAL_FUNC bool is_rotated(int column) {
   return (ROTARY_FIRST == 0 || column >= ROTARY_FIRST) && column < ROTARY_FIRST + ROTARY_DIM;
 }
 
-// COUNT neighbouring entries of a table, as float, WIDTH at a time.
+// Loads COUNT neighbouring entries of a table as float, WIDTH at a time.
 template <int COUNT, int WIDTH>
 METAL_FUNC void load_entries(const device ROTARY_ELEMENT* table, thread float* entries) {
   using Entries = vec<ROTARY_ELEMENT, WIDTH>;
@@ -54,7 +53,7 @@ struct RotaryTables {
     sines_stride = Offset(sin_strides.row);
   }
 
-  // Row i then means row `first` + i of the tables, or without `advances` always row `first`.
+  // Makes row `first` of the tables row 0; without `advances`, it is the row of all positions.
   METAL_FUNC void start_at(int64_t first, bool advances) thread {
     first_cosines += Offset(first) * cosines_stride;
     first_sines += Offset(first) * sines_stride;
@@ -62,7 +61,6 @@ struct RotaryTables {
     sines_stride = advances ? sines_stride : 0;
   }
 
-  // The first entry of row `position` in the tables.
   METAL_FUNC Offset cosines_of(int position) const thread {
     return first_cosines + Offset(position) * cosines_stride;
   }
@@ -71,7 +69,7 @@ struct RotaryTables {
     return first_sines + Offset(position) * sines_stride;
   }
 
-  // One column of row `position`, which lies at `row`, rotated and rounded to its own type.
+  // One column, rotated, of the row at offset `row`, which has position `position`.
   template <typename T>
   METAL_FUNC T rotated(const device T* tensor, Offset row, int position, int column) const thread {
     if (!is_rotated(column)) { return tensor[row + column]; }
@@ -84,10 +82,9 @@ struct RotaryTables {
                            rotary_is_x(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
   }
 
-  // Columns `first` + `lane_column` and the next of row `position`, which are rotated: interleaved,
-  // or in one half with all columns of the fragment that begins at `first`. Each index is a
-  // constant and the lane's own part: a half of their sum, or a choice by it, would be kept for
-  // every fragment through a loop.
+  // Columns `first` + `lane_column` and the next, rotated. Pairs are interleaved, or all columns of
+  // the fragment that begins at `first` are in one half. Each index is the sum of a constant and a
+  // number of the lane; anything else would take a register for each fragment throughout a loop.
   template <typename T>
   METAL_FUNC vec<T, LANE_COLUMNS> rotated_pair(const device T* tensor, Offset row, int position,
                                                int first, int lane_column) const thread {
@@ -110,8 +107,7 @@ struct RotaryTables {
                         is_x)));
   }
 
-  // 16 bytes of row `position`, which lies at `row` and is COLUMNS long, from `column` on; 0 behind
-  // its end.
+  // 16 bytes, rotated, from `column` on; 0 for columns from COLUMNS on.
   template <int COLUMNS, typename T>
   METAL_FUNC uint4 rotated_chunk(const device T* tensor, Offset row, int position,
                                  int column) const thread {

@@ -1,7 +1,7 @@
-// Rotates rows of q or k from memory to memory: one thread's share of them.
+// Rotates rows of q or k from memory to memory. A thread rotates VECTOR (1, 2 or 4) pairs of
+// columns of one token, with the same cos and sin in all heads.
 //
-// A kernel that includes this says ELEMENT, TABLE_ELEMENT, INTERLEAVED and VECTOR (1, 2 or 4). A
-// thread owns VECTOR pairs of columns of one token, whose cos and sin serve all heads.
+// The including kernel defines ELEMENT, TABLE_ELEMENT, INTERLEAVED and VECTOR.
 #pragma once
 
 #include "params/rope.h"
@@ -10,10 +10,10 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int UNIT_COLUMNS = 2 * VECTOR;
-// Elements of a vector that is moved. Metal has no vector of one element.
+// The elements of a load or store. Metal has no vector of one element.
 constant constexpr int WIDTH = VECTOR > 1 ? VECTOR : 2;
 
-// Loads VECTOR neighbouring elements. They are aligned as one vector if VECTOR is not 1.
+// Loads VECTOR neighbouring elements, which are aligned as one vector.
 template <typename T>
 METAL_FUNC void load_vector(const device T* first, thread float* values) {
   if (VECTOR == 1) {
@@ -37,20 +37,18 @@ METAL_FUNC void store_vector(device T* first, thread const float* values) {
   *reinterpret_cast<device vec<T, WIDTH>*>(first) = stored;
 }
 
-// The first columns of the two vectors of pairs that a thread has, in any row.
+// The first columns of the two vectors that hold a thread's pairs.
 struct PairColumns {
   int first;
   int second;
 };
 
 METAL_FUNC PairColumns pair_columns(int pair, int pairs) {
-  PairColumns columns;
-  columns.first = rotary_x_column(pair, INTERLEAVED);
-  columns.second = INTERLEAVED ? columns.first + VECTOR : rotary_y_column(pair, pairs, false);
-  return columns;
+  const int first = rotary_x_column(pair, INTERLEAVED);
+  return {first, INTERLEAVED ? first + VECTOR : rotary_y_column(pair, pairs, false)};
 }
 
-// cos and sin of a thread's pairs, for one token.
+// cos and sin of a thread's pairs of one token.
 struct PairAngles {
   float cosines[VECTOR];
   float sines[VECTOR];
@@ -66,7 +64,6 @@ struct PairAngles {
                       pair * params.sin_strides.column,
                   sines);
     } else {
-      // The tables have no such row, so the result is NaN.
       UNROLL
       for (short i = 0; i < VECTOR; i++) {
         cosines[i] = NAN;

@@ -1,28 +1,28 @@
-// Sums of a row's gradients, which show the error of delta: see flash_bwd_dq.metal.
+// Sums over a row's keys, which reveal the error of delta (flash_bwd_dq.metal).
 #pragma once
 
 #include "backward.h"
 #include "softmax.h"
 
-// The error of delta that is tolerated, relative to the magnitude of a row's gradients: the
-// rounding of dq itself, of the 11 bits that tensor operations keep, or of float32's sums.
+// The tolerated error of delta, relative to the sum of a row's absolute gradients: the rounding of
+// dq, of the 11 bits that tensor operations keep, or of float32 sums.
 constant constexpr float FLOAT_SUMS_ROUNDING = 4.76837158e-7f;  // 2^-21
 constant constexpr float LEAST_TOLERATED =
     TENSOR_TILES ? unit_roundoff<half>() : FLOAT_SUMS_ROUNDING;
 constant constexpr float TOLERATED =
     unit_roundoff<ELEMENT>() > LEAST_TOLERATED ? unit_roundoff<ELEMENT>() : LEAST_TOLERATED;
 
-// The errors that a row's sums show.
+// The errors that a row's sums reveal.
 struct RowError {
   float of_delta;
   float normaliser;  // 1 / the sum of exp(score - log-sum-exp)
   float factor;      // of the weights
 };
 
-// Sums over a row's keys, of the lane's own columns only.
+// Sums over the lane's columns of a row.
 struct RowSums {
-  float gradients;  // of its scores; what differs from the known sum is the error of delta
-  float sizes;      // their magnitudes
+  float gradients;  // of scores; the error of delta is the difference from the exact sum
+  float sizes;      // absolute gradients
   float weights;
 
   METAL_FUNC void reset() thread {
@@ -31,7 +31,7 @@ struct RowSums {
     weights = 0.0f;
   }
 
-  // A block's values are summed separately first, as in `accumulate`.
+  // As in `accumulate`, a block's values are summed separately first.
   template <int FRAGMENTS>
   METAL_FUNC void add(thread const Fragment<float>* block, Fragment<float> block_weights) thread {
     Fragment<float> sum = block[0];
@@ -46,7 +46,7 @@ struct RowSums {
     weights += block_weights.x + block_weights.y;
   }
 
-  // The errors of the whole row. sink: the logit. dlse: the gradient of the log-sum-exp.
+  // The errors of the whole row. sink: a logit. dlse: the gradient of the log-sum-exp.
   METAL_FUNC RowError merge_lanes(float row_lse, float lse_log2, float row_delta, float sink,
                                   float dlse) thread {
     RowError error;

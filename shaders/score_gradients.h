@@ -1,5 +1,4 @@
-// Shared by flash_bwd_bias and flash_bwd_captures: a SIMD group's queries, and the gradients of
-// their scores.
+// Shared by flash_bwd_bias and flash_bwd_captures: queries and the gradients of their scores.
 #pragma once
 
 #include "backward.h"
@@ -17,14 +16,14 @@ using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using QueryTile = OwnRows<Queries, QK_COLUMNS>;
 using GradientTile = OwnRows<OutGradients, V_COLUMNS>;
 
-// Takes the place in the fastest dimension, of `size`, out of `index`.
-METAL_FUNC int taken(thread int64_t& index, int size) {
+// Returns the position in the fastest dimension, of `size`, and removes it from `index`.
+METAL_FUNC int pop_dimension(thread int64_t& index, int size) {
   const int position = int(index % size);
   index /= size;
   return position;
 }
 
-// A lane's rows of q and dout, and their statistics.
+// A lane's rows of q and dout with their statistics.
 struct OwnQueries {
   QueryTile q_tile;        // [ROW_FRAGMENTS * 8, D]
   GradientTile dout_tile;  // [ROW_FRAGMENTS * 8, Dv]
@@ -32,7 +31,7 @@ struct OwnQueries {
   float deltas[ROW_FRAGMENTS];
   float weight_factors[ROW_FRAGMENTS];  // NORMALISED
 
-  // Params: what flash_bwd_bias or flash_bwd_captures has.
+  // Params: of flash_bwd_bias or flash_bwd_captures.
   template <typename Params>
   METAL_FUNC void load(thread const FlashInputs& inputs, thread const BackwardBuffers& buffers,
                        constant Params& params, int batch, int head,
@@ -53,7 +52,7 @@ struct OwnQueries {
     }
   }
 
-  // d loss / d score, from d loss / d weight.
+  // d loss / d score. weight_gradient: d loss / d weight.
   METAL_FUNC Fragment<float> differentiate(short i, Fragment<float> score,
                                            Fragment<float> weight_gradient) const thread {
     Fragment<float> weight = fast::exp2(score - lse_log2s[i]);

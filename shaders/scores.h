@@ -1,16 +1,13 @@
-// The changes to scores between the product and the softmax, in this order: rules, ALiBi, bias,
-// mask. The rules' results are in base 2: multiplied by log2(e).
+// From products to scores: apply_rules, ALiBi, bias and mask, in this order. Scores are in base 2,
+// that is multiplied by log2(e).
 #pragma once
 
-#include "features.h"
 #include "mask.h"
-#include "params/attention.h"
-#include "tile.h"
 
 UNLESS(BIAS, using BIAS_ELEMENT = float;)
 
-// A logit in base 2. A finite logit stays finite, so a row that holds only the lowest float is
-// uniform, as in any softmax, and not masked out.
+// A logit in base 2. Finite logits stay finite: a row of nothing but the lowest float has uniform
+// weights, as in any softmax, and is not masked out.
 template <typename T>
 METAL_FUNC float base_2(T logit) {
   const float value = float(logit);
@@ -22,15 +19,15 @@ METAL_FUNC float base_2(T logit) {
 // log2(e) - M_LOG2E_F.
 constant constexpr float LOG2E_REST = 1.92596299e-8f;
 
-// value * log2(e) - scaled: the rounding error of `scaled`, the value in base 2. It counts as 0
-// where it is not small: values there are so large that float32 weights cannot resolve it.
+// value * log2(e) - scaled, the rounding error of `scaled`. An error of 0.5 or more counts as 0:
+// such values are so large that float32 weights cannot resolve it.
 METAL_FUNC float rounded_off(float value, float scaled) {
   const float rest = fma(value, M_LOG2E_F, -scaled) + value * LOG2E_REST;
   return fabs(rest) < 0.5f ? rest : 0.0f;
 }
 
-// logit * log2(e) - other, in which the product is not rounded by itself. Such a rounding would
-// change the weights of every row in the same way, and sums over rows would add it up.
+// logit * log2(e) - other without the rounding error of the product. That error would be the same
+// in all rows, and would add up in sums over rows.
 template <typename T>
 METAL_FUNC float base_2_less(T logit, float other) {
   const float scaled = base_2(logit);
@@ -43,14 +40,13 @@ METAL_FUNC Fragment<T> load_pair(const device T* first) {
   return *reinterpret_cast<const device Fragment<T>*>(first);
 }
 
-// A compiler would make two loads of a vector of bytes.
+// One load of 16 bits: a compiler would load a vector of two bytes in two.
 METAL_FUNC Fragment<uchar> load_pair(const device uchar* first) {
   const ushort both = *reinterpret_cast<const device ushort*>(first);
   return Fragment<uchar>(uchar(both & 0xff), uchar(both >> 8));
 }
 
-// The rows of a mask or bias that belong to a lane's rows of a tile. With PAIRS, columns 2i and
-// 2i + 1 are one aligned vector.
+// A mask's or bias's rows for a lane. With PAIRS, columns 2i and 2i + 1 are one aligned vector.
 template <typename T, int ROWS, bool PAIRS>
 struct MaskRows {
   const device T* tensor;
@@ -58,7 +54,7 @@ struct MaskRows {
   Offset column_stride;
   int last_column;
 
-  // TRANSPOSED: a row is a key's. Rows past the last repeat it.
+  // TRANSPOSED: a row is a key. Rows past the last repeat it.
   template <bool TRANSPOSED>
   METAL_FUNC void reset(const device T* mask, constant MaskStrides& strides, int batch, int head,
                         int row, int last_query, int last_key) thread {
@@ -83,8 +79,8 @@ struct MaskRows {
   }
 };
 
-// How products of one (sequence, head) become scores. A row of the tile is a query and a column a
-// key, or with TRANSPOSED the other way round.
+// Turns products of one (sequence, head) into scores. A row of the tile is a query and a column is
+// a key, or with TRANSPOSED a row is a key and a column is a query.
 template <int ROWS, bool TRANSPOSED>
 struct ScoreRules {
   int lane_column;
@@ -115,8 +111,8 @@ struct ScoreRules {
     }
   }
 
-  // The rules that are functions of a score: first those of the product, then the scale to base 2,
-  // then those of a score in base 2. A rule multiplies `slope` by its derivative.
+  // The functions of a score: first those of the product, then the scale to base 2, then those of a
+  // score in base 2. Each multiplies `slope` by its derivative.
   METAL_FUNC void apply_rules(thread Fragment<float>& score, thread Fragment<float>& slope,
                               constant FlashParams& params) const thread {
     if (SOFTCAP) {
@@ -129,7 +125,7 @@ struct ScoreRules {
     }
   }
 
-  // Products become scores, for columns from `first_column` on. masked: attn_mask may hide some.
+  // Products become scores, for columns from `first_column` on. masked: attn_mask is applied.
   template <int COLUMNS, typename Inputs>
   METAL_FUNC void value(thread RegisterTile<float, ROWS, COLUMNS>& scores, int first_column,
                         bool masked, thread const Inputs&,
@@ -137,7 +133,7 @@ struct ScoreRules {
     apply<false>(scores, scores, first_column, masked, params);
   }
 
-  // The same, and with SCORE_DERIVATIVES `slopes` is d score / d product, but for the scale.
+  // With SCORE_DERIVATIVES, `slopes` becomes d score / d product without the factor softmax_scale.
   template <int COLUMNS, typename Inputs>
   METAL_FUNC void value_and_slope(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                                   thread RegisterTile<float, ROWS, COLUMNS>& slopes,

@@ -1,17 +1,17 @@
-// The queries and keys of one sequence of the batch. Read once a threadgroup.
+// The queries and keys of one sequence of the batch.
 #pragma once
 
 #include "features.h"
 #include "params/attention.h"
 
-// Lengths come from the caller's memory. Invalid ones make the sequence `impossible`, and nothing
+// Lengths are in the caller's memory. Invalid lengths make the sequence `impossible`, and nothing
 // outside the tensors is read.
 struct Sequence {
   int q_start;  // first row in the packed tensors; 0 in dense ones
   int kv_start;
   int q_length;
   int kv_length;  // one past the last key that exists
-  int first_key;  // the first that exists
+  int first_key;  // the first key that exists
   int kv_rows;    // rows of k and v that belong to the sequence, used or not
   bool impossible;
 
@@ -25,8 +25,8 @@ struct Sequence {
     impossible = false;
   }
 
-  // Rows cu_seqlens_q[batch] up to cu_seqlens_q[batch + 1] of packed queries. One past the last
-  // sequence has the rows of no sequence, which see nothing.
+  // Rows cu_seqlens_q[batch] up to cu_seqlens_q[batch + 1] of packed queries. The batch index after
+  // the last sequence stands for the rows of no sequence, which see nothing.
   METAL_FUNC void unpack_queries(const device int* cu_seqlens_q, int batch,
                                  constant FlashParams& params) thread {
     const bool none = batch == params.batch;
@@ -39,7 +39,7 @@ struct Sequence {
         begin != q_start || end != q_start + q_length || (!none && q_length > params.q_length);
   }
 
-  // The same of packed keys, or so many keys of a cache.
+  // The same rows of packed keys. In a cache, the number of keys is the difference.
   METAL_FUNC void unpack_keys(const device int* cu_seqlens_k, int batch,
                               constant FlashParams& params) thread {
     const bool none = batch == params.batch;

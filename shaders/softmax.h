@@ -1,14 +1,12 @@
-// Softmax over values that arrive block by block: of rows of fragments, and of rows that lanes
-// share.
+// Softmax over values that arrive block by block, in fragments or in rows that lanes share.
 //
-// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), in base 2: scores of
-// fragments come multiplied by log2(e), so exp2 stands for exp.
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Scores of fragments
+// are in base 2, that is multiplied by log2(e), and exp2 replaces exp.
 #pragma once
 
 #include "tile.h"
 
-// Not above any finite score, and finite: with -inf here, exp2(-inf - row_max) would be NaN and not
-// 0.
+// The lowest finite score. With -inf, exp2(-inf - row_max) would be NaN and not 0.
 constant constexpr float MASKED_ROW_MAX = LOWEST_FLOAT;
 
 METAL_FUNC float fragment_row_max(float x) {
@@ -23,18 +21,17 @@ METAL_FUNC float fragment_row_sum(float x) {
 
 struct OnlineSoftmax {
   float row_max;
-  // The lane's own columns only: the row's sum is taken once, at the end.
-  float lane_sum;
+  float lane_sum;  // of the lane's columns
 
-  // sink_log2: a logit that has no key (gpt-oss, 2025). Its weight is added to the sum at the end,
-  // so that the sum of the keys' weights stays known, even if it is much smaller.
+  // sink_log2: a logit without a key (gpt-oss, 2025). Its weight is added at the end, so that a
+  // much smaller sum of the keys' weights is not lost.
   METAL_FUNC void reset(float sink_log2 = MASKED_ROW_MAX) thread {
     row_max = max(sink_log2, MASKED_ROW_MAX);
     lane_sum = 0.0f;
   }
 
   // Turns a row's scores, [8, FRAGMENTS * 8], into weights relative to the running maximum. Returns
-  // the factor of the sums that were accumulated before.
+  // the factor of all earlier sums.
   template <int FRAGMENTS>
   METAL_FUNC float update(thread Fragment<float>* scores) thread {
     float block_max = max(scores[0].x, scores[0].y);
@@ -57,15 +54,15 @@ struct OnlineSoftmax {
   // The sum of the keys' weights: 0 where none was visible.
   METAL_FUNC float row_sum() const thread { return fragment_row_sum(lane_sum); }
 
-  // Natural logarithm of the sum of exp(score), of which `row_sum` is the sum of weights.
+  // The natural logarithm of the sum of exp(score). row_sum: the sum of weights.
   METAL_FUNC float logsumexp(float row_sum) const thread {
     return row_sum == 0.0f ? -INFINITY : (row_max + log2(row_sum)) * M_LN2_F;
   }
 };
 
-// A row's maximum and its sum of exp(x - row_max), of the values that a lane has seen: algorithm 3
-// of the paper. Values are in natural units: x - row_max is taken before the scaling by log2(e),
-// whose rounding would grow with x.
+// The maximum and the sum of exp(x - row_max) of the values that a lane has read: algorithm 3 of
+// the paper. Values are not in base 2: the rounding error of x * log2(e) grows with x, and that of
+// (x - row_max) * log2(e) does not.
 struct SoftmaxNormaliser {
   float row_max;
   float row_sum;
@@ -78,7 +75,7 @@ struct SoftmaxNormaliser {
   // exp(x - row_max)
   METAL_FUNC float weight(float x) const thread { return fast::exp2((x - row_max) * M_LOG2E_F); }
 
-  // Moves to a maximum that is not lower. Returns the factor of the earlier sums of weights.
+  // Raises the maximum. Returns the factor of earlier sums of weights.
   METAL_FUNC float raise(float new_max) thread {
     const float correction = fast::exp2((row_max - new_max) * M_LOG2E_F);
     row_sum *= correction;
@@ -98,16 +95,16 @@ struct SoftmaxNormaliser {
     row_sum += sum;
   }
 
-  // Merges the normalisers of all lanes of the SIMD group, with the same result in each.
+  // Merges the normalisers of all lanes of the SIMD group.
   METAL_FUNC void merge_lanes() thread {
     raise(simd_max(row_max));
     row_sum = simd_sum(row_sum);
   }
 
-  // The factor of the weights. A row of only -inf has no sum, and gives 0.
+  // The factor of the weights: 0 for a row of nothing but -inf.
   METAL_FUNC float finalize() const thread { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 
-  // Natural logarithm of the sum of exp(x), over the values that are in row_sum.
+  // The natural logarithm of the sum of exp(x).
   METAL_FUNC float logsumexp() const thread {
     return row_sum == 0.0f ? -INFINITY : row_max + log(row_sum);
   }

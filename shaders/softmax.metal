@@ -1,17 +1,16 @@
 // Softmax along one axis of a tensor, and the causal mask that may come before it.
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3: one pass
-// over the row for its maximum and sum together, a second one that writes.
+// over the row for its maximum and sum, and a second pass that writes.
 #include "params/softmax.h"
 #include "row_dims.h"
 #include "softmax.h"
-#include "tile.h"
 
 // The specialisation, from the host: ELEMENT, ROW_SIMDGROUPS, THREADGROUP_ROWS, WIDE_LOADS.
 
-// ROW_SIMDGROUPS SIMD groups have a row, and a threadgroup THREADGROUP_ROWS rows. They walk along
-// the row ROW_BLOCK values at a time, ITEMS of them a thread: neighbours of 16 bytes in all where
-// rows lie so (WIDE_LOADS), else ROW_THREADS apart, so that neighbouring threads have neighbouring
+// ROW_SIMDGROUPS SIMD groups have a row, and a threadgroup has THREADGROUP_ROWS rows. A row is read
+// in blocks of ROW_BLOCK values, ITEMS for each thread. With WIDE_LOADS these are one aligned load
+// of 16 bytes. Otherwise they are ROW_THREADS apart, so that neighbouring threads read neighbouring
 // values.
 constant constexpr int ITEMS = chunk_elements<ELEMENT>();
 constant constexpr int ROW_THREADS = ROW_SIMDGROUPS * SIMD_LANES;
@@ -20,7 +19,7 @@ constant constexpr int THREADS = THREADGROUP_ROWS * ROW_THREADS;
 
 static_assert(ROW_SIMDGROUPS == 1 || THREADGROUP_ROWS == 1, "a barrier is for one row");
 
-// The row of a thread. May be past the last one, for a whole SIMD group at a time.
+// The row of a thread. It may be past the last, and then is for all lanes of the SIMD group.
 METAL_FUNC uint row_of(uint3 threadgroup_position, uint3 threadgroups, ushort thread_index) {
   const uint block = threadgroup_position.y * threadgroups.x + threadgroup_position.x;
   return block * THREADGROUP_ROWS + thread_index / ROW_THREADS;
@@ -32,13 +31,13 @@ METAL_FUNC uint item_position(uint block, ushort row_thread, short item) {
                     : block + uint(item) * ROW_THREADS + row_thread;
 }
 
-// True if the thread's items are one chunk, inside the row and none before `begin`.
+// True if the thread's items are one chunk in [begin, length).
 METAL_FUNC bool is_whole_chunk(uint block, ushort row_thread, uint begin, uint length) {
   const uint first = item_position(block, row_thread, 0);
   return WIDE_LOADS && first >= begin && first + ITEMS <= length;
 }
 
-// The thread's items of a block in float32; -inf, which has no weight, past the end of the row.
+// Loads the thread's items of a block; they are -inf, whose weight is 0, past the end of the row.
 METAL_FUNC void load_items(const device ELEMENT* row, int64_t stride, uint length, uint block,
                            ushort row_thread, thread float* items) {
   if (is_whole_chunk(block, row_thread, 0, length)) {
@@ -57,7 +56,7 @@ METAL_FUNC void load_items(const device ELEMENT* row, int64_t stride, uint lengt
   }
 }
 
-// Stores those of them that are in begin..length-1.
+// Stores the items whose positions are in [begin, length).
 METAL_FUNC void store_items(device ELEMENT* row, int64_t stride, uint begin, uint length,
                             uint block, ushort row_thread, thread const float* items) {
   if (is_whole_chunk(block, row_thread, begin, length)) {
@@ -133,7 +132,7 @@ METAL_FUNC void merge_simdgroups(thread SoftmaxNormaliser& normaliser, threadgro
   }
 }
 
-// Writes -inf where key > query + q_offset, and touches nothing else.
+// Writes -inf where key > query + q_offset.
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void apply_causal_mask(
     device ELEMENT* scores [[buffer(CAUSAL_MASK_SCORES)]],
     constant CausalMaskParams& params [[buffer(CAUSAL_MASK_PARAMS)]],

@@ -1,4 +1,4 @@
-// How a SIMD group reads rows straight from device memory into fragments, without staging them.
+// Rows that a SIMD group reads from device memory into fragments without staging.
 //
 // A span is 32 columns of 8 rows. Each lane loads 8 neighbouring columns of one row, its unit, and
 // four 8x8 fragments take two columns each from every unit:
@@ -7,8 +7,8 @@
 //   unit                  0                 1             2           3
 //   fragment              0 0 1 1 2 2 3 3   0 0 ..  3     0 ..  3     0 ..  3
 //
-// So column 2u + e of fragment f is column 8u + 2f + e of the span. Sums over columns do not
-// depend on the order, if both factors have it. A result's columns are in units, and stored so.
+// So column 2u + e of fragment f is column 8u + 2f + e of the span. If both factors have this
+// order, sums over columns are the same. Results have it too, and are stored by units.
 #pragma once
 
 #include "operand.h"
@@ -20,15 +20,15 @@ constant constexpr int UNIT_COLUMNS = 8;
 // Spans that hold `columns` columns.
 constexpr int spans(int columns) { return (columns + SPAN_COLUMNS - 1) / SPAN_COLUMNS; }
 
-// The first column, in a span, of the unit of the lane that has `column` of a fragment.
+// The first column, in a span, of the unit of a lane whose fragments begin at `column`.
 METAL_FUNC int first_unit_column(ushort column) { return column / LANE_COLUMNS * UNIT_COLUMNS; }
 
-// The span's column that is row `row` of fragment f of the span's transpose.
+// The column of a span that is row `row` of fragment f in the transposed span.
 METAL_FUNC ushort span_column(ushort row, ushort f) {
   return row / 2 * UNIT_COLUMNS + 2 * f + row % 2;
 }
 
-// A lane's unit of a row, as its shares of the span's fragments.
+// A lane's unit of a row: its elements of the span's fragments.
 template <typename T>
 struct Unit {
   Fragment<T> fragments[SPAN_FRAGMENTS];
@@ -38,7 +38,7 @@ struct Unit {
     for (short j = 0; j < SPAN_FRAGMENTS; j++) { fragments[j] = Fragment<T>(value, value); }
   }
 
-  // The pairs of 32 lanes lie side by side.
+  // In memory the pairs of 32 lanes are neighbours.
   METAL_FUNC void store(threadgroup Fragment<T>* pairs) const thread {
     UNROLL
     for (short j = 0; j < SPAN_FRAGMENTS; j++) { pairs[j * SIMD_LANES] = fragments[j]; }
@@ -59,8 +59,8 @@ struct Unit {
     }
   }
 
-  // From `column` on; 0 behind the row's COLUMNS, and everywhere unless it `exists`. WHOLE: no unit
-  // begins behind them.
+  // Loads from `column` on. Columns from COLUMNS on are 0, and all columns unless the row `exists`.
+  // WHOLE: no unit begins at COLUMNS or later.
   template <int COLUMNS, bool WHOLE = COLUMNS % SPAN_COLUMNS == 0, typename Source>
   METAL_FUNC void load(thread const Source& source, thread const typename Source::Place& place,
                        int column, bool exists) thread {

@@ -1,7 +1,7 @@
 // Keys and values of a block, staged in threadgroup memory for all SIMD groups.
 //
-// If rows are too many for one SIMD group's registers, two share them (COLUMN_SIMDGROUPS): each
-// has half of the columns of q, k, v and out, and they add up their parts of the scores.
+// If one SIMD group has too few registers, two share its rows (COLUMN_SIMDGROUPS). Each has half of
+// the columns of q, k, v and out, and they add up their parts of the scores.
 #pragma once
 
 #include "forward.h"
@@ -19,7 +19,7 @@ constant constexpr int OWN_QK_FRAGMENTS = QK_FRAGMENTS / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_FRAGMENTS = V_SLICE / FRAGMENT / COLUMN_SIMDGROUPS;
 constant constexpr int K_TILE_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(KvTileElement);
 constant constexpr int V_TILE_BYTES = BLOCK_K * padded(V_SLICE) * sizeof(KvTileElement);
-// SIMD groups that share columns stage V where K was.
+// SIMD groups that share rows stage V in the place of K.
 constant constexpr int V_TILE_BEGIN = COLUMNS_SPLIT ? 0 : K_TILE_BYTES;
 constant constexpr int TILE_BYTES =
     V_TILE_BEGIN + V_TILE_BYTES > K_TILE_BYTES ? V_TILE_BEGIN + V_TILE_BYTES : K_TILE_BYTES;
@@ -29,9 +29,7 @@ static_assert(BLOCK_K % FRAGMENT == 0, "BLOCK_K is a multiple of 8");
 static_assert(!KV_STAGED || TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the K and V tiles fit in 32 KiB of threadgroup memory");
 
-// A block of keys and values at a time, as `attend` of forward.h asks for them. `multiply_keys` and
-// `accumulate_values` are the two products of attention; unstaged.h has the same without
-// threadgroup memory.
+// The products of `attend` (forward.h) with one block of keys and values at a time.
 template <int ROWS, int KEYS>
 struct StagedKv {
   using Pair = Fragment<KvTileElement>;
@@ -73,7 +71,7 @@ struct StagedKv {
     v_lane = lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column + value_column());
   }
 
-  // The SIMD group's first column of q and k, and in the slice that of v and out.
+  // The SIMD group's first column of q and k, and its first column of v and out in the slice.
   METAL_FUNC int query_column() const thread {
     return simdgroup % COLUMN_SIMDGROUPS * OWN_QK_FRAGMENTS * FRAGMENT;
   }
@@ -87,7 +85,7 @@ struct StagedKv {
     return fragment_column(lane) + value_column() + d * FRAGMENT;
   }
 
-  // Every SIMD group calls it, and multiply_keys.
+  // Every SIMD group calls begin_block and multiply_keys.
   METAL_FUNC void begin_block(int kv_block) thread {
     first_key = kv_block;
     move_to(keys, values, first_key, BLOCK_K, lane);
@@ -106,7 +104,7 @@ struct StagedKv {
         thread_index);
   }
 
-  // scores = q k^T, where the SIMD group's queries see any of the keys.
+  // scores = q k^T if `seen`: if the SIMD group's queries see any of the keys.
   METAL_FUNC void multiply_keys(thread Scores& scores, thread const QueryTile& q,
                                 bool seen) const thread {
     if (seen) {

@@ -1,22 +1,21 @@
-// Products of tensor tiles with rows that are read straight from device memory, 32 at a time.
+// Products of tensor tiles with rows that are read from device memory, 32 at a time.
 #pragma once
 
-#include "operand.h"
 #include "parts.h"
 #include "softmax.h"
 #include "spans.h"
 #include "tensor_tile.h"
 
-// A lane's rows of 32 keys, renamed as columns are in tensor_tile.h: key 2 h + i of these is row
-// 16 h + r + 8 i of a transposed right operand, and row r + 8 i of the right operand of half h.
+// A lane's keys of 32. They are renamed as columns are in tensor_tile.h: a lane's key 2 h + i is
+// row 16 h + r + 8 i of a transposed right operand, or row r + 8 i of half h's right operand.
 constant constexpr int LANE_KEYS = 4;
 
 METAL_FUNC ushort lane_key(ushort row, short key) {
   return (row & 4) * 2 + (row & 3) + key / 2 * 4 + key % 2 * 16;
 }
 
-// The places of a lane's keys of a block in K or V, or of its queries in Q or dout. Those outside
-// [begin, end) are at the place of the nearest one inside.
+// The places in K or V of a lane's keys of a block, or in Q or dout of its queries. A key outside
+// [begin, end) has the place of the nearest one inside.
 template <typename Source>
 struct KeyPlaces {
   typename Source::Place places[LANE_KEYS];
@@ -34,7 +33,7 @@ struct KeyPlaces {
   }
 };
 
-// A lane's unit of a row, as products take it: float32 is rounded to the 11 bits that they keep.
+// A lane's unit of a row; float32 is rounded to the 11 bits that products keep.
 template <typename T, int COLUMNS, bool WHOLE, typename Source>
 METAL_FUNC Unit<T> operand_unit(thread const Source& source,
                                 thread const typename Source::Place& place, int column,
@@ -48,18 +47,18 @@ METAL_FUNC Unit<T> operand_unit(thread const Source& source,
   return unit;
 }
 
-// Spans that each of the SIMD groups has which share rows of `columns`.
+// The spans of each SIMD group of those that share rows of `columns` columns.
 constexpr int own_spans(int columns) {
   return (spans(columns) + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 }
 
-// True if no unit of these begins behind the row.
+// True if all units of these spans begin inside the row.
 constexpr bool whole_spans(int columns) {
   return columns == COLUMN_SIMDGROUPS * own_spans(columns) * SPAN_COLUMNS;
 }
 
-// A SIMD group's rows of q, or of k in the backward, its own spans of rows of COLUMNS, as the left
-// factor of products: held in registers, or read again for each block if those do not suffice.
+// The SIMD group's spans of its rows of q, or of k in the backward, as the left factor of products.
+// They are in registers if HELD, and else read again for each block.
 template <typename T, typename Source, int COLUMNS, bool HELD>
 struct QueryRows {
   using Element = T;
@@ -111,12 +110,12 @@ struct QueryRows {
 
 using BlockTile = RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>;
 
-// 1 + 2^-11. A number of 11 bits times this is cut to itself, and what is cut from others is off by
-// at most 2^-11 of them, up or down.
+// 1 + 2^-11. After multiplication by this, cut() returns numbers of 11 bits unchanged, and rounds
+// others up or down, by at most 2^-11 of them.
 constant constexpr float CUT_CENTRE = 1.00048828125f;
 
-// Rounds float32 weights or gradients to numbers that tensor operations take as they are: in half
-// precision by the fewest instructions, and in float32 to the nearest, as its other operands are.
+// Rounds float32 weights or gradients to the 11 bits that tensor operations keep: for 16-bit
+// ELEMENT by the fewest instructions, and for float32 to the nearest, like other operands.
 METAL_FUNC void round_to_cut(thread BlockTile& tile) {
   constexpr bool NEAREST = sizeof(ELEMENT) == sizeof(float);
   UNROLL
@@ -129,7 +128,7 @@ METAL_FUNC void round_to_cut(thread BlockTile& tile) {
   }
 }
 
-// T: of the keys. result += q k^T over the columns of spans [first, last).
+// result += q k^T over the columns of spans [first, last). T: type of the keys.
 template <typename T, int COLUMNS, typename Query, typename Source>
 METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
                                thread const Source& keys, thread const KeyPlaces<Source>& places,
@@ -158,7 +157,7 @@ METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
   }
 }
 
-// result = q k^T, [16, 32], dot products over the SIMD group's own spans of rows of COLUMNS.
+// result = q k^T, [16, 32], over the SIMD group's spans of the COLUMNS columns.
 template <typename T, int COLUMNS, typename Query, typename Source>
 METAL_FUNC void multiply_transposed(thread BlockTile& result, thread const Query& q,
                                     thread const Source& keys,
@@ -176,8 +175,8 @@ METAL_FUNC void multiply_transposed(thread BlockTile& result, thread const Query
   }
 }
 
-// sum = sum * corrections + weights values, of columns [first_column, first_column + SLICE) of rows
-// of COLUMNS; all slices together have GRID_COLUMNS. As in products.h, a block's products are
+// sum = sum * corrections + weights values, for columns [first_column, first_column + SLICE) of
+// COLUMNS; all slices of the grid have GRID_COLUMNS. As in products.h, a block's products are
 // summed separately first.
 template <typename T, int COLUMNS, int SLICE,
           int GRID_COLUMNS = (COLUMNS + SLICE - 1) / SLICE * SLICE, typename Source>
@@ -234,14 +233,14 @@ METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGM
                                               first_column, lane_column);
 }
 
-// Row sums of weights as tensor operations take them. The output is divided by these, so that what
-// the cut takes from all weights alike cancels; the log-sum-exp is that of the weights before it.
+// Row sums of the cut weights. The output is divided by these, so that the mean error of the cut
+// cancels; the log-sum-exp uses the sums of the weights before the cut.
 struct CutWeights {
   float lane_sum;
 
   METAL_FUNC void reset() thread { lane_sum = 0.0f; }
 
-  // Cuts a row's weights of a block; `correction`: as OnlineSoftmax::update gives it.
+  // Cuts a row's weights of a block. correction: from OnlineSoftmax::update.
   METAL_FUNC void update(thread Fragment<float>* weights, float correction) thread {
     lane_sum *= correction;
     UNROLL

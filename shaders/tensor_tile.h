@@ -1,33 +1,33 @@
 // Products of register tiles by Metal 4's tensor operations, on the matrix units of M5.
 //
-// matmul2d keeps its operands in cooperative tensors, of which each lane holds some elements, its
-// slots. Which these are is the GPU's business. The tables are those of family 10 for products of
-// (m, n, k) = (16, 32, 16), as MLX (steel/attn/nax.h) and PyTorch (MppAttention.h) rely on them;
-// probe_tensor.metal asks the GPU before they are used.
+// matmul2d keeps its operands in cooperative tensors: each lane holds some elements, its slots. The
+// layout depends on the GPU. These tables are for family 10 and products of (m, n, k) =
+// (16, 32, 16), as in MLX (steel/attn/nax.h) and PyTorch (MppAttention.h). probe_tensor.metal
+// compares them with the GPU's layout before they are used.
 //
-// With r = fragment_row(lane) and u = fragment_column(lane) / 2, lane by lane and for e in 0..3:
+// With r = fragment_row(lane), u = fragment_column(lane) / 2 and e in 0..3:
 //
 //   left, [16, 16]                slot 4 i + e          row r + 8 i           column 4 u + e
 //   right, [16, 32]               slot 8 h + 4 i + e    row r + 8 i           column 16 h + 4 u + e
 //   right transposed, [32, 16]    slot 8 h + 4 i + e    row 16 h + r + 8 i    column 4 u + e
 //   result, [16, 32]              slot 8 h + 4 i + e    row r + 8 i           column 16 h + 4 u + e
 //
-// So rows are those of 8x8 fragments, and are reduced by the same shuffles. Columns are renamed:
-// column 16 h + 4 u + e of 32 stands for column 8 u + 4 h + e of a span, and half h of a span is
-// one product's k. A lane then owns unit u, 8 neighbours that are one load (spans.h). Sums over
-// columns do not depend on the order, if both factors have it.
+// Rows are those of 8x8 fragments, and are reduced by the same shuffles. Columns are renamed:
+// column 16 h + 4 u + e of 32 is column 8 u + 4 h + e of a span, and half h of a span is the k
+// dimension of one product. So a lane holds unit u, 8 neighbours that are one load (spans.h). If
+// both factors have this order, sums over columns are the same.
 #pragma once
 
 #include "tile.h"
 
 #if TENSOR_TILES
 
-// A lane's rows of a left operand and of a result, and the rows of a SIMD group.
+// A lane's rows of a left operand or a result, and the rows of a SIMD group.
 constant constexpr int TENSOR_ROWS = 2;
 constant constexpr int TENSOR_SIMDGROUP_ROWS = TENSOR_ROWS * FRAGMENT;
 // A lane's fragments of half a span of a row.
 constant constexpr int TENSOR_HALF = SPAN_FRAGMENTS / 2;
-// Its slots of each operand.
+// A lane's slots of each operand.
 constant constexpr int TENSOR_LEFT_SLOTS = 8;
 constant constexpr int TENSOR_RIGHT_SLOTS = 16;
 constant constexpr int TENSOR_RESULT_SLOTS = 16;
@@ -35,7 +35,7 @@ constant constexpr int TENSOR_RESULT_SLOTS = 16;
 // A lane's fragments of a [16, 32] tile.
 constant constexpr int TENSOR_FRAGMENTS = TENSOR_ROWS * SPAN_FRAGMENTS;
 
-// Each lane has the value of one of 32 columns. Returns those of columns `column` and `column + 1`.
+// value: of column `lane` of 32. Returns the values of columns `column` and `column + 1`.
 METAL_FUNC Fragment<float> columns_of(float value, ushort column) {
   return Fragment<float>(simd_shuffle(value, column), simd_shuffle(value, ushort(column + 1)));
 }
@@ -51,7 +51,7 @@ struct TensorRight {
   Fragment<T> fragments[TENSOR_RIGHT_SLOTS / LANE_COLUMNS];
 };
 
-// One half of a span as the left operand of its product.
+// One half of a span as a left operand.
 template <typename T>
 METAL_FUNC TensorLeft<T> tensor_left(
     thread const RegisterTile<T, TENSOR_ROWS, SPAN_FRAGMENTS>& span, short half_span) {
@@ -66,9 +66,8 @@ METAL_FUNC TensorLeft<T> tensor_left(
   return left;
 }
 
-// result [16, 32] += left [16, 16] right [16, 32], or right [32, 16]^T if TRANSPOSED; the result is
-// a span of columns. Tensor operations cut float operands to 11 significant bits; products and sums
-// are float32.
+// result [16, 32] += left [16, 16] right [16, 32], or right [32, 16]^T if TRANSPOSED. Tensor
+// operations cut float operands to 11 significant bits; products and sums are float32.
 template <bool TRANSPOSED, typename A, typename B>
 METAL_FUNC void tensor_mma(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>& result,
                            thread const TensorLeft<A>& left, thread const TensorRight<B>& right) {
@@ -79,7 +78,7 @@ METAL_FUNC void tensor_mma(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENT
   mpp::tensor_ops::matmul2d<descriptor, execution_simdgroup> product;
   auto left_tensor = product.template get_left_input_cooperative_tensor<A, B, float>();
   auto right_tensor = product.template get_right_input_cooperative_tensor<A, B, float>();
-  // Types of the calls, not of the variables: those have an address space in newer SDKs.
+  // decltype of the calls: the variables' types have an address space in newer SDKs.
   using Left = decltype(product.template get_left_input_cooperative_tensor<A, B, float>());
   using Right = decltype(product.template get_right_input_cooperative_tensor<A, B, float>());
   auto sum = product.template get_destination_cooperative_tensor<Left, Right, float>();
@@ -106,8 +105,8 @@ METAL_FUNC void tensor_mma(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENT
 // A float32's sign, exponent and 11 significant bits, one of them implicit.
 constant constexpr uint KEPT_BITS = 0xffffe000u;
 
-// A float operand as tensor operations take it, here by truncation, so that whichever way the GPU
-// rounds, nothing is left to round. NaN stays NaN.
+// Truncates a float operand to the bits that tensor operations keep, so that the GPU has nothing to
+// round. NaN stays NaN.
 METAL_FUNC Fragment<float> cut(Fragment<float> x) {
   return as_type<Fragment<float>>(as_type<vec<uint, LANE_COLUMNS>>(x) & KEPT_BITS);
 }
@@ -115,14 +114,13 @@ METAL_FUNC Fragment<float> cut(Fragment<float> x) {
 // A float32's sign and exponent.
 constant constexpr uint SCALE_BITS = 0xff800000u;
 
-// An operand as a product takes it. Those of 16 bits have no more to lose.
+// An operand that a product does not round. Operands of 16 bits have at most 11 significant bits.
 template <typename T>
 METAL_FUNC Fragment<T> rounded_operand(Fragment<T> x) {
   return x;
 }
 
-// The nearest number of 11 bits: half of the last one is added before the cut. NaN and infinity
-// stay what they are.
+// The nearest number of 11 bits: half of the last bit is added before the cut. NaN and inf stay.
 template <>
 METAL_FUNC Fragment<float> rounded_operand<float>(Fragment<float> x) {
   const Fragment<float> scale =

@@ -21,16 +21,16 @@ using namespace metal;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-// Rows and columns of a fragment, and the columns a lane holds of it.
+// Rows and columns of a fragment, and the columns that a lane holds.
 constant constexpr int FRAGMENT = 8;
 constant constexpr int LANE_COLUMNS = 2;
 constant constexpr int SIMD_LANES = 32;
-// Columns of which a lane may have 8 neighbours: see spans.h.
+// A span (spans.h).
 constant constexpr int SPAN_COLUMNS = 32;
 constant constexpr int SPAN_FRAGMENTS = SPAN_COLUMNS / FRAGMENT;
 
-// An offset in a tensor, in elements. With 32 bits it takes one register, and a load adds it to the
-// tensor's address by itself.
+// An offset in a tensor, in elements. 32 bits take one register, and a load instruction adds them
+// to the tensor's address.
 using Offset = conditional_t<LONG_OFFSETS, int64_t, uint>;
 
 constant constexpr float LOWEST_FLOAT = -3.402823466e+38f;
@@ -58,18 +58,18 @@ constexpr float unit_roundoff<bfloat>() {
 template <typename T>
 using Fragment = vec<T, LANE_COLUMNS>;
 
-// The first column of a lane's fragment j in a row of spans, less that of its fragment 0: four
+// The distance from a lane's fragment 0 to its fragment j in a row of spans, in columns: four
 // fragments are 8 neighbouring columns of a span.
 constexpr int span_offset(short j) { return j / 4 * SPAN_COLUMNS + j % 4 * LANE_COLUMNS; }
 
-// The same in its row of a tile, which with tensor tiles is made of spans.
+// The same distance in a row of a tile. Rows of tensor tiles are rows of spans.
 constexpr int column_offset(short j) { return TENSOR_TILES ? span_offset(j) : j * FRAGMENT; }
 
 METAL_FUNC ushort fragment_row(ushort lane) { return ((lane / 4) & 4) + ((lane / 2) % 4); }
 
 METAL_FUNC ushort fragment_column(ushort lane) { return ((lane / 4) & 2) * 2 + (lane % 2) * 2; }
 
-// A lane's first column of a tile: with tensor tiles that of its unit of a span.
+// A lane's first column of a tile; in tensor tiles, the first column of its unit.
 METAL_FUNC ushort lane_column(ushort lane) {
   return fragment_column(lane) * (TENSOR_TILES ? 4 : 1);
 }
@@ -80,8 +80,8 @@ METAL_FUNC ushort row_lane(ushort row) { return (row & 4) * 4 + row % 4 * 2; }
 // A lane that has this column, if it is even.
 METAL_FUNC ushort column_lane(ushort column) { return (column & 4) * 2 + column % 4 / 2; }
 
-// Each of the 8 rows has a number. Returns those of the rows that are the lane's two columns. Each
-// step takes a bit of the row from the other side: a shuffle from any lane is slow on M1.
+// number: of the lane's row. Returns the numbers of the rows whose indices are the lane's two
+// columns. Each shuffle exchanges one bit of the row: simd_shuffle from any lane is slow on M1.
 template <typename T>
 METAL_FUNC vec<T, 2> of_columns(T number, ushort lane) {
   const ushort row = fragment_row(lane);
@@ -94,7 +94,15 @@ METAL_FUNC vec<T, 2> of_columns(T number, ushort lane) {
   return row % 2 == 0 ? vec<T, 2>(number, other) : vec<T, 2>(other, number);
 }
 
-// c [8, 8] += a [8, 8] * b [8, 8], accumulated in float32 from operands of any element type.
+// The sum over a fragment's rows, for each of the lane's columns.
+template <typename T>
+METAL_FUNC T fragment_column_sum(T x) {
+  x += simd_shuffle_xor(x, ushort(2));
+  x += simd_shuffle_xor(x, ushort(4));
+  return x + simd_shuffle_xor(x, ushort(16));
+}
+
+// c [8, 8] += a [8, 8] * b [8, 8], accumulated in float32.
 template <typename A, typename B>
 METAL_FUNC void mma(thread Fragment<float>& c, Fragment<A> a, Fragment<B> b) {
   simdgroup_matrix<A, 8, 8> a_matrix;
@@ -145,14 +153,13 @@ struct RegisterTile {
   }
 };
 
-// Elements in the 16 bytes that one staging load moves.
+// Elements in 16 bytes, a chunk.
 template <typename T>
 constexpr int chunk_elements() {
   return int(sizeof(uint4) / sizeof(T));
 }
 
-// The 32-bit word of the elements from `column` on of the row at `row`; 0 for columns from COLUMNS
-// on.
+// 32 bits of the row at `row`, from `column` on. Columns from COLUMNS on are 0.
 template <int COLUMNS>
 METAL_FUNC uint load_word(const device float* tensor, Offset row, int column) {
   return COLUMNS % FRAGMENT == 0 || column < COLUMNS ? as_type<uint>(tensor[row + column]) : 0;
@@ -167,8 +174,8 @@ METAL_FUNC uint load_word(const device T* tensor, Offset row, int column) {
   return low | (high << 16);
 }
 
-// 16 bytes from `column` on of the row at `row`, which has COLUMNS elements, and 0 behind its end.
-// Rows that do not start on a 16-byte boundary are read element by element.
+// 16 bytes of the row at `row`, from `column` on. Columns from COLUMNS on are 0. Without
+// WIDE_LOADS, rows are not aligned to 16 bytes.
 template <int COLUMNS, typename T>
 METAL_FUNC uint4 load_chunk(const device T* tensor, Offset row, int column) {
   if (WIDE_LOADS) { return *reinterpret_cast<const device uint4*>(tensor + (row + column)); }

@@ -1,12 +1,11 @@
-// The new tokens of a sequence that a query sees, if they form a tree: the last keys of the
-// sequence, each of which has a query. Miao et al., "SpecInfer" (2024).
+// New tokens of a sequence that form a tree. They are its last keys, and each has a query. Miao et
+// al., "SpecInfer" (2024).
 #pragma once
 
-#include "features.h"
 #include "params/append.h"
 #include "tile.h"
 
-// A bit a new token.
+// A set of new tokens, one bit each.
 struct TokenSet {
   uint2 bits;
 
@@ -41,16 +40,14 @@ struct TokenSet {
 struct TreeToken {
   TokenSet seen;  // new tokens
   int begin;      // the first of the old keys
-  // How many new tokens are on its path before it: where it stands behind the first of them,
-  // whatever its index is. Below 0 if it is in no tree.
-  int depth;
+  int depth;      // new tokens before it on its path; below 0 if it is in no tree
 
   METAL_FUNC uint4 words() const thread { return uint4(seen.bits, uint(begin), uint(depth)); }
 };
 
 static_assert(TREE_TOKENS * sizeof(uint4) == TREE_BYTES, "the host knows their bytes");
 
-// So far before the first new token that no table has such a row.
+// No table has a row so far before the first new token's.
 constant constexpr int NO_DEPTH = -0x40000000;
 
 // The new tokens of one sequence.
@@ -60,11 +57,7 @@ struct TokenTree {
 
   METAL_FUNC TreeToken token(int index) const thread {
     const uint4 words = tokens[index];
-    TreeToken result;
-    result.seen.bits = words.xy;
-    result.begin = int(words.z);
-    result.depth = int(words.w);
-    return result;
+    return {{words.xy}, int(words.z), int(words.w)};
   }
 
   METAL_FUNC int depth_of(int token) const thread {
@@ -72,15 +65,15 @@ struct TokenTree {
   }
 };
 
-// The caller's tree of one sequence's new tokens. Whatever it holds, nothing outside the sequence's
-// own rows is read.
+// The caller's tree of one sequence's new tokens. Nothing outside the sequence's rows is read,
+// whatever the tree holds.
 struct TreeInput {
-  const device int* parents;  // TREE_PARENTS: of each token an earlier one, or -1
+  const device int* parents;  // TREE_PARENTS: an earlier token for each token, or -1
   const device uchar* rows;   // TREE_MASK
   int64_t row_stride;
   int count;
 
-  // Itself and its ancestors, or its row of the mask. `possible`: it sees itself and no later one.
+  // A token and its ancestors, or its row of the mask. possible: it sees itself and no later token.
   METAL_FUNC TokenSet seen_by(int token, thread bool& possible) const thread {
     TokenSet seen;
     seen.bits = uint2(0);
@@ -99,13 +92,9 @@ struct TreeInput {
     return seen;
   }
 
-  // Without a window.
   METAL_FUNC TreeToken token(int index) const thread {
-    TreeToken result;
     bool possible;
-    result.seen = seen_by(index, possible);
-    result.begin = 0;
-    result.depth = possible ? result.seen.count_before(index) : NO_DEPTH;
-    return result;
+    const TokenSet seen = seen_by(index, possible);
+    return {seen, 0, possible ? seen.count_before(index) : NO_DEPTH};
   }
 };

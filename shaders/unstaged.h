@@ -1,9 +1,8 @@
-// Products with keys and values that lanes read straight from device memory, without staging them.
+// Products with keys and values that lanes read from device memory without staging.
 //
-// The transposed fragments of K have one column in each of a lane's rows. So they take their
-// columns from a span of 8 chunks of 16 bytes: a lane loads the chunk of its row from two keys, and
-// row r of fragment d is column d of chunk r. Q has the same order. V's rows are read as spans.h
-// says.
+// A lane has one row of a transposed fragment of K, that is one column of two keys. Fragments take
+// their columns from 8 chunks of 16 bytes: a lane loads chunk number `row` of two keys, and row r
+// of fragment d is column d of chunk r. Q has the same order of columns. V is read as in spans.h.
 #pragma once
 
 #include "spans.h"
@@ -16,7 +15,7 @@ static_assert(KV_STAGED || (COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 
                             V_SLICE % SPAN_COLUMNS == 0),
               "without staging, a SIMD group reads whole spans of all columns");
 
-// Fragments of two chunks side by side: fragment d has element d of both.
+// The chunks of two keys, zipped: fragment d has element d of both.
 template <typename T>
 struct ChunkPair {
   uint4 low;
@@ -30,7 +29,7 @@ struct ChunkPair {
   }
 };
 
-// A SIMD group's rows of q, [ROWS * 8, D], in registers, with the columns of a span in K's order.
+// A SIMD group's rows of q, [ROWS * 8, D], in registers, with columns in K's order.
 template <typename T, typename Source, int ROWS, int COLUMNS>
 struct SpanOperandTile {
   RegisterTile<T, ROWS, COLUMNS / FRAGMENT> held;
@@ -49,7 +48,7 @@ struct SpanOperandTile {
   }
 };
 
-// The interface of StagedKv. Each SIMD group reads its own fragments of K and V.
+// The interface of StagedKv. Each SIMD group reads K and V by itself.
 template <int ROWS, int KEYS>
 struct DirectKv {
   using QueryTile = SpanOperandTile<ELEMENT, Queries, ROWS, QK_COLUMNS>;
@@ -126,7 +125,7 @@ struct DirectKv {
     }
   }
 
-  // A block's products are summed separately first. Values that do not exist count as zero.
+  // As in products.h, a block's products are summed separately first.
   METAL_FUNC void accumulate_values(thread Out& o, thread const float* corrections,
                                     thread const Scores& weights) const thread {
     constexpr bool WHOLE = HEAD_DIM_V % V_SLICE == 0;  // the last slice does not pass a row's end

@@ -13,7 +13,7 @@ struct Variable {
 
 class Arena {
  public:
-  static constexpr uint32_t kLimit = 32768;  // of an Apple GPU
+  static constexpr uint32_t kLimit = 32768;  // of Apple GPUs
   static constexpr uint32_t kMaxVariables = 128;
   static constexpr uint32_t kRedZone = 256;
   static constexpr uint32_t kBytes = kLimit + (kMaxVariables + 1) * 2 * kRedZone;
@@ -22,10 +22,8 @@ class Arena {
   char* data() const { return data_; }
   bool contains(const char* address) const { return address >= data_ && address < data_ + kBytes; }
 
-  // Forgets the variables.
-  void clear();
-  // The variable's memory, filled with NaN when the threadgroup first asks for it; null if over the
-  // limit.
+  void clear();  // removes all variables
+  // The variable's memory, filled with NaN at the first call; null over the limit.
   char* get(const char* name, uint64_t bytes, uint64_t alignment);
   // The variable that holds [address, address + bytes), or null.
   const Variable* find(const char* address, uint32_t bytes) {
@@ -35,9 +33,9 @@ class Arena {
       if (holds(variables_[i], offset, bytes)) return &variables_[last_ = i];
     return nullptr;
   }
-  // The variable nearest to [address, address + bytes); null if there is none.
+  // The variable nearest to [address, address + bytes), or null.
   const Variable* nearest(const char* address, uint32_t bytes) const;
-  uint32_t used() const { return used_; }  // as the limit counts it, the red zones left out
+  uint32_t used() const { return used_; }  // bytes, without red zones
 
  private:
   static bool holds(const Variable& variable, uint64_t offset, uint32_t bytes) {
@@ -46,7 +44,7 @@ class Arena {
 
   char* data_;
   uint32_t count_ = 0;
-  uint32_t last_ = 0;  // the variable that was found last
+  uint32_t last_ = 0;  // index of the variable that `find` returned last
   uint32_t top_ = kRedZone;
   uint32_t used_ = 0;
   Variable variables_[kMaxVariables] = {};

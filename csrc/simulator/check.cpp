@@ -28,11 +28,7 @@ inline void count(SimulatorCounters& counters, SimulatorSpace space, unsigned by
 }
 
 inline Touch touch_of(const Fiber& fiber, uint32_t interval, unsigned site) {
-  Touch touch;
-  touch.interval = interval;
-  touch.site = std::min(site, Touch::kNoSite);
-  touch.thread = fiber.index;
-  return touch;
+  return {interval, std::min(site, Touch::kNoSite), fiber.index};
 }
 
 inline Access access_of(Worker& worker, Memory memory, unsigned flags, unsigned site) {
@@ -51,7 +47,7 @@ inline Access access_of(Worker& worker, Memory memory, unsigned flags, unsigned 
 
 uint32_t site_of(const Touch& touch) { return touch.site == Touch::kNoSite ? kNoSite : touch.site; }
 
-// A race at a byte of a buffer, or else of a threadgroup variable.
+// A race at a byte of a buffer, or if `slot` is null of a threadgroup variable.
 [[noreturn]] void fail_race(Worker& worker, const Slot* slot, const Variable* variable, uint64_t at,
                             unsigned flags, unsigned site, const Touch& other,
                             unsigned other_flags) {
@@ -82,20 +78,14 @@ uint32_t site_of(const Touch& touch) { return touch.site == Touch::kNoSite ? kNo
               slot ? " with mem_flags::mem_device" : "");
 }
 
-// Remembers a write that is a race unless it writes the value that is there, and lets it happen.
+// Allows a write, and keeps the bytes before it: it is a race if it changes them.
 void allow_rewrite(Worker& worker, Shadow& shadow, const Slot* slot, const Variable* variable,
                    uint64_t offset, const char* address, unsigned bytes, const Access& access,
                    const Touch& other) {
   if (shadow.access(offset, bytes, access, false).kind != Conflict::kNone)
     worker.give_up(kNoMemory);
-  Rewrite& rewrite = worker.rewrite;
-  rewrite.address = address;
-  rewrite.slot = slot;
-  rewrite.variable = variable;
-  rewrite.bytes = bytes;
-  rewrite.site = access.touch.site;
-  rewrite.other = other;
-  memcpy(rewrite.before, address, bytes);
+  worker.rewrite = {address, slot, variable, bytes, access.touch.site, other, {}};
+  memcpy(worker.rewrite.before, address, bytes);
 }
 
 bool is_rewrite(const Access& access, const ConflictReport& conflict, unsigned bytes) {
@@ -120,25 +110,23 @@ void check_initialised(Worker& worker, const Slot& slot, uint64_t offset, unsign
   uint8_t* known = slot.initialised + offset;
   for (unsigned i = 0; reads(flags) && i < bytes; ++i) {
     if (known[i]) continue;
-    unsigned long long at = offset + i;
-    worker.fail(worker.current(), FAULT_UNINITIALISED, site, kNoSite,
+    worker.fail(FAULT_UNINITIALISED, site,
                 "read of %u bytes of buffer(%u): byte %llu has not been written", bytes, slot.index,
-                at);
+                static_cast<unsigned long long>(offset + i));
   }
   for (unsigned i = 0; flags & MSL_WRITE && i < bytes; ++i) known[i] = 1;
 }
 
 void check_device(Worker& worker, const Slot& slot, const char* address, unsigned bytes,
                   unsigned flags, unsigned site) {
-  Fiber& fiber = worker.current();
   if (address < slot.begin || address + bytes > slot.begin + slot.bytes) {
-    worker.fail(fiber, FAULT_OUT_OF_BOUNDS, site, kNoSite,
+    worker.fail(FAULT_OUT_OF_BOUNDS, site,
                 "%s of %u bytes at byte %lld of buffer(%u), which has %llu", verb(flags), bytes,
                 static_cast<long long>(address - slot.begin), slot.index,
                 static_cast<unsigned long long>(slot.bytes));
   }
   if ((flags & MSL_WRITE) && !slot.writable) {
-    worker.fail(fiber, FAULT_CONSTANT_WRITE, site, kNoSite,
+    worker.fail(FAULT_CONSTANT_WRITE, site,
                 "write of %u bytes at byte %lld of read-only buffer(%u)", bytes,
                 static_cast<long long>(address - slot.begin), slot.index);
   }
@@ -149,12 +137,11 @@ void check_device(Worker& worker, const Slot& slot, const char* address, unsigne
 
 void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsigned flags,
                        unsigned site) {
-  Fiber& fiber = worker.current();
   const Variable* variable = worker.arena.find(address, bytes);
   if (!variable) {
     const Variable* near = worker.arena.nearest(address, bytes);
     long long at = near ? address - worker.arena.data() - static_cast<long long>(near->begin) : 0;
-    worker.fail(fiber, FAULT_THREADGROUP_OUT_OF_BOUNDS, site, kNoSite,
+    worker.fail(FAULT_THREADGROUP_OUT_OF_BOUNDS, site,
                 "%s of %u bytes at byte %lld of threadgroup variable %s, which has %u", verb(flags),
                 bytes, at, near ? near->name : "?", near ? near->bytes : 0);
   }
@@ -165,17 +152,18 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
   if (conflict.kind == Conflict::kNoMemory) worker.give_up(kNoMemory);
   unsigned at = offset + conflict.byte - variable->begin;
   if (conflict.kind == Conflict::kUninitialised) {
-    worker.fail(fiber, FAULT_UNINITIALISED, site, kNoSite,
+    worker.fail(FAULT_UNINITIALISED, site,
                 "read of %u bytes of threadgroup variable %s: byte %u has not been written", bytes,
                 variable->name, at);
   }
-  if (!is_rewrite(access, conflict, bytes) || conflict.other.simdgroup() != fiber.simdgroup)
+  if (!is_rewrite(access, conflict, bytes) ||
+      conflict.other.simdgroup() != access.touch.simdgroup())
     fail_race(worker, nullptr, variable, at, flags, site, conflict.other, conflict.other_kind);
   allow_rewrite(worker, worker.shadow, nullptr, variable, offset, address, bytes, access,
                 conflict.other);
 }
 
-// True for the most common accesses to threadgroup memory, which have no fault.
+// A fast path for the most common accesses to threadgroup memory. True if there is no fault.
 inline bool is_settled(Worker& worker, const char* address, unsigned bytes, unsigned flags,
                        unsigned site) {
   uint64_t offset = static_cast<uint64_t>(address - worker.arena.data());
@@ -191,17 +179,17 @@ inline bool is_settled(Worker& worker, const char* address, unsigned bytes, unsi
                                       worker.clocks[kThreadgroupMemory]);
 }
 
-// Private memory is on the thread's own stack, above the caller's frame.
+// Private memory is on the thread's stack, above the caller's frame.
 void check_thread(Worker& worker, const char* address, unsigned bytes, unsigned flags,
                   unsigned site) {
   const Fiber& fiber = worker.current();
   const char* end = worker.stacks + (fiber.stack + 1) * kStackStride;
   if (address >= reinterpret_cast<const char*>(stack_pointer()) && address + bytes <= end) return;
-  worker.fail(fiber, FAULT_PRIVATE_OUT_OF_BOUNDS, site, kNoSite,
+  worker.fail(FAULT_PRIVATE_OUT_OF_BOUNDS, site,
               "%s of %u bytes outside of the thread's own memory", verb(flags), bytes);
 }
 
-// Data of the image itself: `constant` tables at program scope.
+// True for data of the image: `constant` tables at program scope.
 bool in_image(Worker& worker, const char* address) {
   auto page =
       reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{4095});
@@ -211,6 +199,34 @@ bool in_image(Worker& worker, const char* address) {
                 here.dli_fbase == image.dli_fbase;
   if (inside) worker.image_page = page;
   return inside;
+}
+
+// Checks an access, and returns the space of its address.
+SimulatorSpace check_access(Worker& worker, const char* address, unsigned bytes, unsigned flags,
+                            unsigned site) {
+  uint64_t in_region = static_cast<uint64_t>(address - reinterpret_cast<const char*>(&worker));
+  if (in_region < MSL_REGION_BYTES && worker.arena.contains(address)) {
+    check_threadgroup(worker, address, bytes, flags, site);
+    return SPACE_THREADGROUP;
+  }
+  if (in_region < MSL_REGION_BYTES) {
+    check_thread(worker, address, bytes, flags, site);
+    return SPACE_THREAD;
+  }
+  const Slot* slot = worker.last_slot;
+  if (!slot || address < slot->guard_begin || address >= slot->guard_end)
+    worker.last_slot = slot = worker.run->memory.find(address);
+  if (slot) {
+    check_device(worker, *slot, address, bytes, flags, site);
+    return static_cast<SimulatorSpace>(slot->space);
+  }
+  if (!(flags & MSL_WRITE) && in_image(worker, address)) return SPACE_CONSTANT;
+  auto number = reinterpret_cast<uintptr_t>(address);
+  if (number < kNullBytes)
+    worker.fail(FAULT_OUT_OF_BOUNDS, site, "%s of %u bytes at byte %lu of a null pointer",
+                verb(flags), bytes, static_cast<unsigned long>(number));
+  worker.fail(FAULT_OUT_OF_BOUNDS, site, "%s of %u bytes at address %p, far from every argument",
+              verb(flags), bytes, static_cast<const void*>(address));
 }
 
 }  // namespace
@@ -236,43 +252,10 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
   if (is_settled(worker, address, bytes, flags, site))
     return count(worker.counters, SPACE_THREADGROUP, bytes, flags);
   if (site == kNoSite) site = worker.current().site;
-  SimulatorSpace space;
-  uint64_t in_region = static_cast<uint64_t>(address - reinterpret_cast<const char*>(&worker));
-  if (in_region < MSL_REGION_BYTES) {
-    if (worker.arena.contains(address)) {
-      space = SPACE_THREADGROUP;
-      check_threadgroup(worker, address, bytes, flags, site);
-    } else {
-      space = SPACE_THREAD;
-      check_thread(worker, address, bytes, flags, site);
-    }
-  } else {
-    const Slot* slot = worker.last_slot;
-    if (!slot || address < slot->guard_begin || address >= slot->guard_end)
-      slot = worker.run->memory.find(address);
-    worker.last_slot = slot;
-    if (slot) {
-      space = static_cast<SimulatorSpace>(slot->space);
-      check_device(worker, *slot, address, bytes, flags, site);
-    } else {
-      space = SPACE_CONSTANT;
-      if ((flags & MSL_WRITE) || !in_image(worker, address)) {
-        const Fiber& fiber = worker.current();
-        auto number = reinterpret_cast<uintptr_t>(pointer);
-        if (number < kNullBytes)
-          worker.fail(fiber, FAULT_OUT_OF_BOUNDS, site, kNoSite,
-                      "%s of %u bytes at byte %lu of a null pointer", verb(flags), bytes,
-                      static_cast<unsigned long>(number));
-        worker.fail(fiber, FAULT_OUT_OF_BOUNDS, site, kNoSite,
-                    "%s of %u bytes at address %p, far from every argument", verb(flags), bytes,
-                    pointer);
-      }
-    }
-  }
+  const SimulatorSpace space = check_access(worker, address, bytes, flags, site);
   if (!(flags & MSL_ALIGNMENT_UNKNOWN) && bytes <= 16 && (bytes & (bytes - 1)) == 0 &&
       (reinterpret_cast<uintptr_t>(address) & (bytes - 1)) && space != SPACE_THREAD) {
-    const Fiber& fiber = worker.current();
-    worker.fail(fiber, FAULT_MISALIGNED, site, kNoSite,
+    worker.fail(FAULT_MISALIGNED, site,
                 "%s of %u bytes at an address that is a multiple of %u only", verb(flags), bytes,
                 1u << __builtin_ctzl(reinterpret_cast<uintptr_t>(address)));
   }
@@ -285,8 +268,7 @@ void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned 
   Worker& worker = this_worker();
   char* memory = worker.arena.get(name, bytes, alignment);
   if (!memory) {
-    const Fiber& fiber = worker.current();
-    worker.fail(fiber, FAULT_THREADGROUP_MEMORY, fiber.site, kNoSite,
+    worker.fail(FAULT_THREADGROUP_MEMORY, worker.current().site,
                 "%lu bytes for %s and %u bytes for other variables: over the limit of %u bytes of "
                 "threadgroup memory",
                 bytes, name, worker.arena.used(), Arena::kLimit);

@@ -1,7 +1,6 @@
-// The order of accesses that barriers impose.
-//
-// The accesses of a SIMD group between two barriers that order a memory are an interval. Intervals
-// are numbered from 1, and within a threadgroup in the order in which they begin.
+// The order of accesses that barriers impose. An interval is the accesses of a SIMD group between
+// two barriers that order the memory. Intervals are numbered from 1. In a threadgroup, numbers
+// ascend in the order in which intervals begin.
 #pragma once
 
 #include <atomic>
@@ -12,18 +11,18 @@
 
 namespace metal_attn::simulator {
 
-// An access, as it is remembered.
+// A recorded access.
 struct Touch {
   static constexpr uint32_t kNoSite = (1u << 22) - 1;
 
-  uint32_t interval;  // 0: there was none
+  uint32_t interval;  // 0: none
   uint32_t site : 22;
   uint32_t thread : 10;
 
   uint32_t simdgroup() const { return thread / MSL_SIMD_WIDTH; }
 };
 
-// The memories that barriers order, each by a flag of Metal's mem_flags.
+// The memories that barriers order, and their bits of mem_flags.
 enum Memory : uint8_t { kThreadgroupMemory, kDeviceMemory, kMemories };
 constexpr uint32_t kMemFlags[kMemories] = {2, 1};
 
@@ -32,12 +31,9 @@ class Owners {
  public:
   static constexpr uint32_t kBlock = 16;
 
-  Owners() = default;
-  Owners(const Owners&) = delete;
-  Owners& operator=(const Owners&) = delete;
   ~Owners();
 
-  // The first number of a block; 0 if none is left.
+  // The first number of a new block; 0 if none is left.
   uint32_t take(uint32_t threadgroup);
   uint32_t of(uint32_t interval) const {
     const Place place(interval / kBlock);
@@ -45,7 +41,7 @@ class Owners {
   }
 
  private:
-  // Each chunk is twice as long as the one before, so that a short run needs little memory.
+  // Each chunk is twice as long as the previous one, so that short runs need little memory.
   static constexpr uint32_t kFirstChunk = 256;
   static constexpr uint32_t kBlocks = 1 << 28;
 
@@ -60,8 +56,8 @@ class Owners {
   std::atomic<uint32_t*> chunks_[std::bit_width(kBlocks / kFirstChunk)] = {};
 };
 
-// A worker's time in one memory. Threadgroup memory is one threadgroup's at a time; device memory
-// is shared by all, and then `owners` tells them apart.
+// The intervals of one memory in a worker. Only one threadgroup at a time uses threadgroup memory.
+// All share device memory, and `owners` has the threadgroup of each interval.
 class Clock {
  public:
   void share(Owners* owners) { owners_ = owners; }
@@ -70,11 +66,11 @@ class Clock {
     first_ = epoch_ = last_ + 1;
     if (owners_) end_ = last_;
   }
-  // True if it is time to forget all accesses and to start again with a new clock.
+  // True if numbers may run out: forget all accesses and start with a new clock.
   bool runs_out() const { return !owners_ && last_ > ~uint32_t{0} / 2; }
-  // All that the threadgroup did before is ordered before all that it does from here on.
+  // Orders all earlier accesses of the threadgroup before all later ones.
   void pass_barrier() { epoch_ = last_ + 1; }
-  // The number of the next interval; 0 if there are no more.
+  // The number of a new interval; 0 if none is left.
   uint32_t begin_interval() {
     if (last_ != end_) return ++last_;
     uint32_t first = owners_ ? owners_->take(threadgroup_) : 0;
@@ -87,11 +83,9 @@ class Clock {
   bool foreign(uint32_t interval) const { return owner(interval) != threadgroup_; }
   uint32_t owner(uint32_t interval) const { return owners_ ? owners_->of(interval) : threadgroup_; }
   uint32_t threadgroup() const { return threadgroup_; }
-  // The first interval of the threadgroup.
-  uint32_t first() const { return first_; }
-  // The first since the last barrier of the threadgroup.
-  uint32_t epoch() const { return epoch_; }
-  // Intervals below it are over for every threadgroup.
+  uint32_t first() const { return first_; }  // interval of the threadgroup
+  uint32_t epoch() const { return epoch_; }  // first interval since its last barrier
+  // Accesses of lower intervals conflict with none to come.
   uint32_t settled() const { return owners_ ? 1 : epoch_; }
 
  private:

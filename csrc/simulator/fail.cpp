@@ -1,4 +1,4 @@
-// How a threadgroup ends early: at a fault, at a signal, or because the run cannot go on.
+// Ends a threadgroup early: at a fault, at a signal, or because the run cannot continue.
 #include <signal.h>
 
 #include <cstdio>
@@ -42,6 +42,14 @@ void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t oth
   abandon();
 }
 
+void Worker::fail(uint32_t kind, uint32_t site, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  record(current(), kind, site, kNoSite, format, arguments);
+  va_end(arguments);
+  abandon();
+}
+
 void Worker::fail_matrix_access(const Group& group, uint32_t number) {
   uint32_t mask = 0;
   for (uint32_t lane = 0; lane < MSL_SIMD_WIDTH; ++lane)
@@ -51,7 +59,7 @@ void Worker::fail_matrix_access(const Group& group, uint32_t number) {
        mask, group.full, group.lanes->simdgroup);
 }
 
-// The host goes on here after a signal has stopped the running thread.
+// The host continues here after a signal has stopped the running thread.
 void Worker::report_signal() {
   const Fiber& fiber = current();
   auto report = [&](uint32_t kind, const char* format, ...) {

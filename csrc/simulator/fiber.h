@@ -1,4 +1,4 @@
-// Switching between stacks: the registers that a call preserves, and nothing else.
+// Switches between stacks, and preserves the registers that a call preserves.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +23,9 @@ inline uintptr_t stack_pointer() {
   return value;
 }
 
-// The caller's function spills what it needs of the clobbered registers. Inlined, with a jump and
-// no call, so that the processor's return predictor stays in step: lanes stop at the same place, so
-// it predicts their returns as well.
+// The caller spills the clobbered registers that it needs. It is inlined, with a jump and no call,
+// so that the processor's return predictor stays correct: lanes stop at the same place, and it
+// predicts their returns, too.
 inline __attribute__((always_inline)) void switch_context(Context* from, const Context* to) {
 #if defined(__x86_64__)
   asm volatile(

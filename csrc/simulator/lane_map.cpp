@@ -6,15 +6,15 @@
 namespace metal_attn::simulator {
 namespace {
 
-// Seed for matrices whose map is not known: a permutation that no kernel can rely on.
+// The seed for matrices of unknown layout: a permutation that no kernel can rely on.
 constexpr uint64_t kUnknown = 0x7E45;
 
 uint32_t element(uint32_t row, uint32_t column) { return row << 16 | column; }
 
-// Both families: of each 16 rows a lane has two, this one and the row 8 below it.
+// In both families a lane has two of each 16 rows: this one and the one 8 below.
 uint32_t first_row(uint32_t lane) { return (lane >> 2 & 4) | (lane >> 1 & 3); }
 
-// Tiles of 16x16 in row-major order of the stored matrix. A lane has four neighbours of each row.
+// Tiles of 16x16 in row-major order of the stored matrix. A lane has four neighbours in each row.
 uint32_t first_column_apple10(uint32_t lane) { return ((lane >> 2 & 2) | (lane & 1)) * 4; }
 uint32_t apple10(const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
   uint32_t tile = slot / 8, in_tile = slot % 8, across = matrix.columns / 16;
@@ -22,7 +22,7 @@ uint32_t apple10(const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
                  tile % across * 16 + first_column_apple10(lane) + in_tile % 4);
 }
 
-// Tiles of 8x8 in row-major order of the logical matrix, spread as a simdgroup_matrix is.
+// Tiles of 8x8 in row-major order of the logical matrix, laid out as a simdgroup_matrix.
 uint32_t first_column_apple9(uint32_t lane) { return (lane >> 3 & 1) * 4 + (lane & 1) * 2; }
 uint32_t apple9(const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
   uint32_t across = (matrix.is_transposed ? matrix.rows : matrix.columns) / 8, tile = slot / 2;
@@ -31,7 +31,7 @@ uint32_t apple9(const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
   return matrix.is_transposed ? element(column, row) : element(row, column);
 }
 
-// The rows and columns of a lane's elements, in order.
+// A reduction's matrix: the rows, or the columns, of a lane's elements in order.
 uint32_t reduced(bool is_apple10, const TensorMatrix& matrix, uint32_t lane, uint32_t slot) {
   if (matrix.operand == MSL_ROWS) return element(first_row(lane) + slot * 8, 0);
   return is_apple10 ? element(0, slot / 4 * 16 + first_column_apple10(lane) + slot % 4)
@@ -41,34 +41,26 @@ uint32_t reduced(bool is_apple10, const TensorMatrix& matrix, uint32_t lane, uin
 }  // namespace
 
 const __msl_lane_map* LaneMaps::find(const TensorMatrix& matrix) {
-  for (const auto& known : known_)
+  for (const auto& known : all)
     if (known->matrix == matrix) return &known->map;
-  known_.push_back(std::make_unique<Known>());
-  Known& known = *known_.back();
-  known.matrix = matrix;
-  fill(known);
-  known.map.elements = known.elements.data();
-  return &known.map;
-}
-
-void LaneMaps::fill(Known& known) const {
-  const TensorMatrix& matrix = known.matrix;
+  KnownLaneMap& made = *all.emplace_back(std::make_unique<KnownLaneMap>());
+  made.matrix = matrix;
   const uint32_t threads = matrix.simdgroups * MSL_SIMD_WIDTH;
-  const uint32_t all = matrix.rows * matrix.columns;
+  const uint32_t size = matrix.rows * matrix.columns;
   const bool reduces = matrix.operand == MSL_ROWS || matrix.operand == MSL_COLUMNS;
-  const bool is_apple10 = kind_ == LANE_MAP_APPLE10;
+  const bool is_apple10 = kind == LANE_MAP_APPLE10;
   // A reduction's matrix is one column or one row.
   const bool in_tiles = (matrix.operand == MSL_COLUMNS || matrix.rows % 16 == 0) &&
                         (matrix.operand == MSL_ROWS || matrix.columns % 16 == 0);
-  const bool is_known = kind_ != LANE_MAP_RANDOM && matrix.simdgroups == 1 && in_tiles;
-  uint32_t& capacity = known.map.capacity;
+  const bool is_known = kind != LANE_MAP_RANDOM && matrix.simdgroups == 1 && in_tiles;
+  uint32_t& capacity = made.map.capacity;
   if (!reduces)
-    capacity = (all + threads - 1) / threads;
-  else  // every lane has all, unless it is known which it has
-    capacity = !is_known ? all : matrix.operand == MSL_ROWS ? all / 8 : all / 4;
-  uint64_t seed = kind_ == LANE_MAP_RANDOM ? mix(seed_) : kUnknown;
+    capacity = (size + threads - 1) / threads;
+  else  // every lane has all, unless the layout is known
+    capacity = !is_known ? size : matrix.operand == MSL_ROWS ? size / 8 : size / 4;
+  uint64_t order = kind == LANE_MAP_RANDOM ? mix(seed) : kUnknown;
   for (uint32_t part : {matrix.operand, matrix.is_transposed, matrix.rows, matrix.columns})
-    seed = mix(seed ^ part);
+    order = mix(order ^ part);
   for (uint32_t thread = 0; thread < threads; ++thread) {
     for (uint32_t slot = 0; slot < capacity; ++slot) {
       uint32_t place;
@@ -78,13 +70,15 @@ void LaneMaps::fill(Known& known) const {
         place = (is_apple10 ? apple10 : apple9)(matrix, thread, slot);
       } else {
         uint64_t slots = uint64_t{threads} * capacity;
-        auto at =
-            static_cast<uint32_t>(reduces ? slot : shuffled(thread * capacity + slot, slots, seed));
-        place = at < all ? element(at / matrix.columns, at % matrix.columns) : MSL_NO_ELEMENT;
+        auto at = static_cast<uint32_t>(reduces ? slot
+                                                : shuffled(thread * capacity + slot, slots, order));
+        place = at < size ? element(at / matrix.columns, at % matrix.columns) : MSL_NO_ELEMENT;
       }
-      known.elements.push_back(place);
+      made.elements.push_back(place);
     }
   }
+  made.map.elements = made.elements.data();
+  return &made.map;
 }
 
 }  // namespace metal_attn::simulator

@@ -1,4 +1,4 @@
-// The element of a matrix that each lane of a tensor operation keeps in each slot.
+// Which element of a matrix each lane of a tensor operation keeps in each slot.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace metal_attn::simulator {
 
-// A matrix of a tensor operation, as it is stored.
+// The stored matrix of a tensor operation.
 struct TensorMatrix {
   uint32_t operand;  // an __msl_operand
   uint32_t is_transposed;
@@ -19,26 +19,19 @@ struct TensorMatrix {
   bool operator==(const TensorMatrix&) const = default;
 };
 
-// The lane maps of one run, made when they are first asked for.
-class LaneMaps {
- public:
-  void choose(uint32_t kind, uint64_t seed) {  // kind: a SimulatorLaneMap
-    kind_ = kind;
-    seed_ = seed;
-  }
+struct KnownLaneMap {
+  TensorMatrix matrix;
+  std::vector<unsigned> elements;
+  __msl_lane_map map;
+};
+
+// The lane maps of one run, which are made when they are first needed.
+struct LaneMaps {
   const __msl_lane_map* find(const TensorMatrix& matrix);
 
- private:
-  struct Known {
-    TensorMatrix matrix;
-    std::vector<unsigned> elements;
-    __msl_lane_map map;
-  };
-  void fill(Known& known) const;
-
-  uint32_t kind_ = 0;
-  uint64_t seed_ = 0;
-  std::vector<std::unique_ptr<Known>> known_;
+  uint32_t kind = 0;  // a SimulatorLaneMap
+  uint64_t seed = 0;
+  std::vector<std::unique_ptr<KnownLaneMap>> all = {};
 };
 
 }  // namespace metal_attn::simulator

@@ -10,9 +10,9 @@
 namespace metal_attn::simulator {
 namespace {
 
-// Before and after a storage. An index of 32 bits leads to no other storage: as an int it is above
-// -2^31, and as a uint that was decreased below 0 under 2^32, of up to 16 bytes each. Where there
-// is not so much address space, an int's index of a byte leads to no other.
+// Bytes before and after a storage, so that no 32-bit index reaches another storage: an int is at
+// least -2^31, and a uint below 2^32, of elements of up to 16 bytes. If there is not so much
+// address space, this holds only for int indices of bytes.
 struct Guard {
   uint64_t before, after;
 };
@@ -25,26 +25,23 @@ uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / u
 }  // namespace
 
 Reservation::~Reservation() {
-  if (data_) munmap(data_, bytes_);
+  if (data) munmap(data, bytes);
 }
 
-bool Reservation::reserve(size_t bytes, size_t alignment) {
-  size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  bytes = round_up(bytes, page);
+bool Reservation::reserve(size_t size, size_t alignment) {
+  bytes = round_up(size, static_cast<size_t>(sysconf(_SC_PAGESIZE)));
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* mapped = mmap(nullptr, bytes + alignment, PROT_NONE, flags, -1, 0);
   if (mapped == MAP_FAILED) return false;
   char* base = static_cast<char*>(mapped);
-  char* aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(base), alignment));
-  if (aligned != base) munmap(base, aligned - base);
-  munmap(aligned + bytes, base + alignment - aligned);
-  data_ = aligned;
-  bytes_ = bytes;
+  data = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(base), alignment));
+  if (data != base) munmap(base, data - base);
+  munmap(data + bytes, base + alignment - data);
   return true;
 }
 
-bool Reservation::allow_access(char* begin, size_t bytes) {
-  return bytes == 0 || mprotect(begin, bytes, PROT_READ | PROT_WRITE) == 0;
+bool Reservation::allow_access(char* begin, size_t size) {
+  return size == 0 || mprotect(begin, size, PROT_READ | PROT_WRITE) == 0;
 }
 
 bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
@@ -64,7 +61,7 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
     if (last && slots_[i].bytes && slots_[i].source < last->source + last->bytes) {
       uint64_t end =
           std::max(last->source + last->bytes, slots_[i].source + slots_[i].bytes) - last->source;
-      // Storages that overlap without being equal have no table of initialised bytes.
+      // Different storages that overlap have no table of initialised bytes.
       if (slots_[i].source != last->source || slots_[i].bytes != end) last->initialised = nullptr;
       last->bytes = end;
       last->writable |= slots_[i].writable;
@@ -80,7 +77,7 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
   const Guard* guard = kGuards;
   while (!reservation_.reserve(total + count_ * (guard->before + guard->after), 1 << 16))
     if (++guard == std::end(kGuards)) return false;
-  char* cursor = reservation_.data();
+  char* cursor = reservation_.data;
   static const char zeros[kChunkBytes] = {};
   for (uint32_t i = 0; i < count_; ++i) {
     Slot& slot = slots_[i];
@@ -93,7 +90,7 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
       if (!shadows_[i].init(slot.bytes)) return false;
       slot.shadow = &shadows_[i];
     }
-    // A page of zeros is not written, so that a huge sparse mapping stays sparse.
+    // Zeros are not written, so that a large sparse mapping stays sparse.
     for (uint64_t at = 0; at < slot.bytes; at += kChunkBytes) {
       uint64_t n = std::min(kChunkBytes, slot.bytes - at);
       if (memcmp(slot.source + at, zeros, n) != 0) memcpy(slot.begin + at, slot.source + at, n);

@@ -1,4 +1,4 @@
-// Device memory of a checked run: each storage copied to a place of its own, with nothing near it.
+// Device memory of a checked run: a copy of each storage, with inaccessible memory around it.
 #pragma once
 
 #include <cstddef>
@@ -9,46 +9,41 @@
 
 namespace metal_attn::simulator {
 
-// Address space taken from the system, given back at the end of its life. Pages cost nothing until
-// touched.
-class Reservation {
- public:
+// Reserved address space. Pages cost nothing until they are touched.
+struct Reservation {
   Reservation() = default;
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
   ~Reservation();
 
   // False if the system refuses. `alignment` is a power of two, at least a page.
-  bool reserve(size_t bytes, size_t alignment);
-  bool allow_access(char* begin, size_t bytes);
-  char* data() const { return data_; }
+  bool reserve(size_t size, size_t alignment);
+  static bool allow_access(char* begin, size_t size);
 
- private:
-  char* data_ = nullptr;
-  size_t bytes_ = 0;
+  char* data = nullptr;
+  size_t bytes = 0;
 };
 
-// One storage. Arguments whose storages overlap share one.
+// A storage. Arguments whose storages overlap share a slot.
 struct Slot {
-  char* guard_begin;  // an address in [guard_begin, guard_end) was computed from this storage
+  char* guard_begin;  // addresses in [guard_begin, guard_end) are taken for this storage's
   char* guard_end;
   char* begin;
   char* source;
   uint64_t bytes;
-  uint8_t* initialised;  // SimulatorBuffer's
+  uint8_t* initialised;  // of SimulatorBuffer
   Shadow* shadow;        // null unless writable
-  uint32_t index;        // an argument that has it
+  uint32_t index;        // of an argument with this storage
   uint32_t space;
   bool writable;
 };
 
 class GuardedMemory {
  public:
-  // Copies the storages in. False if there is no address space or memory for them.
+  // False if there is no address space or memory.
   bool copy_in(const SimulatorBuffer* buffers, uint32_t count);
-  // Copies what changed back.
-  void copy_out();
-  // The address that the kernel gets for an argument.
+  void copy_out();  // of changed bytes
+  // The kernel's address of an argument.
   char* address(const SimulatorBuffer& buffer) const;
   const Slot* find(const char* address) const {
     for (uint32_t i = 0; i < count_; ++i)

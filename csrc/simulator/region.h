@@ -1,5 +1,5 @@
-// The workers' regions of address space, kept for the next run: mapping one costs more than a small
-// run, as the first touch of each page is a fault.
+// The workers' regions of address space. They are kept for the next run: page faults in a new
+// region cost more than a small run.
 #pragma once
 
 #include <memory>
@@ -10,32 +10,20 @@
 
 namespace metal_attn::simulator {
 
-// Holds a worker, the memory of its threadgroups and their stacks, aligned so that fibers find it.
-class Region {
- public:
-  Region() = default;
-  Region(const Region&) = delete;
-  Region& operator=(const Region&) = delete;
+// Holds a worker, its threadgroup memory and its stacks, aligned so that fibers find the worker.
+struct Region {
   ~Region();
 
-  // False if there is no memory.
-  bool create();
-  // The worker, as if new.
+  bool create();  // false if there is no memory
   Worker& begin(Run& run);
-  // True if its memory is worth keeping: many deep stacks would take too much.
-  bool is_small() const;
 
- private:
-  Reservation reservation_;
-  Worker* worker_ = nullptr;
+  Reservation reservation;
+  Worker* worker = nullptr;
 };
 
-// The regions of one run. At its end the calling host thread keeps them for its next one.
+// The regions of one run. After it the calling host thread keeps them for its next run.
 class Regions {
  public:
-  Regions() = default;
-  Regions(const Regions&) = delete;
-  Regions& operator=(const Regions&) = delete;
   ~Regions();
 
   // A worker for the run; null if there is no memory.

@@ -24,14 +24,17 @@ namespace {
 
 enum Status { kDone = 0, kFault = 1, kBadRequest = 2, kInterrupted = 3 };
 
-// Between two looks for signals, which need the interpreter's lock.
+// The time between two checks for signals, which take the interpreter's lock.
 constexpr std::chrono::milliseconds kSignalInterval{50};
-// Between two attempts to stop host threads that are still in a threadgroup.
+// The time between two attempts to stop host threads.
 constexpr std::chrono::milliseconds kStopInterval{1};
-// Threadgroups that wait for each other and run at once, if the caller asks for fewer host threads.
+// The most host threads if threadgroups wait for each other, even if the caller asks for fewer.
 constexpr size_t kMostGrown = 64;
+// Consecutive rounds in which all threadgroups must be stuck. One that got what it waited for is
+// missing in the following rounds.
+constexpr uint32_t kStuckRounds = 128;
 
-// Without the interpreter's lock while it lives.
+// Releases the interpreter's lock while it lives.
 class Unlocked {
  public:
   explicit Unlocked(const SimulatorInterpreter* interpreter) : interpreter_(interpreter) {
@@ -53,10 +56,6 @@ class Unlocked {
   const SimulatorInterpreter* interpreter_;
   void* thread_ = nullptr;
 };
-
-// All threadgroups must be stuck in this many rounds one after the other: one of them may have
-// found what it waited for, and is then missing in the next rounds.
-constexpr uint32_t kStuckRounds = 128;
 
 // "[[threadgroup(0)]]" and so on.
 const auto kArgumentNames = [] {
@@ -94,8 +93,8 @@ void work(Run& run, Worker& worker) {
   run.finished.notify_one();
 }
 
-// One more host thread, for a threadgroup that those which run may wait for: on a GPU several run
-// at once.
+// Starts one more host thread, for a threadgroup that the running ones may wait for: on a GPU
+// several run at once.
 void grow(Run& run, Regions& regions, std::vector<std::thread>& threads) {
   Worker* worker = threads.size() < kMostGrown ? regions.take(run) : nullptr;
   std::lock_guard<std::mutex> lock(run.mutex);
@@ -108,8 +107,8 @@ void grow(Run& run, Regions& regions, std::vector<std::thread>& threads) {
   run.may_grow = false;
 }
 
-// Runs all threadgroups on threads of their own, so that the caller can look for signals whatever
-// a kernel does. False if it was interrupted.
+// Runs all threadgroups on new threads, so that the caller can check for signals meanwhile. False
+// if it was interrupted.
 bool work_together(Run& run, Regions& regions, const std::vector<Worker*>& workers,
                    Unlocked& unlocked) {
   SignalHandlers handlers;
@@ -118,7 +117,7 @@ bool work_together(Run& run, Regions& regions, const std::vector<Worker*>& worke
   for (Worker* worker : workers) {
     try {
       threads.emplace_back([&run, worker] { work(run, *worker); });
-    } catch (const std::system_error&) {  // the system has no more; those that run do all the work
+    } catch (const std::system_error&) {  // the threads that run do all the work
       if (threads.empty()) throw std::runtime_error("the system starts no more threads");
       std::lock_guard<std::mutex> lock(run.mutex);
       run.working -= static_cast<uint32_t>(workers.size() - threads.size());
@@ -150,8 +149,7 @@ int reject(SimulatorFaultReport* fault, const char* format, unsigned long long v
   return kBadRequest;
 }
 
-// Fills what all threadgroups share. kDone if numbers and sizes are sound; the caller has checked
-// the rest.
+// Fills the state that all threadgroups share. kDone if numbers and sizes are valid.
 int prepare(Run& run, SimulatorFaultReport* fault) {
   const SimulatorDispatch& dispatch = *run.dispatch;
   if (dispatch.buffer_count > SIMULATOR_MAX_ARGUMENTS)
@@ -167,7 +165,7 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
     if (grid > ~0u)
       return reject(fault, "a grid of %llu threads in one dimension is over 2^32 - 1", grid);
     uint64_t groups = (grid + nominal - 1) / nominal;
-    // A checked run tells threadgroups apart by a number of 32 bits.
+    // Checked runs number threadgroups in 32 bits.
     if (groups && run.threadgroups > (uint64_t{1} << (dispatch.checked ? 32 : 62)) / groups)
       return reject(fault, "the grid is too large");
     run.threadgroups *= groups;
@@ -186,13 +184,11 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
   return kDone;
 }
 
-// The arguments alone can be more than a threadgroup has; what kernels declare comes later.
+// False, with a fault, if the threadgroup arguments alone are over the limit.
 bool arguments_fit(const SimulatorDispatch& dispatch, SimulatorFaultReport* fault) {
   uint64_t total = 0;
-  for (uint64_t bytes : dispatch.threadgroup_argument_bytes) {
-    total = total > Arena::kLimit || bytes > Arena::kLimit ? Arena::kLimit + 1
-                                                           : (total + 15) / 16 * 16 + bytes;
-  }
+  for (uint64_t bytes : dispatch.threadgroup_argument_bytes)
+    total = (total + 15) / 16 * 16 + std::min<uint64_t>(bytes, Arena::kLimit + 1);
   if (total <= Arena::kLimit) return true;
   fault->kind = FAULT_THREADGROUP_MEMORY;
   snprintf(fault->message, sizeof fault->message,
@@ -240,23 +236,18 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
         bytes ? arena.get(kArgumentNames[i].c_str(), bytes, 16) : nullptr;
   }
 
-  uint32_t at[3] = {0, 0, 0};
   for (uint32_t i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
-    memcpy(fiber.position, at, sizeof at);
+    const uint32_t row = i / launch.threads[0];
+    fiber.position[0] = i % launch.threads[0];
+    fiber.position[1] = row % launch.threads[1];
+    fiber.position[2] = row / launch.threads[1];
     fiber.started = false;
     fiber.spins = 0;
     fiber.place = fiber.depth = fiber.matrix_accesses = 0;
     fiber.site = kNoSite;
     for (uint32_t& interval : fiber.after_fence) interval = 0;
     if (orders) orders[i] = {};
-    if (++at[0] == launch.threads[0]) {
-      at[0] = 0;
-      if (++at[1] == launch.threads[1]) {
-        at[1] = 0;
-        ++at[2];
-      }
-    }
   }
   for (uint32_t i = 0; i < group_count; ++i) {
     Group& group = groups[i];
@@ -266,7 +257,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     group.arrived = group.at_barrier = 0;
     group.strays = group.matrix_accesses = 0;
     for (uint32_t& interval : group.intervals) interval = 0;
-    // Lanes that do not exist deposit NaN.
+    // The deposits of lanes that do not exist are NaN.
     if (!whole) {
       memset(group.exchanges, 0xFF, sizeof group.exchanges);
       memset(group.matrices, 0xFF, sizeof group.matrices);
@@ -276,7 +267,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   run_fibers();
   most_stacks = std::max(most_stacks, stacks_used);
   ++counters.threadgroups;
-  if (arena.used() > counters.threadgroup_bytes) counters.threadgroup_bytes = arena.used();
+  counters.threadgroup_bytes = std::max<uint64_t>(counters.threadgroup_bytes, arena.used());
 }
 
 void Run::record(uint64_t order, const SimulatorFaultReport& report) {
@@ -324,8 +315,7 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
   reinterpret_cast<void (*)(const void*)>(dispatch.bind)(&kEngine);
 
   uint64_t count = dispatch.workers ? dispatch.workers : std::thread::hardware_concurrency();
-  if (count < 1) count = 1;
-  if (count > run.threadgroups) count = run.threadgroups;
+  count = std::min(std::max<uint64_t>(count, 1), run.threadgroups);
   Regions regions;
   std::vector<Worker*> workers;
   while (workers.size() < count) {

@@ -1,4 +1,4 @@
-// One dispatch: what its workers share.
+// One dispatch: the state that its workers share.
 #pragma once
 
 #include <atomic>
@@ -26,27 +26,27 @@ struct Run {
   CodeRange code;  // of the kernel's image
 
   std::atomic<uint64_t> next{0};  // in running order
-  // A fault ends the threadgroups that come after its own in running order; those before it still
-  // finish. So the fault that is reported does not depend on timing.
+  // A fault ends the threadgroups that are after its own in running order; the others still finish.
+  // So the reported fault does not depend on timing.
   std::atomic<uint64_t> end;
-  std::mutex mutex;      // of what follows
+  std::mutex mutex;      // for the following fields
   uint32_t working = 0;  // host threads
-  uint32_t stuck = 0;    // of these: their threadgroups do nothing but poll, seen in this round
+  uint32_t stuck = 0;    // host threads whose threadgroups only poll in this round
   uint32_t round = 1;
-  uint32_t stuck_rounds = 0;  // in which all were, one after the other
+  uint32_t stuck_rounds = 0;  // consecutive rounds in which all were stuck
   std::condition_variable finished;
-  bool grows = false;  // a threadgroup polls, and others have not begun: one more host thread
+  bool grows = false;  // a threadgroup polls and others have not begun: add a host thread
   std::atomic<bool> may_grow{true};
   uint64_t fault_order = ~uint64_t{0};
   SimulatorFaultReport fault{};
   SimulatorCounters counters{};
-  const char* reason = nullptr;  // why the run could not go on
+  const char* reason = nullptr;  // of give_up
 
-  // Keeps the fault that comes first in running order.
+  // Keeps the first fault in running order.
   void record(uint64_t order, const SimulatorFaultReport& report);
   void give_up(const char* reason);
-  // Notes that a threadgroup only polls; last_round: the round in which it noted this before, or 0.
-  // True once all threadgroups do, for long enough that nothing will change it.
+  // Notes that a threadgroup only polls. last_round: the last round in which it noted this, or 0.
+  // True if all running threadgroups have only polled for kStuckRounds rounds.
   bool all_stuck(uint32_t& last_round);
 };
 

@@ -1,4 +1,4 @@
-// The choice of the next fiber: SIMD-group rendezvous, barriers, and deadlocks.
+// Chooses the next fiber: rendezvous of SIMD groups, barriers, and deadlocks.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -10,11 +10,11 @@ namespace metal_attn::simulator {
 namespace {
 
 constexpr uint32_t kSpinsBeforeYield = 64;
-// From here on a threadgroup that only polls is stuck. The rounds tell it from one that the machine
-// has not run meanwhile.
+// A threadgroup that has only polled for so many rounds and so long is stuck. Time alone does not
+// suffice, because the machine may not have run it.
 constexpr uint32_t kPollLimit = 1024;
 constexpr std::chrono::seconds kPollTimeLimit{3};
-// And before that it is one that another host thread could help, by running the next threadgroup.
+// After this time another host thread may help, by running the next threadgroup.
 constexpr std::chrono::milliseconds kGrowAfter{20};
 
 uint32_t lowest(uint32_t mask) { return static_cast<uint32_t>(__builtin_ctz(mask)); }
@@ -39,14 +39,14 @@ const Operation& operation_of(const Group& group, uint32_t lane) {
   return group.strays >> lane & 1 ? group.lanes[lane].stray : group.operation;
 }
 
-// True if two threads that wait at the same call are in the same rounds of all loops around it.
+// True if two threads that wait at one call are in the same rounds of all loops around it.
 bool same_rounds(const Fiber& a, const Fiber& b) {
   for (uint32_t i = 0; i < a.depth; ++i)
     if (a.rounds[i].number != b.rounds[i].number) return false;
   return true;
 }
 
-// True if a thread waits at a place that the program reaches before another's.
+// True if the program reaches a's place before b's.
 bool is_before(const Fiber& a, const Fiber& b) {
   for (uint32_t i = 0; i < std::min(a.depth, b.depth) && a.rounds[i].loop == b.rounds[i].loop; ++i)
     if (a.rounds[i].number != b.rounds[i].number) return a.rounds[i].number < b.rounds[i].number;
@@ -59,19 +59,11 @@ bool meet_together(const Group& group, uint32_t a, uint32_t b) {
 }
 
 const char* name_of(uint32_t kind) {
-  switch (kind) {
-    case MSL_MATRIX:
-      return "matrix operation";
-    case MSL_TENSOR:
-      return "tensor operation";
-    case MSL_SIMDGROUP_BARRIER:
-      return "simdgroup_barrier";
-    default:
-      return "SIMD operation";
-  }
+  if (kind == MSL_MATRIX) return "matrix operation";
+  if (kind == MSL_TENSOR) return "tensor operation";
+  return kind == MSL_SIMDGROUP_BARRIER ? "simdgroup_barrier" : "SIMD operation";
 }
 
-// The name of what all threads of a threadgroup wait at.
 const char* barrier_name(__msl_combine combine) {
   return combine ? "tensor operation" : "threadgroup_barrier";
 }
@@ -79,10 +71,35 @@ const char* barrier_name(__msl_combine combine) {
 [[noreturn]] void fiber_main() {
   Worker& worker = this_worker();
   for (;;) {
-    Fiber& fiber = worker.current();
-    worker.run->kernel(&worker.launch, &fiber);
-    worker.finish(fiber);  // returns if another thread takes over the stack
+    worker.run->kernel(&worker.launch, worker.running);
+    worker.finish();
   }
+}
+
+// Allocates `scratch`. Fails if the scope of the current thread's tensor operation is not whole.
+void begin_tensor(Worker& worker, const __msl_tensor_operation& operation) {
+  constexpr uint32_t kScratch = MSL_MOST_LEFT + MSL_MOST_RIGHT + MSL_MOST_DESTINATION;
+  const Fiber& fiber = worker.current();
+  const uint32_t lanes = fiber.group->full;
+  if (lanes != ~0u)
+    worker.fail(FAULT_TENSOR, fiber.site,
+                "tensor operation in SIMD group %u, which has lanes %08x only", fiber.simdgroup,
+                lanes);
+  if (operation.simdgroups > 1 && operation.simdgroups != worker.group_count)
+    worker.fail(FAULT_TENSOR, fiber.site,
+                "tensor operation of execution_simdgroups<%u> in a threadgroup of %u SIMD groups",
+                operation.simdgroups, worker.group_count);
+  if (worker.scratch) return;
+  worker.tensor_memory = std::make_unique_for_overwrite<float[]>(kScratch);
+  worker.scratch = worker.tensor_memory.get();
+}
+
+// deposit: any thread's, which has the operation's address. is_further: it was counted before.
+void count_tensor(Worker& worker, const __msl_slot& deposit, uint32_t is_further) {
+  const __msl_tensor_operation* operation;
+  memcpy(&operation, deposit.bytes + 8, sizeof operation);
+  worker.counters.tensor_operations += !is_further;
+  worker.counters.tensor_multiplications += operation->multiplications;
 }
 
 }  // namespace
@@ -94,7 +111,7 @@ uint64_t Worker::draw() {
   return random;
 }
 
-// Switches to a fiber. One that has not started gets a stack.
+// Switches to a fiber, which gets a stack if it has not started.
 inline void Worker::resume(Context& from, Fiber& to) {
   running = &to;
   if (!to.started) {
@@ -105,9 +122,10 @@ inline void Worker::resume(Context& from, Fiber& to) {
   switch_context(&from, &to.context);
 }
 
-// A lane loads or stores a matrix, as all lanes must. They need not wait for each other: each
-// compares its accesses, in order, with those of the first lane that went ahead.
-void Worker::access_matrix(Fiber& fiber, const void* site) {
+// A lane loads or stores a matrix, as all lanes must. Lanes do not wait for each other: each
+// compares its accesses with the log of the lane that is ahead.
+void Worker::access_matrix(const void* site) {
+  Fiber& fiber = current();
   Group& group = *fiber.group;
   MatrixAccess access{site, fiber.site, fiber.depth, {}};
   for (uint32_t i = 0; i < fiber.depth; ++i) access.rounds[i] = fiber.rounds[i].number;
@@ -119,11 +137,10 @@ void Worker::access_matrix(Fiber& fiber, const void* site) {
          "thread %u is at this simdgroup_load or simdgroup_store and another lane of its SIMD "
          "group at %s",
          fiber.index, other.site != site ? "another" : "it in another round of a loop");
-  if (++fiber.matrix_accesses == kMatrixLog)
-    meet(fiber, {site, nullptr, MSL_MATRIX_ACCESS, 0, nullptr, 0});
+  if (++fiber.matrix_accesses == kMatrixLog) meet({site, nullptr, MSL_MATRIX_ACCESS});
 }
 
-// All lanes are at one place, so all have made the same accesses.
+// All lanes are at one place, and must have made the same accesses.
 inline void Worker::end_matrix_accesses(Group& group) {
   if (!group.matrix_accesses) return;
   for (uint32_t rest = group.full; rest; rest &= rest - 1) {
@@ -143,30 +160,22 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
     operation.combine(deposits, mask);
   else if (operation.products)
     multiply(group.matrices, operation, mask);
-  switch (operation.kind) {
-    case MSL_SHUFFLE:
-      ++counters.shuffles;
-      break;
-    case MSL_REDUCTION:
-      ++counters.reductions;
-      break;
-    case MSL_MATRIX:
-      counters.matrix_operations += operation.products ? operation.product_count : 1;
-      break;
-    case MSL_TENSOR:
-      count_tensor(*this, box.lanes[lowest(mask)], operation.memory_flags);
-      break;
-    case MSL_MATRIX_ACCESS:
-      break;
-    case MSL_SIMDGROUP_BARRIER:
-      ++counters.simdgroup_barriers;
-      for (uint32_t memory = 0; memory < kMemories; ++memory)
-        if (operation.memory_flags & kMemFlags[memory]) group.intervals[memory] = 0;
-      if (orders) share_order(group, operation.memory_flags);
-      break;
-    default:
-      ++counters.votes;
-      break;
+  const uint32_t kind = operation.kind;
+  if (kind == MSL_SHUFFLE)
+    ++counters.shuffles;
+  else if (kind == MSL_REDUCTION)
+    ++counters.reductions;
+  else if (kind == MSL_MATRIX)
+    counters.matrix_operations += operation.products ? operation.product_count : 1;
+  else if (kind == MSL_TENSOR)
+    count_tensor(*this, box.lanes[lowest(mask)], operation.memory_flags);
+  else if (kind != MSL_SIMDGROUP_BARRIER)
+    counters.votes += kind != MSL_MATRIX_ACCESS;
+  else {
+    ++counters.simdgroup_barriers;
+    for (uint32_t memory = 0; memory < kMemories; ++memory)
+      if (operation.memory_flags & kMemFlags[memory]) group.intervals[memory] = 0;
+    if (orders) share_order(group, operation.memory_flags);
   }
   if (mask == group.full) end_matrix_accesses(group);
   go_on();
@@ -175,18 +184,11 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
   group.parity ^= 1;
 }
 
-// True if all lanes must reach a SIMD operation of a checked run. ordered: the program's order of
-// the places where lanes wait is known. If it is not, some may be about to join.
-bool Worker::needs_all(uint32_t kind, bool ordered) const {
-  if (kind == MSL_ACTIVE) return !ordered;
-  return kind == MSL_MATRIX || kind == MSL_TENSOR || run->dispatch->strict_simd || !ordered;
-}
-
 // Completes the operation of some lanes while others wait at another, or have ended.
 void Worker::complete_some(Group& group) {
-  // Code that lanes still have to leave is before the place where they meet again.
+  // Lanes continue at the earliest place of the program, so that diverged lanes meet after it.
   uint32_t lane = lowest(group.arrived), mask = 0;
-  bool ordered = true;
+  bool ordered = true;  // the program's order of the lanes' places is known
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1) {
     const Fiber& other = group.lanes[lowest(rest)];
     ordered = ordered && other.place != MSL_UNKNOWN_PLACE;
@@ -196,14 +198,17 @@ void Worker::complete_some(Group& group) {
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1)
     if (meet_together(group, lane, lowest(rest))) mask |= rest & -rest;
   bool barrier = operation.kind == MSL_SIMDGROUP_BARRIER;
-  if (mask != group.full && (barrier || (checked && needs_all(operation.kind, ordered)))) {
+  // If the order is unknown, other lanes may be about to join.
+  bool needs_all = !ordered || operation.kind == MSL_MATRIX || operation.kind == MSL_TENSOR ||
+                   (operation.kind != MSL_ACTIVE && run->dispatch->strict_simd);
+  if (mask != group.full && (barrier || (checked && needs_all))) {
     const Fiber& fiber = group.lanes[lane];
     fail(fiber, barrier ? FAULT_DIVERGENT_BARRIER : FAULT_PARTIAL_SIMD, fiber.site, kNoSite,
          "%s reached by lanes %08x of %08x of SIMD group %u; %08x have ended",
          name_of(operation.kind), mask, group.full, fiber.simdgroup, group.full & ~group.live);
   }
-  // The others' deposits move to the box that their operation will complete in, before this one's
-  // results are left in its own.
+  // The other lanes' deposits move to the next box, where their operation will complete. Results of
+  // this operation overwrite the current box.
   const uint32_t parity = group.parity;
   for (uint32_t rest = group.arrived & ~mask; rest; rest &= rest - 1) {
     uint32_t other = lowest(rest);
@@ -255,7 +260,7 @@ inline Fiber* Worker::next(Group& group) {
   return fiber;
 }
 
-// The next SIMD group that can go on, from a number on.
+// The first SIMD group from number `start` on, cyclically, that has a ready lane.
 Group& Worker::ready_from(uint32_t start) {
   for (;;) {
     for (uint32_t i = 0; i < group_count; ++i) {
@@ -267,7 +272,7 @@ Group& Worker::ready_from(uint32_t start) {
 }
 
 Fiber* Worker::next_at_random(Group& group) {
-  // Mostly stay with the SIMD group, as a GPU would, but let the others overtake it at times.
+  // As on a GPU, a SIMD group mostly continues, and others sometimes overtake it.
   uint64_t bits = draw();
   bool stays = (bits & 7) && group.ready;
   Group& chosen = stays ? group : ready_from(static_cast<uint32_t>(bits >> 32) % group_count);
@@ -275,8 +280,8 @@ Fiber* Worker::next_at_random(Group& group) {
   return &chosen.lanes[nth(chosen.ready, static_cast<uint32_t>(bits >> 8 & 0xFFFF) % count)];
 }
 
-// No thread can go on: some SIMD operation or barrier was not reached by all. Makes one ready, or
-// fails.
+// No thread is ready: not all lanes or threads have reached a SIMD operation or barrier. Makes some
+// lanes ready, or fails.
 void Worker::unblock() {
   for (uint32_t i = 0; i < group_count; ++i) {
     if (groups[i].arrived) return complete_some(groups[i]);
@@ -288,8 +293,9 @@ void Worker::unblock() {
 }
 
 // Waits until all live lanes of the SIMD group have arrived; the last one completes the operation.
-inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Operation& operation) {
+inline __attribute__((always_inline)) void Worker::meet(const Operation& operation) {
   if (rewrite.bytes) settle_rewrite(*this);
+  Fiber& fiber = current();
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
   if (!group.arrived) {
@@ -317,10 +323,10 @@ void Worker::interleave() {
   if (to != &fiber) resume(fiber.context, *to);
 }
 
-// True if a weak compare and exchange fails without a reason, as it may.
+// True if a weak compare and exchange fails spuriously.
 bool Worker::weak_fails() { return random && (draw() & 3) == 0; }
 
-// Something else than polling has happened.
+// The threadgroup has done something other than polling.
 inline void Worker::go_on() {
   polls = 0;
   if (!stuck) return;
@@ -330,10 +336,11 @@ inline void Worker::go_on() {
   run->stuck = run->stuck_rounds = 0;
 }
 
-// A thread polls memory. Others run now and then; once all threadgroups that run have done nothing
-// else for long, nothing will change it. Atomic writes set `polls` to 0 (__msl_atomic.h).
-void Worker::spin(Fiber& fiber) {
+// A thread polls memory, and other threads run at times. If all running threadgroups have only
+// polled for long, no progress is possible. Atomic writes set `polls` to 0 (__msl_atomic.h).
+void Worker::spin() {
   if (rewrite.bytes) settle_rewrite(*this);
+  Fiber& fiber = current();
   if (++fiber.spins % kSpinsBeforeYield) return;
   auto now = std::chrono::steady_clock::now();
   if (!polls) {
@@ -343,7 +350,7 @@ void Worker::spin(Fiber& fiber) {
   if (polls < kPollLimit) {
     ++polls;
   } else if (run->may_grow && now - polling_since > kGrowAfter && run->next < run->end) {
-    // It may wait for a threadgroup that has not begun.
+    // The thread may wait for a threadgroup that has not begun.
     polling_since = now;
     std::lock_guard<std::mutex> lock(run->mutex);
     run->grows = true;
@@ -351,10 +358,10 @@ void Worker::spin(Fiber& fiber) {
   } else if (now - polling_since > kPollTimeLimit) {
     const bool all_stuck = run->all_stuck(stuck);
     if (!all_stuck) std::this_thread::yield();
-    // It waits for a threadgroup that stopped at a fault or was never started.
+    // The thread waits for a threadgroup that stopped at a fault or was never started.
     if (all_stuck && run->end < run->threadgroups) abandon();
     if (all_stuck) {
-      fail(fiber, FAULT_NO_PROGRESS, fiber.site, kNoSite,
+      fail(FAULT_NO_PROGRESS, fiber.site,
            "thread %u has polled atomic memory for %lld s, and no other thread has got anywhere "
            "meanwhile",
            fiber.index, static_cast<long long>(kPollTimeLimit.count()));
@@ -389,9 +396,9 @@ void Worker::release_barrier() {
   if (orders) share_order(barrier_flags);
 }
 
-void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site,
-                             __msl_combine combine) {
+void Worker::wait_at_barrier(uint32_t flags, const void* site, __msl_combine combine) {
   if (rewrite.bytes) settle_rewrite(*this);
+  Fiber& fiber = current();
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
   if (!waiting) {
@@ -414,8 +421,9 @@ void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site,
   if (to != &fiber) resume(fiber.context, *to);
 }
 
-void Worker::finish(Fiber& fiber) {
+void Worker::finish() {
   if (rewrite.bytes) settle_rewrite(*this);
+  Fiber& fiber = current();
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
   go_on();
@@ -449,20 +457,20 @@ void Worker::run_fibers() {
 
 namespace {
 
-const __msl_exchange* deposit(Worker& worker, Fiber& fiber, const Operation& operation,
-                              unsigned long low, unsigned long high) {
+const __msl_exchange* deposit(Worker& worker, const Operation& operation, unsigned long low,
+                              unsigned long high) {
+  const Fiber& fiber = worker.current();
   Group& group = *fiber.group;
   __msl_slot& slot = group.exchanges[group.parity].lanes[fiber.lane];
   memcpy(slot.bytes, &low, 8);
   memcpy(slot.bytes + 8, &high, 8);
-  worker.meet(fiber, operation);
+  worker.meet(operation);
   return &group.exchanges[group.parity ^ 1];
 }
 
 const __msl_exchange* engine_exchange(__msl_combine combine, unsigned long low, unsigned long high,
                                       unsigned operation, const void* site) {
-  Worker& worker = this_worker();
-  return deposit(worker, worker.current(), {site, combine, operation, 0}, low, high);
+  return deposit(this_worker(), {site, combine, operation}, low, high);
 }
 
 const __msl_exchange* engine_broadcast(unsigned long low, unsigned long high, unsigned lane,
@@ -471,13 +479,13 @@ const __msl_exchange* engine_broadcast(unsigned long low, unsigned long high, un
   Fiber& fiber = worker.current();
   Group& group = *fiber.group;
   fiber.broadcast[group.parity] = lane;
-  const __msl_exchange* box = deposit(worker, fiber, {site, nullptr, MSL_SHUFFLE, 0}, low, high);
-  // The lanes that took part; the first of this lane's run decides.
+  const __msl_exchange* box = deposit(worker, {site, nullptr, MSL_SHUFFLE}, low, high);
+  // The first active lane of this lane's `width` lanes decides.
   uint32_t run = fiber.lane / width * width;
   uint32_t first = run + lowest(box->mask >> run);
   uint32_t its = group.lanes[first].broadcast[box - group.exchanges];
   if (its != lane) {
-    worker.fail(fiber, FAULT_SIMD_LANE, fiber.site, kNoSite,
+    worker.fail(FAULT_SIMD_LANE, fiber.site,
                 "a broadcast of lane %u in lane %u, and of lane %u in lane %u", lane, fiber.lane,
                 its, first);
   }
@@ -492,7 +500,7 @@ __msl_pair engine_matrix(__msl_combine combine, __msl_pair a, __msl_pair b, __ms
   matrices.a[fiber.pair] = a;
   matrices.b[fiber.pair] = b;
   matrices.c[fiber.pair] = c;
-  worker.meet(fiber, {site, combine, MSL_MATRIX, 0, nullptr, 0});
+  worker.meet({site, combine, MSL_MATRIX});
   return matrices.d[fiber.pair];
 }
 
@@ -502,30 +510,20 @@ void* engine_operands() {
 }
 
 void engine_products(const __msl_product* products, unsigned count, const void* site) {
-  Worker& worker = this_worker();
-  worker.meet(worker.current(), {site, nullptr, MSL_MATRIX, 0, products, count});
+  this_worker().meet({site, nullptr, MSL_MATRIX, 0, products, count});
 }
 
-void engine_access_matrix(const void* site) {
-  Worker& worker = this_worker();
-  worker.access_matrix(worker.current(), site);
-}
+void engine_access_matrix(const void* site) { this_worker().access_matrix(site); }
 
 void engine_threadgroup_barrier(unsigned flags, const void* site) {
-  Worker& worker = this_worker();
-  worker.wait_at_barrier(worker.current(), flags, site, nullptr);
+  this_worker().wait_at_barrier(flags, site, nullptr);
 }
 
 void engine_simdgroup_barrier(unsigned flags, const void* site) {
-  Worker& worker = this_worker();
-  Fiber& fiber = worker.current();
-  worker.meet(fiber, {site, nullptr, MSL_SIMDGROUP_BARRIER, flags, nullptr, 0});
+  this_worker().meet({site, nullptr, MSL_SIMDGROUP_BARRIER, flags});
 }
 
-void engine_spin() {
-  Worker& worker = this_worker();
-  worker.spin(worker.current());
-}
+void engine_spin() { this_worker().spin(); }
 
 unsigned engine_weak_fails() { return this_worker().weak_fails(); }
 
@@ -548,9 +546,14 @@ void engine_tensor(__msl_combine combine, void* elements, const __msl_tensor_ope
   memcpy(slot.bytes, &elements, sizeof elements);
   memcpy(slot.bytes + 8, &operation, sizeof operation);
   if (simdgroups > 1)
-    worker.wait_at_barrier(fiber, is_further, site, combine);
+    worker.wait_at_barrier(is_further, site, combine);
   else
-    worker.meet(fiber, {site, combine, MSL_TENSOR, is_further, nullptr, 0});
+    worker.meet({site, combine, MSL_TENSOR, is_further});
+}
+
+const __msl_lane_map* engine_lane_map(unsigned operand, unsigned is_transposed, unsigned rows,
+                                      unsigned columns, unsigned simdgroups) {
+  return this_worker().lane_maps.find({operand, is_transposed, rows, columns, simdgroups});
 }
 
 void engine_count(unsigned what, unsigned n) { this_worker().counters.operations[what] += n; }

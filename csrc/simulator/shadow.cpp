@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kSpinsBeforeYield = 100;
 
-// Bit k: accesses of kind k conflict with it, unless they are ordered.
+// Bit k of an entry: unordered accesses of kind k conflict with that kind.
 constexpr uint8_t kConflicting[kAccessKinds] = {
     1 << kWrite | 1 << (kAtomic | kWrite),
     1 << kRead | 1 << kWrite | 1 << kAtomic | 1 << (kAtomic | kWrite),
@@ -41,17 +41,16 @@ inline Distance distance(const Touch& earlier, const Access& now) {
   return unless_known(Distance::kOtherLane, earlier, now);
 }
 
-// True if all accesses were before the last barrier, as most are.
+// True in the most common case: all accesses were before the last barrier.
 inline bool all_settled(const Touch* touches, uint32_t begin, uint32_t end, uint32_t settled) {
   for (uint32_t i = begin; i < end; ++i)
     if (touches[i].interval >= settled) return false;
   return true;
 }
 
-// Threadgroups on several host threads share device memory's pages.
+// Locks a page of device memory, which host threads share. Null: there is nothing to lock.
 class Lock {
  public:
-  // Null: nobody else has it.
   explicit Lock(std::atomic<bool>* held) : held_(held) {
     if (!held_) return;
     for (uint32_t spins = 1; held_->exchange(true, std::memory_order_acquire); ++spins)
@@ -65,59 +64,18 @@ class Lock {
   std::atomic<bool>* held_;
 };
 
-}  // namespace
-
-Shadow::Page::~Page() {
-  for (Touch* touches : last) free(touches);
-  for (Touch* touches : far) free(touches);
-}
-
-Shadow::~Shadow() {
-  if (pages_) forget();
-  free(pages_);
-}
-
-bool Shadow::init(uint64_t bytes) {
-  count_ = (bytes + kPageBytes - 1) / kPageBytes;
-  pages_ = static_cast<std::atomic<Page*>*>(calloc(std::max<uint64_t>(count_, 1), sizeof *pages_));
-  return pages_ != nullptr;
-}
-
-void Shadow::forget() {
-  for (uint64_t i = 0; i < count_; ++i) {
-    Page* page = pages_[i].load(std::memory_order_relaxed);
-    if (!page) continue;
-    delete page;
-    pages_[i].store(nullptr, std::memory_order_relaxed);
-  }
-}
-
-inline Shadow::Page* Shadow::page(uint64_t index) {
-  Page* page = pages_[index].load(std::memory_order_acquire);
-  return page ? page : new_page(index);
-}
-
-Shadow::Page* Shadow::new_page(uint64_t index) {
-  Page* page = nullptr;
-  auto* fresh = new (std::nothrow) Page;
-  if (!fresh || pages_[index].compare_exchange_strong(page, fresh, std::memory_order_acq_rel))
-    return fresh;
-  delete fresh;  // another host thread was faster
-  return page;
-}
-
-inline Touch* Shadow::entries(Page& page, Touch** of) {
-  if (!*of) *of = static_cast<Touch*>(calloc(kPageBytes >> page.shift, sizeof(Touch)));
+inline Touch* entries(ShadowPage& page, Touch** of) {
+  if (!*of) *of = static_cast<Touch*>(calloc(kShadowPageBytes >> page.shift, sizeof(Touch)));
   return *of;
 }
 
-bool Shadow::split(Page& page, uint32_t shift) {
+bool split(ShadowPage& page, uint32_t shift) {
   for (Touch** of : {page.last, page.far}) {
     for (uint32_t kind = 0; kind < kAccessKinds; ++kind) {
       if (!of[kind]) continue;
-      auto* finer = static_cast<Touch*>(malloc((kPageBytes >> shift) * sizeof(Touch)));
+      auto* finer = static_cast<Touch*>(malloc((kShadowPageBytes >> shift) * sizeof(Touch)));
       if (!finer) return false;
-      for (uint32_t i = 0; i < kPageBytes >> shift; ++i)
+      for (uint32_t i = 0; i < kShadowPageBytes >> shift; ++i)
         finer[i] = of[kind][i >> (page.shift - shift)];
       free(of[kind]);
       of[kind] = finer;
@@ -127,24 +85,8 @@ bool Shadow::split(Page& page, uint32_t shift) {
   return true;
 }
 
-inline ConflictReport Shadow::access_page(Page& page, uint32_t at, uint32_t bytes,
-                                          const Access& now, bool checked) {
-  Lock lock(now.clock.shared() ? &page.held : nullptr);
-  uint32_t unit = at | bytes;
-  if (unit & ((1u << page.shift) - 1) && !split(page, __builtin_ctz(unit)))
-    return {Conflict::kNoMemory, 0, now.touch, now.kind};
-  uint32_t begin = at >> page.shift, end = (at + bytes) >> page.shift;
-  ConflictReport report{};
-  if (checked) report = check(page, begin, end, now);
-  if (report.kind != Conflict::kNone)
-    report.byte -= at;
-  else if (!record(page, begin, end, now))
-    report.kind = Conflict::kNoMemory;
-  return report;
-}
-
-inline ConflictReport Shadow::check(const Page& page, uint32_t begin, uint32_t end,
-                                    const Access& now) {
+inline ConflictReport check(const ShadowPage& page, uint32_t begin, uint32_t end,
+                            const Access& now) {
   if (now.reads && now.memory == kThreadgroupMemory) {
     const Touch* plain = page.last[kWrite];
     const Touch* atomic = page.last[kAtomic | kWrite];
@@ -168,18 +110,8 @@ inline ConflictReport Shadow::check(const Page& page, uint32_t begin, uint32_t e
   return {};
 }
 
-inline bool Shadow::record(Page& page, uint32_t begin, uint32_t end, const Access& now) {
-  Touch* last = entries(page, &page.last[now.kind]);
-  if (!last) return false;
-  if (now.kind != kWrite && !all_settled(last, begin, end, now.clock.settled()) &&
-      !keep_far(page, begin, end, now))
-    return false;
-  std::fill(last + begin, last + end, now.touch);
-  return true;
-}
-
-// The last ones become the far ones where they are farther from this access.
-bool Shadow::keep_far(Page& page, uint32_t begin, uint32_t end, const Access& now) {
+// The last accesses become the far ones if they are at least as far from this access.
+bool keep_far(ShadowPage& page, uint32_t begin, uint32_t end, const Access& now) {
   const Touch* last = page.last[now.kind];
   for (uint32_t i = begin; i < end; ++i) {
     Distance of_last = distance(last[i], now);
@@ -191,11 +123,74 @@ bool Shadow::keep_far(Page& page, uint32_t begin, uint32_t end, const Access& no
   return true;
 }
 
+inline bool record(ShadowPage& page, uint32_t begin, uint32_t end, const Access& now) {
+  Touch* last = entries(page, &page.last[now.kind]);
+  if (!last) return false;
+  if (now.kind != kWrite && !all_settled(last, begin, end, now.clock.settled()) &&
+      !keep_far(page, begin, end, now))
+    return false;
+  std::fill(last + begin, last + end, now.touch);
+  return true;
+}
+
+inline ConflictReport access_page(ShadowPage& page, uint32_t at, uint32_t bytes, const Access& now,
+                                  bool checked) {
+  Lock lock(now.clock.shared() ? &page.held : nullptr);
+  uint32_t unit = at | bytes;
+  if (unit & ((1u << page.shift) - 1) && !split(page, __builtin_ctz(unit)))
+    return {Conflict::kNoMemory, 0, now.touch, now.kind};
+  uint32_t begin = at >> page.shift, end = (at + bytes) >> page.shift;
+  ConflictReport report{};
+  if (checked) report = check(page, begin, end, now);
+  if (report.kind != Conflict::kNone)
+    report.byte -= at;
+  else if (!record(page, begin, end, now))
+    report.kind = Conflict::kNoMemory;
+  return report;
+}
+
+}  // namespace
+
+ShadowPage::~ShadowPage() {
+  for (Touch* touches : last) free(touches);
+  for (Touch* touches : far) free(touches);
+}
+
+Shadow::~Shadow() {
+  if (pages_) forget();
+  free(pages_);
+}
+
+bool Shadow::init(uint64_t bytes) {
+  count_ = (bytes + kShadowPageBytes - 1) / kShadowPageBytes;
+  pages_ =
+      static_cast<std::atomic<ShadowPage*>*>(calloc(std::max<uint64_t>(count_, 1), sizeof *pages_));
+  return pages_ != nullptr;
+}
+
+void Shadow::forget() {
+  for (uint64_t i = 0; i < count_; ++i) {
+    ShadowPage* page = pages_[i].load(std::memory_order_relaxed);
+    if (page) pages_[i].store(nullptr, std::memory_order_relaxed);
+    delete page;
+  }
+}
+
+inline ShadowPage* Shadow::page(uint64_t index) {
+  ShadowPage* page = pages_[index].load(std::memory_order_acquire);
+  if (page) return page;
+  auto* fresh = new (std::nothrow) ShadowPage;
+  if (!fresh || pages_[index].compare_exchange_strong(page, fresh, std::memory_order_acq_rel))
+    return fresh;
+  delete fresh;  // another host thread was faster
+  return page;
+}
+
 ConflictReport Shadow::access(uint64_t offset, uint32_t bytes, const Access& now, bool checked) {
   for (uint32_t done = 0; done < bytes;) {
-    uint32_t at = static_cast<uint32_t>((offset + done) % kPageBytes);
-    uint32_t here = std::min(bytes - done, kPageBytes - at);
-    Page* page = this->page((offset + done) / kPageBytes);
+    uint32_t at = static_cast<uint32_t>((offset + done) % kShadowPageBytes);
+    uint32_t here = std::min(bytes - done, kShadowPageBytes - at);
+    ShadowPage* page = this->page((offset + done) / kShadowPageBytes);
     if (!page) return {Conflict::kNoMemory, 0, now.touch, now.kind};
     ConflictReport report = access_page(*page, at, here, now, checked);
     if (report.kind != Conflict::kNone) {

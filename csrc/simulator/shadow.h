@@ -1,4 +1,4 @@
-// For each byte of a memory, which threads wrote and read it last.
+// The last accesses to each byte of a memory.
 #pragma once
 
 #include <atomic>
@@ -9,14 +9,14 @@
 
 namespace metal_attn::simulator {
 
-// Kinds of accesses; their bits.
+// The bits of a kind of access.
 enum AccessKind : uint8_t { kRead = 0, kWrite = 1, kAtomic = 2, kAccessKinds = 4 };
 
 struct Access {
   Touch touch;
-  uint32_t since;  // what its SIMD group did in earlier intervals is ordered before it
+  uint32_t since;  // earlier intervals of its SIMD group are ordered before it
   uint8_t kind;
-  bool reads;  // a read, or an atomic write that reads what it replaces
+  bool reads;  // true for reads and for atomic updates
   Memory memory;
   const Clock& clock;
   const Fences* known;  // null: none
@@ -31,15 +31,25 @@ struct ConflictReport {
   uint8_t other_kind;
 };
 
-// For each byte and kind of access it keeps two accesses: the last one, and one by a thread as far
-// from the last one's as any (another lane, SIMD group or threadgroup).
+constexpr uint32_t kShadowPageBytes = 1024;
+
+// The entries of a page of memory for each kind of access; null until the first access.
+struct ShadowPage {
+  std::atomic<bool> held{false};
+  uint8_t shift = 4;  // log2 of an entry's bytes
+  Touch* last[kAccessKinds] = {};
+  Touch* far[kAccessKinds] = {};
+
+  ~ShadowPage();
+};
+
+// Records two accesses for each byte and kind of access: the last one, and one by the farthest
+// thread from the last one's (another lane, SIMD group or threadgroup).
 //
-// Two are enough: an access that is ordered after both of them is ordered after all, so a conflict
-// with any is a conflict with one of the two. Of plain writes the last is enough: it is ordered
-// after all others, or is a conflict itself.
+// Two suffice: an access that is ordered after both is ordered after all. For plain writes the last
+// suffices: it is ordered after all others, or conflicts itself.
 //
-// Bytes that were always accessed together share their entries: a page starts with an entry for 16
-// bytes, and gets one for 8, 4, 2 or 1 when the first access needs it.
+// An entry is for 16 bytes, and after the first access that needs it for 8, 4, 2 or 1.
 class Shadow {
  public:
   Shadow() = default;
@@ -47,52 +57,29 @@ class Shadow {
   Shadow& operator=(const Shadow&) = delete;
   ~Shadow();
 
-  // False if there is no memory.
-  bool init(uint64_t bytes);
-  // Forgets all accesses.
-  void forget();
-  // Records an access to the bytes from `offset`, or says what it conflicts with. Threadgroup
-  // memory that the threadgroup has not written is uninitialised. Unchecked it conflicts with
-  // nothing.
+  bool init(uint64_t bytes);  // false if there is no memory
+  void forget();              // all accesses
+  // Records an access to the bytes from `offset`, or returns its conflict. Threadgroup memory is
+  // uninitialised until the threadgroup writes it. If not `checked`, nothing conflicts.
   ConflictReport access(uint64_t offset, uint32_t bytes, const Access& access, bool checked = true);
-  // A fast path of `access` for the most common case: no fences, whole entries, and no conflicting
-  // access since the last barrier. False if the case does not apply or may not apply.
+  // A fast path of `access`: no fences, whole entries, and no conflicting access since the last
+  // barrier. False if this may not be so; nothing is then recorded.
   bool access_settled(uint32_t offset, uint32_t bytes, bool write, const Touch& now, uint32_t since,
                       const Clock& clock);
 
  private:
-  static constexpr uint32_t kPageBytes = 1024;
-  static constexpr uint32_t kFirstShift = 4;  // an entry for 16 bytes
+  ShadowPage* page(uint64_t index);  // null: no memory
 
-  // Entries of each kind of access; null until there is one.
-  struct Page {
-    std::atomic<bool> held{false};
-    uint8_t shift = kFirstShift;
-    Touch* last[kAccessKinds] = {};
-    Touch* far[kAccessKinds] = {};
-
-    ~Page();
-  };
-
-  Page* page(uint64_t index);  // null: no memory
-  Page* new_page(uint64_t index);
-  static Touch* entries(Page& page, Touch** of);
-  static bool split(Page& page, uint32_t shift);
-  static ConflictReport access_page(Page& page, uint32_t at, uint32_t bytes, const Access& now,
-                                    bool checked);
-  static ConflictReport check(const Page& page, uint32_t begin, uint32_t end, const Access& now);
-  static bool record(Page& page, uint32_t begin, uint32_t end, const Access& now);
-  static bool keep_far(Page& page, uint32_t begin, uint32_t end, const Access& now);
-
-  std::atomic<Page*>* pages_ = nullptr;  // each null until accessed
+  std::atomic<ShadowPage*>* pages_ = nullptr;  // each null until accessed
   uint64_t count_ = 0;
 };
 
 inline bool Shadow::access_settled(uint32_t offset, uint32_t bytes, bool write, const Touch& now,
                                    uint32_t since, const Clock& clock) {
-  uint32_t at = offset % kPageBytes;
-  Page* page = pages_[offset / kPageBytes].load(std::memory_order_relaxed);
-  if (!page || (at | bytes) & ((1u << page->shift) - 1) || at + bytes > kPageBytes) return false;
+  uint32_t at = offset % kShadowPageBytes;
+  ShadowPage* page = pages_[offset / kShadowPageBytes].load(std::memory_order_relaxed);
+  if (!page || (at | bytes) & ((1u << page->shift) - 1) || at + bytes > kShadowPageBytes)
+    return false;
   uint32_t begin = at >> page->shift, end = (at + bytes) >> page->shift, settled = clock.settled();
   Touch *written = page->last[kWrite], *read = page->last[kRead], *far_read = page->far[kRead];
   if (!written || page->last[kAtomic] || page->last[kAtomic | kWrite]) return false;
@@ -103,13 +90,13 @@ inline bool Shadow::access_settled(uint32_t offset, uint32_t bytes, bool write, 
     return true;
   }
   if (!read) return false;
-  // All that was written by this threadgroup before the barrier.
+  // The bytes must be written by this threadgroup, before the last barrier.
   uint32_t first = clock.first(), epoch = settled - first;
   for (uint32_t i = begin; i < end; ++i)
     if (written[i].interval - first >= epoch) return false;
   for (uint32_t i = begin; i < end; ++i) {
-    // The rule of keep_far: the last access becomes the far one if it is at least as far from this
-    // access as the far one is.
+    // As in keep_far, the last access becomes the far one if it is at least as far from this
+    // access.
     bool other_group = read[i].simdgroup() != now.simdgroup();
     if (read[i].interval >= (other_group ? settled : since) && read[i].thread != now.thread) {
       if (!far_read) return false;

@@ -4,8 +4,10 @@
 #include <pthread.h>
 #include <signal.h>
 #ifdef __APPLE__
+#include <mach-o/getsect.h>
 #include <sys/ucontext.h>
 #else
+#include <link.h>
 #include <ucontext.h>
 #endif
 
@@ -13,15 +15,9 @@
 
 #include "worker.h"
 
-#ifdef __APPLE__
-#include <mach-o/getsect.h>
-#else
-#include <link.h>
-#endif
-
 namespace metal_attn::simulator {
 
-// Ignored by default, and used by nothing that PyTorch or Python come with.
+// Ignored by default, and not used by PyTorch or Python.
 const int kStopSignal = SIGURG;
 
 namespace {
@@ -32,7 +28,7 @@ constexpr int kCount = sizeof kSignals / sizeof *kSignals;
 std::mutex installing;
 int users = 0;
 struct sigaction old_actions[kCount];
-thread_local Worker* own_worker = nullptr;
+thread_local Worker* thread_worker = nullptr;
 
 uintptr_t interrupted_at(const ucontext_t& context) {
 #if defined(__APPLE__) && defined(__aarch64__)
@@ -46,7 +42,7 @@ uintptr_t interrupted_at(const ucontext_t& context) {
 #endif
 }
 
-// The thread goes on where the context was left.
+// Makes the interrupted thread continue at `target`.
 void go_on_at(ucontext_t& context, const Context& target) {
 #if defined(__APPLE__) && defined(__aarch64__)
   auto& state = context.uc_mcontext->__ss;
@@ -78,16 +74,16 @@ void forward(int signal, siginfo_t* info, void* context) {
   if (action.sa_flags & SA_SIGINFO) return action.sa_sigaction(signal, info, context);
   if (action.sa_handler == SIG_IGN) return;
   if (action.sa_handler != SIG_DFL) return action.sa_handler(signal);
-  // By default one is ignored, and the others come again as soon as this returns.
+  // By default kStopSignal is ignored. The other signals are raised again when this returns.
   if (signal != kStopSignal) sigaction(signal, &action, nullptr);
 }
 
 void handle(int signal, siginfo_t* info, void* interrupted) {
-  Worker* worker = own_worker;
+  Worker* worker = thread_worker;
   auto& context = *static_cast<ucontext_t*>(interrupted);
   if (!worker || !worker->in_fiber) return forward(signal, info, interrupted);
   if (signal == kStopSignal) {
-    // The engine and libraries may hold locks. The signal is sent again until it meets a kernel.
+    // The engine and libraries may hold locks. The signal is sent again until the kernel runs.
     const CodeRange& code = worker->run->code;
     uintptr_t at = interrupted_at(context);
     if (at < code.begin || at >= code.end) return;
@@ -120,7 +116,7 @@ SignalHandlers::~SignalHandlers() {
 }
 
 void guard_thread(Worker& worker) {
-  own_worker = &worker;
+  thread_worker = &worker;
   stack_t stack = {};
   stack.ss_sp = worker.signal_stack;
   stack.ss_size = sizeof worker.signal_stack;

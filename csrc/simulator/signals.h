@@ -1,4 +1,4 @@
-// Nothing that a kernel's code does ends the process: a signal that it raises ends its threadgroup.
+// Signals that a kernel's code raises end its threadgroup and not the process.
 #pragma once
 
 #include <cstdint>
@@ -7,24 +7,21 @@ namespace metal_attn::simulator {
 
 struct Worker;
 
-// Handles the signals of wrong memory accesses, divisions and instructions, and the one that stops
-// a worker, while it lives. Those of other threads go to the handlers that were there before.
+// While it lives, handles the signals of invalid memory accesses, divisions and instructions, and
+// kStopSignal. Those of other threads go to the previous handlers.
 class SignalHandlers {
  public:
   SignalHandlers();
-  SignalHandlers(const SignalHandlers&) = delete;
-  SignalHandlers& operator=(const SignalHandlers&) = delete;
   ~SignalHandlers();
 };
 
-// Makes the calling thread the worker's: its fibers' signals stop them, and all others are left to
-// the process's other threads.
+// Makes the calling thread the worker's: signals of its fibers stop them, and it blocks all others.
 void guard_thread(Worker& worker);
 
-// Sent to a worker's thread, stops its fiber if that runs the kernel's own code at the moment.
+// Sent to a worker's thread, it stops the fiber if that is in the kernel's code.
 extern const int kStopSignal;
 
-// The addresses of the kernel's machine code: of the image that holds `function`.
+// The addresses of machine code in the image that holds `function`.
 struct CodeRange {
   uintptr_t begin = 0, end = 0;
 };

@@ -1,3 +1,4 @@
+#include <bit>
 #include <cstring>
 
 #include "worker.h"
@@ -5,16 +6,16 @@
 namespace metal_attn::simulator {
 namespace {
 
-// Bytes at a stack's end that are reserved for the engine and for library functions.
+// Bytes at a stack's end for the engine and library functions.
 constexpr uint64_t kStackReserve = 32 * 1024;
 
 // Types as clang's undefined behaviour sanitizer describes them.
 struct Type {
   uint16_t kind;  // 0: integer, 1: floating-point
-  uint16_t info;  // of an integer: bit 0 is the sign, the others log2 of the width
+  uint16_t info;  // of an integer: bit 0 is 1 if signed, the others are log2 of the width
   char name[1];   // in quotes
 };
-// Its name without the quotes, and without what it is an alias of.
+// A type's name without the quotes and without the type that it is an alias of.
 struct Name {
   explicit Name(const Type& type) : Name(type.name) {}
   explicit Name(const char* quoted) : begin(quoted + 1) {
@@ -24,8 +25,8 @@ struct Name {
   const char* begin;
   int length;
 };
-// The memory of an array, and of a threadgroup variable its name and type. That of variable x is
-// `'__local __tg_x' (aka '__local float[3]')`. An array in such a variable has no name.
+// The type of an array, and the name of a threadgroup variable. The type of variable x is described
+// as `'__local __tg_x' (aka '__local float[3]')`. An array inside a variable has no name.
 struct Array {
   explicit Array(const Type& type) : name(type) {
     if (strstr(type.name, "__local")) fault = FAULT_THREADGROUP_OUT_OF_BOUNDS;
@@ -45,16 +46,10 @@ struct Array {
   const char* variable = "";
   int variable_length = 0;
 };
-struct Place {
+// The data of the sanitizer's calls; some have only the first type.
+struct Types {
   const char* file;
   uint32_t line, column;
-};
-struct OneType {
-  Place place;
-  const Type* type;
-};
-struct TwoTypes {
-  Place place;
   const Type *first, *second;
 };
 
@@ -65,17 +60,9 @@ long long as_signed(const Type& type, unsigned long value) {
 }
 
 double as_double(const Type& type, unsigned long value) {
-  if (type.info == 32) {
-    float number;
-    memcpy(&number, &value, sizeof number);
-    return number;
-  }
-  if (strstr(type.name, "bf")) {
-    uint32_t bits = static_cast<uint32_t>(value) << 16;
-    float number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
-  }
+  const auto bits = static_cast<uint32_t>(value);
+  if (type.info == 32) return std::bit_cast<float>(bits);
+  if (strstr(type.name, "bf")) return std::bit_cast<float>(bits << 16);
   // half: sign, 5 bits of exponent, 10 bits of fraction
   double fraction = static_cast<double>(value & 0x3FF) / 1024;
   int exponent = static_cast<int>(value >> 10 & 31);
@@ -94,59 +81,57 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
   if (site == kNoSite) site = fiber.site;
   switch (what) {
     case MSL_INDEX: {
-      auto& types = *static_cast<const TwoTypes*>(about);
+      auto& types = *static_cast<const Types*>(about);
       Array array(*types.first);
-      worker.fail(fiber, array.fault, site, kNoSite, "index %lld of %s%.*s%s%.*s",
-                  as_signed(*types.second, a), array.variable_length ? "threadgroup variable " : "",
-                  array.variable_length, array.variable, array.variable_length ? ", a " : "",
-                  array.name.length, array.name.begin);
+      worker.fail(array.fault, site, "index %lld of %s%.*s%s%.*s", as_signed(*types.second, a),
+                  array.variable_length ? "threadgroup variable " : "", array.variable_length,
+                  array.variable, array.variable_length ? ", a " : "", array.name.length,
+                  array.name.begin);
     }
     case MSL_PRIVATE_ACCESS:
-      worker.fail(fiber, FAULT_PRIVATE_OUT_OF_BOUNDS, site, kNoSite,
+      worker.fail(FAULT_PRIVATE_OUT_OF_BOUNDS, site,
                   "access outside of a private variable: byte %lld of %llu",
                   static_cast<long long>(a), static_cast<unsigned long long>(b));
     case MSL_DIVISION: {
-      auto& type = *static_cast<const OneType*>(about)->type;
-      worker.fail(fiber, FAULT_INTEGER_DIVISION, site, kNoSite, "%.*s %lld divided by %lld",
-                  Name(type).length, Name(type).begin, as_signed(type, a), as_signed(type, b));
+      auto& type = *static_cast<const Types*>(about)->first;
+      worker.fail(FAULT_INTEGER_DIVISION, site, "%.*s %lld divided by %lld", Name(type).length,
+                  Name(type).begin, as_signed(type, a), as_signed(type, b));
     }
     case MSL_DIVISION_OVERFLOW:
-      worker.fail(fiber, FAULT_INTEGER_DIVISION, site, kNoSite,
-                  "division by zero, or of the least integer by -1");
+      worker.fail(FAULT_INTEGER_DIVISION, site, "division by zero, or of the least integer by -1");
     case MSL_CONVERSION: {
-      auto& types = *static_cast<const TwoTypes*>(about);
+      auto& types = *static_cast<const Types*>(about);
       Name from(*types.first), to(*types.second);
-      worker.fail(fiber, FAULT_FLOAT_TO_INTEGER, site, kNoSite, "%.*s %g converted to %.*s",
-                  from.length, from.begin, as_double(*types.first, a), to.length, to.begin);
+      worker.fail(FAULT_FLOAT_TO_INTEGER, site, "%.*s %g converted to %.*s", from.length,
+                  from.begin, as_double(*types.first, a), to.length, to.begin);
     }
     case MSL_SHIFT: {
-      auto& types = *static_cast<const TwoTypes*>(about);
-      worker.fail(fiber, FAULT_SHIFT, site, kNoSite, "shift of %.*s by %lld bits",
-                  Name(*types.first).length, Name(*types.first).begin, as_signed(*types.second, b));
+      auto& types = *static_cast<const Types*>(about);
+      worker.fail(FAULT_SHIFT, site, "shift of %.*s by %lld bits", Name(*types.first).length,
+                  Name(*types.first).begin, as_signed(*types.second, b));
     }
     case MSL_VECTOR_SHIFT:
-      worker.fail(fiber, FAULT_SHIFT, site, kNoSite,
-                  "shift of a vector's elements of %lu bits by %ld bits", a, static_cast<long>(b));
+      worker.fail(FAULT_SHIFT, site, "shift of a vector's elements of %lu bits by %ld bits", a,
+                  static_cast<long>(b));
     case MSL_LANE:
-      worker.fail(fiber, FAULT_SIMD_LANE, site, kNoSite, "lane %lu, where %lu is the last", a,
-                  b - 1);
+      worker.fail(FAULT_SIMD_LANE, site, "lane %lu, where %lu is the last", a, b - 1);
     case MSL_INACTIVE_LANE:
       if (!(fiber.group->full >> a & 1)) return;
-      worker.fail(fiber, FAULT_PARTIAL_SIMD, site, kNoSite,
+      worker.fail(FAULT_PARTIAL_SIMD, site,
                   "lane %u reads lane %lu, which is not active: lanes %08lx of SIMD group %u are",
                   fiber.lane, a, b, fiber.simdgroup);
     case MSL_CLAMP:
-      worker.fail(fiber, FAULT_CLAMP, site, kNoSite, "clamp to a minimum above the maximum");
+      worker.fail(FAULT_CLAMP, site, "clamp to a minimum above the maximum");
     case MSL_TENSOR_USE:
-      worker.fail(fiber, FAULT_TENSOR, site, kNoSite, "%s", static_cast<const char*>(about));
+      worker.fail(FAULT_TENSOR, site, "%s", static_cast<const char*>(about));
     case MSL_UNINITIALISED:
-      worker.fail(fiber, FAULT_UNINITIALISED, site, kNoSite,
+      worker.fail(FAULT_UNINITIALISED, site,
                   about ? "use of %s, which has not been written"
                         : "use of a part of a private variable that has not been written, or whose "
                           "scope has ended",
                   static_cast<const char*>(about));
     default:
-      worker.fail(fiber, FAULT_MISSING_RETURN, site, kNoSite,
+      worker.fail(FAULT_MISSING_RETURN, site,
                   "a function that returns a value ends without a return");
   }
 }
@@ -159,7 +144,7 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
   if (at > size || bytes > size - at) engine_undefined(MSL_PRIVATE_ACCESS, nullptr, at, size, site);
   if (!marks) return kAll;
   marks += at;
-  // Most accesses are of bytes that have all been written, or that are written whole.
+  // Most accesses write all their bytes, or read bytes that have been written.
   if (flags & MSL_WRITE) {
     unsigned every = lanes < 32 ? (1u << lanes) - 1 : kAll;
     if ((stored & every) == every) {
@@ -182,7 +167,7 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
 
 void engine_endless(unsigned site) {
   Worker& worker = this_worker();
-  worker.fail(worker.current(), FAULT_ENDLESS_LOOP, site, kNoSite,
+  worker.fail(FAULT_ENDLESS_LOOP, site,
               "the threadgroup's loops have gone round %llu times, which is the limit (step_limit)",
               static_cast<unsigned long long>(worker.step_limit));
 }
@@ -192,7 +177,7 @@ void engine_enter(unsigned site) {
   const Fiber& fiber = worker.current();
   const char* bottom = worker.stacks + fiber.stack * kStackStride;
   if (reinterpret_cast<const char*>(stack_pointer()) >= bottom + kStackReserve) return;
-  worker.fail(fiber, FAULT_STACK_OVERFLOW, site, kNoSite,
+  worker.fail(FAULT_STACK_OVERFLOW, site,
               "calls need more than the %llu bytes of a thread's stack: is there recursion?",
               static_cast<unsigned long long>(kStackStride - kStackReserve));
 }

@@ -1,5 +1,5 @@
-// One host thread's share of a run: it owns a region that holds this object, the fibers' stacks and
-// the threadgroup memory, and runs one threadgroup at a time with a fiber for each GPU thread.
+// One host thread's part of a run: it runs one threadgroup at a time, with a fiber for each GPU
+// thread. Its region holds this object, the fibers' stacks and the threadgroup memory.
 #pragma once
 
 #include <chrono>
@@ -22,26 +22,24 @@ namespace metal_attn::simulator {
 constexpr uint32_t kMaxThreads = 1024;
 constexpr uint32_t kMaxGroups = kMaxThreads / MSL_SIMD_WIDTH;
 constexpr uint32_t kNoSite = ~0u;
-constexpr uintptr_t kNullBytes = 4096;  // addresses below are reached from a null pointer
+constexpr uintptr_t kNullBytes = 4096;  // lower addresses come from a null pointer
 constexpr char kNoMemory[] = "there is no memory for the checks of races";
-// An odd number of cache lines, so that the threads' frames do not compete for the same sets of the
-// caches.
+// An odd number of cache lines, so that the threads' frames are in different sets of the caches.
 constexpr uint64_t kStackStride = 4061 * 64;
 
 struct Group;
 
-// A SIMD operation that lanes have arrived at. `site` tells one place of the source from another.
+// A SIMD operation that lanes have arrived at. `site` identifies a place of the source.
 struct Operation {
   const void* site;
   __msl_combine combine;
   uint32_t kind;
-  uint32_t memory_flags;          // of a barrier; of a tensor operation whether it is a further one
+  uint32_t memory_flags;          // of a barrier; of a tensor operation: 1 if it was counted before
   const __msl_product* products;  // of a batch; null for one product
   uint32_t product_count;
 };
 
-// A simdgroup_load or simdgroup_store, of which a SIMD group keeps those since its lanes last met.
-// After so many they meet.
+// A simdgroup_load or simdgroup_store. A SIMD group logs at most kMatrixLog until its lanes meet.
 constexpr uint32_t kMatrixLog = 64;
 struct MatrixAccess {
   const void* site;
@@ -53,30 +51,29 @@ struct MatrixAccess {
 struct Fiber : __msl_thread {
   Context context;
   Group* group;
-  Operation stray;                  // if it waits elsewhere than the first lane of its SIMD group
+  Operation stray;  // if it waits at another operation than its SIMD group's first lane
   uint32_t after_fence[kMemories];  // its interval since a fence, if the SIMD group's is older
   uint32_t stack;
   uint32_t spins;
-  uint32_t broadcast[2];  // the lane it asked for, by the box of the exchange
+  uint32_t broadcast[2];  // the lane that it reads, for each box of the exchange
   uint32_t matrix_accesses;
   bool started;
 };
 
-// A SIMD group. Each live lane is in exactly one of ready, arrived (at a SIMD operation) and
-// at_barrier.
+// A SIMD group. A live lane is in one of ready, arrived (at a SIMD operation) and at_barrier.
 struct Group {
   Fiber* lanes;
   uint32_t ready;
   uint32_t arrived;
   uint32_t live;
-  uint32_t full;    // the lanes it started with
-  uint32_t first;   // the lane whose `operation` it is
-  uint32_t strays;  // lanes that have arrived at another operation, or in another round of a loop
+  uint32_t full;    // the lanes that it started with
+  uint32_t first;   // the lane that waits at `operation`
+  uint32_t strays;  // lanes at another operation, or in another round of a loop
   uint32_t at_barrier;
-  // Deposits alternate between two boxes: lanes still read the last operation's while others
-  // deposit for the next.
+  // Deposits alternate between two boxes: some lanes still read the last results while others
+  // deposit for the next operation.
   uint32_t parity;
-  uint32_t intervals[kMemories];  // of its accesses now; 0: there was none yet
+  uint32_t intervals[kMemories];  // of its current accesses; 0: none yet
   Operation operation;            // of the first lane to arrive
   uint32_t matrix_accesses;       // of the lane that is ahead
   MatrixAccess matrix_log[kMatrixLog];
@@ -84,9 +81,9 @@ struct Group {
   __msl_matrices matrices[MSL_MOST_PRODUCTS];
 };
 
-// A plain write to bytes that another thread has written, with nothing that orders the two writes.
-// It is a race unless both write the same value, which can be seen only after the write. The other
-// thread is of the same threadgroup (device memory) or SIMD group (threadgroup memory).
+// A plain write to bytes that another thread has written, and nothing orders the two writes. It is
+// a race unless both write the same value, which is known only after the write. The other thread is
+// in the same threadgroup (device memory) or SIMD group (threadgroup memory).
 struct Rewrite {
   static constexpr uint32_t kMostBytes = 64;
 
@@ -104,7 +101,7 @@ struct Worker : __msl_worker {
   __msl_launch launch;
   Context host;
   uint64_t order;   // the threadgroup's place in the run's order
-  uint64_t random;  // 0: everything in order
+  uint64_t random;  // state of draw(); 0: everything in order
   bool checked;
   bool failed;
   uint32_t threads;
@@ -117,15 +114,15 @@ struct Worker : __msl_worker {
   // Set if the threads wait at a tensor operation of all SIMD groups; null at a plain barrier.
   __msl_combine barrier_combine;
   __msl_slot deposits[kMaxThreads];
-  uint32_t stuck;  // the round of the run in which there were many `polls` for long, or 0
+  uint32_t stuck;  // the run's round in which the threadgroup has only polled for long, or 0
   std::chrono::steady_clock::time_point polling_since;
   uint32_t stacks_used;
-  uint32_t most_stacks;  // that any threadgroup has used
+  uint32_t most_stacks;  // of any threadgroup
   uint32_t free_stacks;
   uint32_t free_stack[kMaxThreads];
   char* stacks;
   uint64_t step_limit;
-  // Set and read by the host thread's signal handler.
+  // For the host thread's signal handler.
   volatile bool in_fiber;
   volatile int stopped_by;  // a signal, or 0
   void* volatile stopped_at;
@@ -134,12 +131,12 @@ struct Worker : __msl_worker {
   SimulatorCounters counters;
   Shadow shadow;  // of threadgroup memory; checked runs only
   Clock clocks[kMemories];
-  std::unique_ptr<Order[]> orders;  // by thread; null while there are no fences
+  std::unique_ptr<Order[]> orders;  // of each thread; null while there are no fences
   Rewrite rewrite;                  // the running thread's last access
   const Slot* last_slot;
   LaneMaps lane_maps;
-  std::unique_ptr<float[]> tensor_memory;  // `scratch`, once there was a tensor operation
-  const char* image_page;                  // a page of the image's own data
+  std::unique_ptr<float[]> tensor_memory;  // `scratch`, after the first tensor operation
+  const char* image_page;                  // a page of the image's data
   Fiber fibers[kMaxThreads];
   Group groups[kMaxGroups];
 
@@ -148,16 +145,19 @@ struct Worker : __msl_worker {
   // Runs the threadgroup at `position` to its end or its first fault.
   void run_threadgroup(const uint32_t position[3], uint64_t order, uint64_t random);
 
-  // Everything below runs on a fiber's stack.
-  void meet(Fiber& fiber, const Operation& operation);
-  void wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site, __msl_combine combine);
-  void spin(Fiber& fiber);
-  void interleave();  // often lets another thread run first, whichever is ready
+  // Everything below runs on the stack of the current fiber.
+  void meet(const Operation& operation);
+  void wait_at_barrier(uint32_t flags, const void* site, __msl_combine combine);
+  void spin();
+  void interleave();  // often lets another ready thread run first
   bool weak_fails();
-  void access_matrix(Fiber& fiber, const void* site);
-  void finish(Fiber& fiber);  // returns once the stack has another thread to run
+  void access_matrix(const void* site);
+  void finish();  // returns when the stack has another thread to run
   [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind,
                                                                uint32_t site, uint32_t other_site,
+                                                               const char* format, ...);
+  // A fault of the current thread at one site.
+  [[noreturn]] __attribute__((format(printf, 4, 5))) void fail(uint32_t kind, uint32_t site,
                                                                const char* format, ...);
   uint32_t begin_interval(Memory memory);
   uint32_t interval(Group& group, Memory memory) {
@@ -181,7 +181,6 @@ struct Worker : __msl_worker {
               const char* format, va_list arguments);
   void settle(Group& group);
   void complete(Group& group, uint32_t mask, const Operation& operation);
-  bool needs_all(uint32_t kind, bool ordered) const;
   void complete_some(Group& group);
   void release_barrier();
   void end_matrix_accesses(Group& group);
@@ -198,13 +197,13 @@ inline Worker& this_worker() {
   return *reinterpret_cast<Worker*>(stack_pointer() & ~(MSL_REGION_BYTES - 1));
 }
 
-// Entries of the engine, and what they share. Checks of every memory access of a checked image;
-// once a write is done its value is settled.
+// Entries of the engine. Checks of every memory access of a checked image: settle_rewrite compares
+// the values of the last write.
 void settle_rewrite(Worker& worker);
 void engine_access(const void* address, unsigned bytes, unsigned flags, unsigned site);
 void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment);
 
-// Reports of checked images about a kernel's own arithmetic, private memory and control flow.
+// Reports of checked images about arithmetic, private memory and control flow.
 void engine_undefined(unsigned what, const void* about, unsigned long a, unsigned long b,
                       unsigned site);
 unsigned engine_private_access(const char* address, unsigned bytes, unsigned lanes,
@@ -212,14 +211,6 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
                                unsigned stored, unsigned site);
 void engine_endless(unsigned site);
 void engine_enter(unsigned site);
-
-// begin_tensor fails if the scope of the running thread's tensor operation is not whole, and gives
-// `scratch` memory. count_tensor counts the operation once it is done: any thread's deposit has its
-// address, and is_further says that it was counted before.
-void begin_tensor(Worker& worker, const __msl_tensor_operation& operation);
-void count_tensor(Worker& worker, const __msl_slot& deposit, uint32_t is_further);
-const __msl_lane_map* engine_lane_map(unsigned operand, unsigned is_transposed, unsigned rows,
-                                      unsigned columns, unsigned simdgroups);
 
 extern const __msl_engine kEngine;
 

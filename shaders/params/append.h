@@ -4,12 +4,12 @@
 #include "common.h"
 #include "rope.h"
 
-// New tokens of a tree, at most, and what a threadgroup keeps of them (tree.h).
+// The most new tokens of a tree, and their bytes in threadgroup memory (tree.h).
 #define TREE_TOKENS 64
 #define TREE_BYTES (TREE_TOKENS * 16)
 
-// New rows of k and v, and the cache they are written into. A page is a batch of the cache. Scales
-// of q8_0 and q4_0 have its strides, those of fp8_e4m3 a batch and a head.
+// New rows of k and v, and the cache that they are written into. A page is a batch of the cache.
+// Scales are strided like the cache's rows, but those of fp8_e4m3 only by batch and head.
 struct AppendParams {
   RowStrides k_strides;
   RowStrides v_strides;
@@ -20,14 +20,14 @@ struct AppendParams {
   TableStrides cos_strides;
   TableStrides sin_strides;
   int64_t block_table_stride;
-  int32_t length;               // new rows of each sequence, or of all (PACKED_NEW_K)
+  int32_t length;               // new rows of each sequence, or of all sequences (PACKED_NEW_K)
   int32_t capacity;             // rows that a sequence may have
   int32_t cache_size;           // batches or pages of the cache
   int32_t table_rows;           // of cos and sin
-  int32_t rotary_from_leftpad;  // rows of cos and sin count from leftpad_k (LEFTPAD_K)
+  int32_t rotary_from_leftpad;  // 1: rows of cos and sin count from leftpad_k (LEFTPAD_K)
 };
 
-// From K_SCALE on, a slot is bound if its define is on.
+// From K_SCALE on, a slot is bound if its feature is on.
 enum AppendBuffer {
   APPEND_K = 0,
   APPEND_V = 1,
@@ -52,7 +52,7 @@ struct AppendKvParams {
   AppendParams append;
   RopeParams q;
   int32_t kv_heads;
-  int32_t block_rows;         // new rows of a threadgroup
-  int32_t block_tokens;       // and of q
-  int32_t rotate_q_by_token;  // token i of q is rotated by i rows more than token 0
+  int32_t block_rows;         // new rows of k and v that a threadgroup writes
+  int32_t block_tokens;       // tokens of q that a threadgroup rotates
+  int32_t rotate_q_by_token;  // 1: token i of q is rotated by row i of the tables after token 0's
 };

@@ -3,8 +3,7 @@
 
 #include "common.h"
 
-// The slots that every kernel of attention reads. From CU_SEQLENS_Q on, a slot is
-// bound if its feature is on.
+// The inputs of all attention kernels. From CU_SEQLENS_Q on, a slot is bound if its feature is on.
 enum FlashBuffer {
   FLASH_Q = 0,
   FLASH_K = 1,
@@ -30,14 +29,12 @@ enum FlashBuffer {
   FLASH_RNG_STATE = 30,  // the last of the slots
 };
 
-// Slots of flash_fwd's results.
-enum FlashFwdBuffer {
-  FLASH_FWD_OUT = 16,
-  FLASH_FWD_LSE = 17,
-};
+// The results of flash_fwd.
+enum FlashFwdBuffer { FLASH_FWD_OUT = 16, FLASH_FWD_LSE = 17 };
 
-// Slots of flex attention, which has none of the features above: what score_mod and mask_mod index,
-// from the first on, and the lists of a BlockMask. With MASK_BLOCKS the first two have its list.
+// The slots of flex attention, which has none of the features above: the captured tensors from the
+// first slot on, and the lists of a BlockMask. With MASK_BLOCKS, FLEX_BLOCK_COUNTS and
+// FLEX_BLOCK_INDICES hold the lists that mask_blocks has made.
 enum FlexBuffer {
   FLEX_FIRST_CAPTURE = 4,
   FLEX_BLOCK_ORDER = 24,
@@ -47,28 +44,27 @@ enum FlexBuffer {
   FLEX_FULL_BLOCK_INDICES = 30,
 };
 
-// The most tensors that score_mod and mask_mod may index, and the most dimensions of them together.
+// The most tensors that score_mod and mask_mod may capture, and their most dimensions in all.
 #define FLEX_CAPTURES_MAX 12
 #define FLEX_DIMENSIONS_MAX 24
 
 // A window without a limit.
 #define NO_WINDOW (-1)
 
-// The blocks that a BlockMask lists for each (batch, head, row of blocks); `key` strides along a
-// list.
+// One list of blocks for each (batch, head, row of blocks). `key` is the stride along a list.
 struct BlockListParams {
   RowStrides count_strides;
   MaskStrides index_strides;
   int32_t longest;  // entries that a list has room for
 };
 
-// The tensors that score_mod and mask_mod index, one after the other, and a BlockMask's lists.
+// The strides and sizes of all captured tensors, concatenated, and a BlockMask's lists.
 struct FlexParams {
   int64_t capture_strides[FLEX_DIMENSIONS_MAX];
-  BlockListParams partial;  // or the list that mask_blocks has made (MASK_BLOCKS)
+  BlockListParams partial;  // or the lists of mask_blocks (MASK_BLOCKS)
   BlockListParams full;
   int32_t capture_sizes[FLEX_DIMENSIONS_MAX];
-  int32_t order_batches;  // batch size of block_order: 1 or the batch's (FLEX_ORDER)
+  int32_t order_batches;  // batch size of block_order: 1 or that of q (FLEX_ORDER)
   int32_t order_heads;
   int32_t existing_blocks;  // of keys (INDICES)
 };
@@ -89,19 +85,19 @@ struct FlashParams {
   FlexParams flex;
   int64_t alibi_batch_stride;
   int64_t block_table_stride;
-  int64_t q_offset;      // the key index at which query 0 stands, unless bottom_right
-  int64_t window_left;   // keys before a query's position that it sees, or NO_WINDOW
-  int64_t window_right;  // and keys after it
+  int64_t q_offset;      // the key index of query 0, unless bottom_right
+  int64_t window_left;   // visible keys before a query's position, or NO_WINDOW
+  int64_t window_right;  // visible keys after it, or NO_WINDOW
   int32_t batch;
-  int32_t q_length;        // PACKED_Q: at most, of any sequence
-  int32_t kv_length;       // VARLEN: at most, of any sequence
+  int32_t q_length;        // PACKED_Q: the most of any sequence
+  int32_t kv_length;       // VARLEN: the most of any sequence
   int32_t q_total;         // rows of q in all sequences (PACKED_Q)
-  int32_t kv_total;        // rows of k in all sequences (VARLEN), or of a cache's at most
-  int32_t cache_size;      // pages of k (PAGE_SIZE), or its batch (CACHE_BATCH_IDX)
-  int32_t new_keys;        // after those that seqused_k counts (APPEND); PACKED_NEW_K: of all
+  int32_t kv_total;        // rows of k in all sequences (VARLEN), or the most in a cache
+  int32_t cache_size;      // pages of k (PAGE_SIZE), or its batch size (CACHE_BATCH_IDX)
+  int32_t new_keys;        // new rows of each sequence (APPEND), or of all (PACKED_NEW_K)
   int32_t queries_per_kv;  // query heads that share one KV head
   int32_t chunk;           // a query sees only keys of its own chunk (CHUNKED)
-  int32_t bottom_right;    // the last query stands at the last key
+  int32_t bottom_right;    // 1: the last query is at the last key's position
   uint32_t last_dropped;   // the largest random word that drops a weight (DROPOUT)
   float softmax_scale;
   float scale_log2;      // softmax_scale * log2(e) (without SOFTCAP)

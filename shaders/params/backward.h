@@ -3,7 +3,7 @@
 
 #include "attention.h"
 
-// Slots of the backward's own buffers; each kernel binds those that it names.
+// The buffers of the backward kernels; each kernel binds those that it declares.
 enum FlashBwdBuffer {
   FLASH_BWD_OUT = 16,
   FLASH_BWD_LSE = 17,
@@ -25,16 +25,13 @@ struct FlashBwdParams {
   RowStrides dq_strides;
   RowStrides dk_strides;
   RowStrides dv_strides;
-  RowStrides lse_strides;  // and delta's
+  RowStrides lse_strides;  // of delta, too
   RowStrides dlse_strides;
   int64_t dk_split_stride;  // between parts of dk (HEAD_SPLITS)
   int64_t dv_split_stride;
 };
 
-enum FlashBwdSumBuffer {
-  FLASH_BWD_SUM_PARTS = 0,
-  FLASH_BWD_SUM_RESULT = 1,
-};
+enum FlashBwdSumBuffer { FLASH_BWD_SUM_PARTS = 0, FLASH_BWD_SUM_RESULT = 1 };
 
 struct FlashBwdSumParams {
   RowStrides part_strides;
@@ -44,32 +41,31 @@ struct FlashBwdSumParams {
   int32_t rows;  // of a head and batch
 };
 
-// The gradient of a bias, or of what is broadcast like one. A dimension is shared if all its
-// positions have one element.
+// The gradient of a bias or of ALiBi's slopes. The bias broadcasts along a shared dimension.
 struct FlashBwdBiasParams {
   FlashParams problem;
   RowStrides dout_strides;
-  RowStrides lse_strides;  // and delta's
+  RowStrides lse_strides;  // of delta, too
   MaskStrides dbias_strides;
-  int64_t split_stride;  // between the results of two parts of the walk
-  int64_t split_tiles;   // of scores, that one part walks over
-  int64_t shared_tiles;  // that share one tile of the bias
+  int64_t split_stride;  // between the results of two splits
+  int64_t split_tiles;   // tiles of scores of one split
+  int64_t shared_tiles;  // tiles of scores that share one tile of the bias
   int32_t splits;
   int32_t heads;      // of q
-  int32_t own_heads;  // 1 if all heads share
+  int32_t own_heads;  // of the bias: 1 if it broadcasts over heads
   int32_t batches_shared;
   int32_t heads_shared;
 };
 
-// The gradient of what score_mod loads from a captured tensor. Tiles of queries are counted through
-// (batch, head, tile), the last of these fastest; along those that are owned, elements differ.
+// The gradient of a captured tensor of score_mod. Tiles of queries are numbered by (batch, head,
+// tile), the last of these fastest. Along an owned dimension, each position has other elements.
 struct FlashBwdCaptureParams {
   FlashParams problem;
   RowStrides dout_strides;
-  RowStrides lse_strides;  // and delta's
+  RowStrides lse_strides;  // of delta, too
   int64_t elements;        // of the captured tensor
-  int64_t split_tiles;     // that a threadgroup walks over
-  int64_t shared_tiles;    // of those that are not owned
+  int64_t split_tiles;     // tiles of a threadgroup
+  int64_t shared_tiles;    // tiles along the dimensions that are not owned
   int32_t heads;           // of q
   int32_t q_tiles;
   int32_t batches_owned;

@@ -4,7 +4,7 @@
 #include "append.h"
 #include "attention.h"
 
-// Slots of flash_decode's own buffers: results, with splits each split's, and what is appended.
+// The buffers that only flash_decode has: results of each split, and inputs of APPEND and TREE.
 enum FlashDecodeBuffer {
   FLASH_DECODE_OUT = 16,
   FLASH_DECODE_LSE = 17,
@@ -23,9 +23,9 @@ struct FlashDecodeParams {
   int64_t lse_split_stride;
   int64_t tree_batch_stride;  // TREE
   int64_t tree_row_stride;    // TREE_MASK
-  int32_t row_groups;         // threadgroups among which the rows of a KV head are dealt out
-  int32_t list_groups;        // of one list of keys; without lists, all of them
-  int32_t list_rows;          // queries of a KV head's heads that have one list (INDICES)
+  int32_t row_groups;         // threadgroups that share the rows of a KV head
+  int32_t list_groups;        // those of them that have one list of keys (INDICES), or all
+  int32_t list_rows;          // rows of a KV head that have one list of keys (INDICES)
   AppendParams append;        // APPEND
-  int32_t rotate_q_by_token;  // query i is rotated by i rows more than query 0 (APPEND)
+  int32_t rotate_q_by_token;  // 1: query i is rotated by the row i after query 0's (APPEND)
 };

@@ -11,12 +11,12 @@ enum IndexScoresBuffer {
   INDEX_SCORES_PARAMS = 4,
 };
 
-// A row is a head, and a head of the strides a query.
+// In the strides of q and weights, `row` is a head and `head` a query.
 struct IndexScoresParams {
   RowStrides q_strides;
   RowStrides k_strides;
   RowStrides weight_strides;
-  int64_t q_offset;  // the key index at which query 0 stands (CAUSAL)
+  int64_t q_offset;  // the key index of query 0 (CAUSAL)
   int32_t heads;
   int32_t q_length;
   int32_t kv_length;

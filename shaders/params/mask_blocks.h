@@ -3,7 +3,7 @@
 
 #include "common.h"
 
-// An entry of a list that mask_blocks has made: a block, and whether attn_mask hides any of it.
+// An entry of a list of mask_blocks: a block, and whether attn_mask hides part of it.
 constexpr int mask_block_entry(int block, bool is_partial) {
   return 2 * block + (is_partial ? 1 : 0);
 }
@@ -20,8 +20,8 @@ enum MaskBlocksBuffer {
 // SIMD groups of a threadgroup of mask_blocks.
 #define MASK_BLOCKS_SIMDGROUPS 8
 
-// Strides of 0 broadcast. Neighbours along `inner` are read together if they are neighbours in
-// memory. Lists go along one of inner and outer, and there is one for each block of the other.
+// Strides of 0 broadcast. `inner` is the side along which a lane reads words. A list has blocks
+// along one side, and each block of the other side has a list.
 struct MaskBlocksParams {
   int64_t batch_stride;
   int64_t head_stride;
@@ -31,6 +31,6 @@ struct MaskBlocksParams {
   int32_t inner_length;
   int32_t outer_block;
   int32_t inner_block;
-  int32_t along_inner;
-  int32_t blocks;  // that a list has room for
+  int32_t along_inner;  // 1: lists go along inner
+  int32_t blocks;       // that a list has room for
 };

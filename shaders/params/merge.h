@@ -3,8 +3,7 @@
 
 #include "common.h"
 
-// merge_state merges two results of attention into the result over all keys.
-// In place out and lse hold state a, and OUT_A and LSE_A are not bound.
+// In place, OUT and LSE hold state a, and OUT_A and LSE_A are not bound.
 enum MergeStateBuffer {
   MERGE_STATE_OUT_A = 0,
   MERGE_STATE_LSE_A = 1,
@@ -54,6 +53,6 @@ struct MergeSplitsParams {
   int32_t splits;
 };
 
-// SIMD groups of a threadgroup of merge_splits, and how many lanes of one share a split's row.
+// SIMD groups of a threadgroup of merge_splits, and the lanes of each that share a split's row.
 #define MERGE_SPLITS_SIMDGROUPS 4
 #define MERGE_SPLITS_COLUMN_LANES 8

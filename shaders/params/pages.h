@@ -10,11 +10,11 @@ enum CopyPagesBuffer {
   COPY_PAGES_PARAMS = 3,
 };
 
-// Threads of a threadgroup of copy_pages, and words that each copies.
+// Threads of a threadgroup, and words that each of them copies.
 #define COPY_PAGES_THREADS 256
 #define COPY_PAGES_WORDS 4
 
-// Strides and sizes count words: what is copied at a time.
+// Strides and sizes are in words.
 struct CopyPagesParams {
   RowDims words;  // of a page
   int64_t page_stride;

@@ -3,7 +3,7 @@
 
 #include "common.h"
 
-// Element strides of one (batch, head, row, column) operand, all of them any.
+// Element strides of one (batch, head, row, column) operand of any layout.
 struct ColumnStrides {
   int64_t batch;
   int64_t head;
@@ -11,14 +11,14 @@ struct ColumnStrides {
   int64_t column;
 };
 
-// Element strides of one (batch, row, column) table, all of them any.
+// Element strides of one (batch, row, column) table of any layout.
 struct RotaryStrides {
   int64_t batch;
   int64_t row;
   int64_t column;
 };
 
-// In place there are no outputs.
+// In place, Q_OUT and K_OUT are not bound.
 enum RopeBuffer {
   ROPE_Q = 0,
   ROPE_K = 1,
@@ -26,7 +26,7 @@ enum RopeBuffer {
   ROPE_K_OUT = 3,
   ROPE_COS = 4,
   ROPE_SIN = 5,
-  ROPE_ROWS = 6,  // positions or seqlen_offsets, or nothing
+  ROPE_ROWS = 6,  // positions or seqlen_offsets (HAS_ROWS)
   ROPE_PARAMS = 7,
 };
 
@@ -52,7 +52,7 @@ struct RopeParams {
   int32_t head_dim;
   int32_t pairs;       // columns of cos and sin
   int32_t pair_units;  // threads of a row that rotate its pairs
-  int32_t units;       // those and the threads that copy the other columns
+  int32_t units;       // all threads of a row; those from pair_units on copy the other columns
   float sine_sign;     // -1 rotates back
 };
 

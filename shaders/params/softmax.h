@@ -4,11 +4,7 @@
 #include "common.h"
 
 // In place, X and OUT are one tensor.
-enum SoftmaxBuffer {
-  SOFTMAX_X = 0,
-  SOFTMAX_OUT = 1,
-  SOFTMAX_PARAMS = 2,
-};
+enum SoftmaxBuffer { SOFTMAX_X = 0, SOFTMAX_OUT = 1, SOFTMAX_PARAMS = 2 };
 
 struct SoftmaxParams {
   RowDims x_rows;
@@ -19,10 +15,7 @@ struct SoftmaxParams {
   uint32_t length;  // of the axis
 };
 
-enum CausalMaskBuffer {
-  CAUSAL_MASK_SCORES = 0,
-  CAUSAL_MASK_PARAMS = 1,
-};
+enum CausalMaskBuffer { CAUSAL_MASK_SCORES = 0, CAUSAL_MASK_PARAMS = 1 };
 
 struct CausalMaskParams {
   RowDims score_rows;  // the innermost dimension is the query

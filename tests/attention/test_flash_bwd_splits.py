@@ -180,7 +180,8 @@ SHARED_MUTANTS = {
         no barrier before parts are read [race or uninitialised]:
             // The parts are there.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
-        statistics of another query: block_statistics.lane_query = {~part_query + =>~} column
+        statistics of another query:
+            weight_factors, {~part_query + =>~} column};
         visibility of the first part: lane_query = block + {~part_query + =>~} column
     """,
     **{

@@ -353,7 +353,7 @@ MUTANTS = {
     """,
     "formats": """
         nibbles swapped: >> ({~i => (BITS == 4 ? i ^ 1 : i)~} * BITS % 32)
-        a byte of 3 bits too low: uint(bytes[2]) << {~16 => 8~}
+        a byte of 3 bits too low: uint(unit[2]) << {~16 => 8~}
         no minimum: value {~+ group.minimum =>~}
         scale for a minimum: float(numbers[{~1 => 0~}])
         nibbles from 0 up: float(int(code & 15) {~- 8 =>~})

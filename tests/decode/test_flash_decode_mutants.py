@@ -244,7 +244,7 @@ MUTANTS = {
     problems.packed_steps: """
         new rows of the first sequence: inputs.new_k + {~added.begin => 0~} *
         new values of the first sequence: inputs.new_v + {~added.begin => 0~} *
-        ends of the queries: rows.end = {~valid ? end : - => begin +~}1;
+        ends of the queries: {valid ? begin : 0, {~valid ? end : - => begin +~}1};
     """,
     problems.impossible_packed_step: """
         ends of new rows not tested [out_of_bounds]:

@@ -128,7 +128,8 @@ MUTANTS = {
         a token more [uninitialised]: return token {~< => <=~} count ? int(tokens[token].w)
     """,
     problems.impossible_step: """
-        keys in no tree: {~possible ? =>~} result.seen.count_before(index) {~: NO_DEPTH =>~}
+        keys in no tree:
+            {~possible ? =>~} seen.count_before(index) {~: NO_DEPTH =>~}
     """,
 }
 

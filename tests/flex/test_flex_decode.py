@@ -164,7 +164,7 @@ MUTANTS = {
         partial blocks are not: {~kv.blocks.masked => false~},
         off by one in the list: next_entry = place / BLOCK{~=> + 1~};
         off by one row: first_row + place % BLOCK{~=> + 1~}
-        a split's first block: result.begin = {~=> STEP_K +~} keys.begin +
+        a split's first block: return {{~=> STEP_K +~} keys.begin +
         a split too short: min((split + 1) * split_steps{~=> - 1~}
         a shorter list: return {0, {~count => (count - 1)~} * BLOCK}
     """

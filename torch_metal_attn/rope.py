@@ -55,8 +55,7 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
     base = as_positive("base", base)
     device = None if device is None else on_device(device)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
-    powers: Tensor = base**exponents
-    return powers
+    return base**exponents
 
 
 def default(dim: int, base: float = 10000.0, *, device: Any = None) -> Frequencies:

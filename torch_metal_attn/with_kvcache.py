@@ -382,8 +382,7 @@ def _fast_with_kvcache(
     if type(seqlens) is not Tensor:
         seqlens = lengths_tensor(cache_seqlens, q)
     if not new:
-        out: Tensor = fast_path.flash_attn_cached(*caches, seqlens, block_table, *first)
-        return out
+        return fast_path.flash_attn_cached(*caches, seqlens, block_table, *first)
     if tables:
         interleaved = as_bool("rotary_interleaved", rotary_interleaved)
         scale, causal, left, right = first or (None, False, *NO_WINDOW)

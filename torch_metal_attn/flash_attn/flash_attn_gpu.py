@@ -155,13 +155,12 @@ def fwd_kvcache(
         "is_causal": "causal",
         "is_rotary_interleaved": "rotary_interleaved",
     }
-    result: tuple[Tensor, Tensor] = flash_attn_with_kvcache(  # type: ignore[assignment]
+    return flash_attn_with_kvcache(  # type: ignore[return-value]
         q,
         window_size=(window_size_left, window_size_right),
         return_softmax_lse=True,
         **{renamed.get(name, name): value for name, value in named.items()},
     )
-    return result
 
 
 def _check_none(**arguments: Any) -> None:

@@ -81,10 +81,7 @@ class Call:
             if self.query.dtype == self.key.dtype or not torch.is_grad_enabled():
                 return reference.attention(*arguments)
             inputs = (*self.operands, *self.program.captures)
-            mixed: tuple[Tensor, Tensor] = of_two_dtypes(
-                inputs, lambda: reference.attention(*arguments)
-            )
-            return mixed
+            return of_two_dtypes(inputs, lambda: reference.attention(*arguments))
         out, lse = self.launch(options)
         if on_cpu and self.program.captures and bool(lse.isnan().any()):
             shape = (*self.query.shape[:3], self.key.shape[2])
@@ -92,10 +89,7 @@ class Call:
         return out, lse
 
     def launch(self, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = NAMES.run(
-            torch.ops.metal_attn.flex_fwd, self.operands, options
-        )
-        return result
+        return NAMES.run(torch.ops.metal_attn.flex_fwd, self.operands, options)
 
 
 def plan(

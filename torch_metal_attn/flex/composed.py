@@ -36,8 +36,7 @@ class Composed:
         flat = [next(left) if x is SLOT else x for x in self.constants]
         args, kwargs = tree_unflatten(flat, self.spec)
         result = self.function(*args, **kwargs)
-        chosen: Tensor = result if self.item is None else result[self.item]
-        return chosen
+        return result if self.item is None else result[self.item]
 
 
 def _hypot(a: Tensor, b: Tensor) -> Tensor:

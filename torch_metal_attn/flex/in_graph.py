@@ -96,5 +96,4 @@ def attend(
         lists = tuple(getattr(block_mask, name) for name in (*_BLOCKS, *LISTS))
         blocks = (*lists, block_mask.mask_mod)
     score = _identity if score_mod is None else _of_float32(score_mod)
-    result: tuple[Tensor, Tensor] = _flex_attention(*operands, score, blocks, scale, options)
-    return result
+    return _flex_attention(*operands, score, blocks, scale, options)

@@ -144,8 +144,7 @@ class PagedKVCache:
                     "other; give the tree's tokens to accept"
                 )
         new = q, k, v
-        out: Tensor = self._write("decode_step", ids, new, layer, length, token_ids, options)[0]
-        return out
+        return self._write("decode_step", ids, new, layer, length, token_ids, options)[0]
 
     def _write(
         self,

@@ -280,5 +280,4 @@ def checked_namespace(namespace: Any) -> Hashable:
                 f"namespace is {namespace!r}; it must be None, a str, an int, bytes, or a tuple of "
                 "these"
             )
-    checked: Hashable = namespace
-    return checked
+    return namespace

@@ -78,8 +78,7 @@ class StaticKVCache:
         **options: Any,
     ) -> Tensor:
         """Append the new rows and attend to the cache, as `PagedKVCache.decode_step`."""
-        out: Tensor = self._write("decode_step", (q, k, v), layer, length, options)[0]
-        return out
+        return self._write("decode_step", (q, k, v), layer, length, options)[0]
 
     def _write(
         self,

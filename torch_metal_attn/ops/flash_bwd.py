@@ -94,8 +94,7 @@ def rotated_back(
     rotated = rope(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
     if rotated is None:
         return gradient
-    result: Tensor = rotated[0] if cu_seqlens is None else rotated[0][0].transpose(0, 1)
-    return result
+    return rotated[0] if cu_seqlens is None else rotated[0][0].transpose(0, 1)
 
 
 def sink_gradient(

@@ -69,8 +69,7 @@ class _FlexFwd(torch.autograd.Function):
         options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> FlexResult:
         with below_autograd():
-            result: FlexResult = torch.ops.metal_attn.flex_fwd(q, k, v, **_with(options, tensors))
-            return result
+            return torch.ops.metal_attn.flex_fwd(q, k, v, **_with(options, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: FlexResult) -> None:
@@ -123,11 +122,9 @@ def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     op = torch.ops.metal_attn.flex_fwd
     captures = options["captures"]
     if nothing_to_differentiate((q, k, v), options):
-        plain: FlexResult = below(op, q, k, v, **options)
-        return plain
+        return below(op, q, k, v, **options)
     if k.dtype != q.dtype:
-        mixed: FlexResult = of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
-        return mixed
+        return of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
     refuse_tangents("metal_attn::flex_fwd", {"q": q, "k": k, "v": v})
     for i, tensor in enumerate(captures):
         refuse_tangents("metal_attn::flex_fwd", {f"captures[{i}]": tensor})
@@ -140,8 +137,7 @@ def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     saved = ("captures", *_OF_BLOCKS)
     plain_options = {n: x for n, x in options.items() if n not in saved}
     tensors = (*captures, *(options.get(n) for n in _OF_BLOCKS))
-    result: FlexResult = apply(_FlexFwd, plain_options, q, k, v, *tensors)
-    return result
+    return apply(_FlexFwd, plain_options, q, k, v, *tensors)
 
 
 for _name in ("flex_fwd", "flex_bwd", "flex_bwd_captures"):

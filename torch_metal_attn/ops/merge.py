@@ -153,8 +153,7 @@ def _merge_state(
 ) -> State:
     states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     if needs_gradient("metal_attn::merge_state", states):
-        result: State = apply(_MergeState, options, *states.values())
-        return result
+        return apply(_MergeState, options, *states.values())
     return _MergeState.forward(options, *states.values())
 
 

@@ -52,8 +52,7 @@ def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
 def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
     """Run the op with gradients on: else torch.compile drops those of an input that is mutated."""
     with torch.enable_grad():
-        result: Tensor = below(op, tensor, argument)
-        return result
+        return below(op, tensor, argument)
 
 
 class _Softmax(torch.autograd.Function):
@@ -149,8 +148,7 @@ def _masked_copy_fake(scores: Tensor, q_offset: int = 0) -> Tensor:
 
 @torch.library.impl("metal_attn::_apply_causal_mask_to_copy", "CompositeExplicitAutograd")
 def _masked_copy(scores: Tensor, q_offset: int = 0) -> Tensor:
-    result: Tensor = _OPS.apply_causal_mask_(torch.empty_like(scores).copy_(scores), q_offset)
-    return result
+    return _OPS.apply_causal_mask_(torch.empty_like(scores).copy_(scores), q_offset)
 
 
 _replace_in_graphs(_OPS.softmax_, _OPS.softmax)

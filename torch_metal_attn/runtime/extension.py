@@ -151,5 +151,4 @@ def meta_passes() -> Iterator[None]:
 
 def launches(packed: list[int]) -> list[dict[str, Any]]:
     """The launches that an op of `metal_attn_explain` returned as JSON in ints (recorder.h)."""
-    result: list[dict[str, Any]] = json.loads(array("q", packed).tobytes())
-    return result
+    return json.loads(array("q", packed).tobytes())

@@ -93,8 +93,7 @@ class allow_tf32:
 
 def _tf32_setting() -> int:
     """1 if TF32 is allowed, 0 if not, -1 if TORCH_METAL_ATTN_TF32 is neither off nor on."""
-    setting: int = extension.load().metal_attn_tf32_allowed()
-    return setting
+    return extension.load().metal_attn_tf32_allowed()
 
 
 def _tf32_reason() -> str:

@@ -84,8 +84,7 @@ def _in_place(
 
     base = x if x._base is None else x._base
     if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
-        rotated: Tensor = _RotateLeaf.apply(x, rotate)
-        return rotated
+        return _RotateLeaf.apply(x, rotate)
     rotate(x, False)
     return x
 

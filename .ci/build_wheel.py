@@ -23,7 +23,7 @@ DIST = ROOT / "dist"
 
 def build(environment: dict[str, str]) -> Path:
     """Runs setup.py's build without isolation, so against the torch of this environment."""
-    # The package's files as they were at the last build: modules may be gone since.
+    # The last build may have copied modules that no longer exist.
     for stale in (ROOT / "build").glob("lib*"):
         shutil.rmtree(stale)
     with tempfile.TemporaryDirectory() as folder:

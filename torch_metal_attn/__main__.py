@@ -103,15 +103,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 on success, 1 for a wrong result, 2 if the command cannot run."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["simulator"]:  # argparse would take its options
-        return simulator.main(words[1:])
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["simulator"]:  # argparse would parse its options
+        return simulator.main(arguments[1:])
     parser = _parser()
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.command == "verify" and options.report is not None and not options.full:
         parser.error("--report needs verify --full: add --full")
     if options.command == "doctor":
-        return doctor.doctor(options)  # what the script raises passes
+        return doctor.doctor(options)  # without `exit_status`, which catches the script's errors
     commands = {
         "info": info,
         "verify": lambda _: verify_full(options.report or REPORT) if options.full else verify(),

@@ -19,7 +19,7 @@ def recorded(
     threadgroups: tuple[int, int, int],
     threads: tuple[int, int, int],
 ) -> RecordedLaunch:
-    # The params are not a tensor: they are copied because they end with the launch.
+    # The params are copied, as their memory is freed after the launch.
     constant = engine.SPACES.index("constant")
     params = [b for b in buffers if b.space == constant]
     return RecordedLaunch(
@@ -47,7 +47,7 @@ def _storage(buffer: engine.Buffer) -> torch.Tensor:
     library.metal_attn_hold_tensor.argtypes = (ctypes.c_void_p,)
     library.metal_attn_release_tensor.argtypes = (ctypes.c_void_p,)
     held = library.metal_attn_hold_tensor(buffer.tensor)
-    # Only a class of Python's can be watched. torch keeps the array as long as the tensor's memory.
+    # weakref needs a Python class. torch keeps the array alive as long as the tensor's memory.
     array_type: Any = type("Storage", (ctypes.c_uint8 * buffer.bytes,), {})
     array = array_type.from_address(buffer.storage)
     weakref.finalize(array, library.metal_attn_release_tensor, held)

@@ -42,7 +42,7 @@ class StaticKVCache:
         self._storage = CacheStorage(self.batch_size, self.max_length, *sizes, **options)
         self._rows = list(range(self.batch_size))  # of the tensors, by sequence
         self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
-        self._accepted = [0] * self.batch_size  # the rows that the last accept left
+        self._accepted = [0] * self.batch_size  # the length after the last accept
         self._storage.recent.grow(self.batch_size)
 
     @property
@@ -106,7 +106,7 @@ class StaticKVCache:
     def advance(self, length: int | Sequence[int], layer: int = 0) -> None:
         """Count rows that an op such as `flash_attn_with_kvcache` has written itself.
 
-        length: how many of each sequence, or one number for each.
+        length: the number of rows of each sequence, or one number for all.
         """
         self._storage.check_layer(layer)
         lengths = each(length, self.batch_size)
@@ -132,17 +132,16 @@ class StaticKVCache:
         for b in chosen:
             check_layers_agree(b, [lengths[b] for lengths in self._lengths], "accept")
         accepted = [self._accepted[b] for b in chosen]
-        kept, sizes = checked_paths(paths, parents, lengths, accepted)
-        starts = [length - size for length, size in zip(lengths, sizes, strict=True)]
+        kept, starts = checked_paths(paths, parents, lengths, accepted)
+        ends = [start + len(path) for start, path in zip(starts, kept, strict=True)]
         rounds, blocks = [moves(path) for path in kept], [self._rows[b] for b in chosen]
-        for slot, start, path in zip(blocks, starts, kept, strict=True):
-            end = start + len(path)
+        for slot, start, end in zip(blocks, starts, ends, strict=True):
             self._storage.recent.check_kept(slot, end, f"the path ends at row {end}", start)
         self._storage.move_paths(rounds, starts, lambda i, row: (blocks[i], row))
         self._storage.recent.move_paths(rounds, starts, lengths, blocks)
-        for b, start, path in zip(chosen, starts, kept, strict=True):
-            self.truncate(b, start + len(path), keep_recent=False)
-            self._accepted[b] = start + len(path)
+        for b, end in zip(chosen, ends, strict=True):
+            self.truncate(b, end, keep_recent=False)
+            self._accepted[b] = end
 
     def reset(self, indices: Sequence[int] | None = None) -> None:
         """Empty these sequences, or all."""
@@ -171,7 +170,7 @@ class StaticKVCache:
             )
         rows = [self._rows[origin] for origin in origins]
         unused = [row for row in self._rows if row not in rows]
-        copies: dict[int, int] = {}  # by the copy
+        copies: dict[int, int] = {}  # the original row of each copy
         for b, row in enumerate(rows):
             if row in rows[:b]:
                 rows[b] = unused.pop()
@@ -183,7 +182,7 @@ class StaticKVCache:
         self._accepted = [self._accepted[o] for o in origins]
 
     def cache_batch_idx(self) -> Tensor:
-        """(B,) int32 on the cache's device: the row of the tensors that each sequence has."""
+        """(B,) int32 on the cache's device: each sequence's row of the tensors."""
         return self._storage.indices(self._rows)
 
     def seqlens(self, layer: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""`windows` of `PagedKVCache`: layers of one window share pages, which are freed outside of it."""
+"""`windows` of `PagedKVCache`: layers with one window share pages, which are freed outside it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from torch_metal_attn.call.arguments import as_int, as_int_at_least, window
 
 
 def first_seen(length: int, window: int) -> int:
-    """The first row that the queries after `length` rows see. window: -1 if it has no limit."""
+    """The first row that the queries after `length` rows see. window: -1 for no limit."""
     return max(length - window, 0) if window >= 0 else 0
 
 
@@ -39,7 +39,7 @@ class WindowGroups:
         return [first_seen(length, limit) // page_size for limit in self.by_group]
 
     def check_pages(self, id: int, pages: list[list[int]], length: int, page_size: int) -> None:
-        """Raise ValueError if pages that are seen after `length` rows were freed (-1)."""
+        """Raise ValueError if a page that queries after `length` rows see was freed (-1)."""
         end = -(-length // page_size)
         firsts = self.first_pages(length, page_size)
         for limit, first, of_group in zip(self.by_group, firsts, pages, strict=True):
@@ -51,7 +51,7 @@ class WindowGroups:
                 )
 
     def step_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Options of a `decode_step` with the layer's window, of which the caller may use less."""
+        """Options of a `decode_step` with the layer's window. The caller may give a smaller one."""
         if (limit := self.windows[layer]) < 0:
             return options
         left = options.get("window_size_left", limit)

@@ -1,4 +1,4 @@
-"""`CacheStorage`: a cache's tensors, and how new rows of its sequences are written."""
+"""`CacheStorage`: the tensors of a cache, and the writes of new rows."""
 
 from collections.abc import Iterator
 from itertools import accumulate, groupby
@@ -11,10 +11,10 @@ from torch_metal_attn.call.arguments import check_tensor
 from torch_metal_attn.kv_cache.recent import Batch, NoRecentRows, RecentRows
 from torch_metal_attn.kv_cache.storage import LISTS, ROTARY, Storage
 
-# Options of the ops that a caller must not replace: he would read or write other rows.
+# Options that a caller must not replace, as the op would read or write other rows.
 _PLACES = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q")
-# Options that have a row for each new row, if those are packed.
+# Options with a row for each new row, if new rows are packed.
 _BY_ROW = ("q", "parents", "tree_mask")
 _ALL_OPTIONS = [x.name for x in torch.ops.metal_attn.decode_step.default._schema.arguments[5:]]
 _STEP_OPTIONS = [n for n in (*_ALL_OPTIONS, *LISTS) if n not in _PLACES and "seqlen" not in n]
@@ -85,7 +85,7 @@ class CacheStorage(Storage):
     def write(
         self, op: str, batch: Batch, counts: list[int] | None, *, check_only: bool = False
     ) -> Any:
-        """Run an op that writes, on all rows. counts: new rows of each, if they are packed."""
+        """Run an op that writes rows. counts: new rows of each sequence, if they are packed."""
         for name in (*_PLACES, *_PACKING):
             if name in batch.options:
                 advice = "give length" if name in _PACKING else "the cache gives it"
@@ -108,7 +108,7 @@ class CacheStorage(Storage):
             ends = self.indices([*accumulate(counts, initial=0)])
             options = options | {"cu_seqlens_q": ends, "max_seqlen_q": max(counts)}
             return self._write(op, batch._replace(options=options), check_only)
-        # Neighbours with as many rows are a batch of their own, whose tensors are views.
+        # Neighbouring sequences with equal counts form a batch, whose tensors are views.
         parts = []
         for some, rows in _runs(counts):
             count = some.stop - some.start
@@ -137,10 +137,10 @@ class CacheStorage(Storage):
 
 
 def _runs(counts: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Neighbouring sequences with as many new rows, and their rows."""
+    """Neighbouring sequences with equal counts of new rows, and the slice of these rows."""
     b = row = 0
-    for count, alike in groupby(counts):
-        more = len([*alike])
+    for count, equal in groupby(counts):
+        more = len([*equal])
         if count > 0:
             yield slice(b, b + more), slice(row, row + more * count)
         b, row = b + more, row + more * count
@@ -153,7 +153,7 @@ def _unpacked(x: Any, rows: slice, batch: int) -> Any:
     x, length = x[rows], (rows.stop - rows.start) // batch
     if x.dim() < 3:
         return x.unflatten(0, (batch, length))[..., :length]
-    # A view by sizes may choose any stride for one row, and values in keys must have the keys'.
+    # `view` may change the stride of a size of 1, but values in keys need the strides of the keys.
     (row, head, column), (_, heads, columns) = x.stride(), x.shape
     sizes, strides = (batch, heads, length, columns), (length * row, head, row, column)
     return x.as_strided(sizes, strides)

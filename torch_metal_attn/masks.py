@@ -1,8 +1,8 @@
 """Ready-made mask_mods for `flex_attention` and torch's `create_block_mask`.
 
-They combine with `&`, `|` and `~`. Tensors that they are made from are looked up by the kernels, so
-make them on the device of the attention. They can be pickled, as DataLoader's workers need.
-TypeError and ValueError name an argument of another type, dtype or shape, or out of range.
+They combine with `&`, `|` and `~`. Kernels read the tensors that you pass, so these must be on the
+device of the attention. They can be pickled, as DataLoader's workers need. TypeError and ValueError
+name an argument of another type, dtype or shape, or out of range.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,10 +68,10 @@ def prefix_lm(lengths: Tensor) -> Mask:
 
 
 def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
-    """Queries see keys of their own document. Reads cu_seqlens once, on the host.
+    """Queries see the keys of their document. Reads cu_seqlens once, on the host.
 
-    cu_seqlens: (documents + 1,), where each begins and the last ends. length: of the packed
-    sequence, if tokens of no document follow; they see nothing.
+    cu_seqlens: (documents + 1,), the start of each document and the end of the last. length: of the
+    packed sequence, if padding follows the last document; padding sees no key.
     """
     check_integers("cu_seqlens", cu_seqlens, "(documents + 1)")
     bounds = on_host("cu_seqlens", cu_seqlens) or [0]
@@ -85,7 +85,7 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
 
 
 def chunked(size: int) -> Mask:
-    """Queries see keys of their own chunk of `size`; `& causal()` is Llama 4's."""
+    """Queries see the keys of their chunk of `size`. With `& causal()` it is Llama 4's mask."""
     return Mask(partial(_chunked, as_int_at_least("size", size, 1)))
 
 
@@ -98,9 +98,9 @@ def dilated(steps: int, dilation: int) -> Mask:
 def neighbourhood(
     shape: Sequence[int], window: Sequence[int], dilation: Sequence[int] | None = None
 ) -> Mask:
-    """natten's neighbourhood attention on a grid of 1 to 3 dimensions, flattened in its order.
+    """natten's neighbourhood attention on a grid of 1 to 3 dimensions, flattened row-major.
 
-    A token sees the `window` of tokens around it; at a border the window moves inwards and keeps
+    A token sees the `window` of tokens around it. At a border the window moves inwards and keeps
     its size. dilation: the distance of neighbours, 1 if None.
     """
     shape, window = _sizes("shape", shape), _sizes("window", window)
@@ -123,8 +123,8 @@ def neighbourhood(
 def tree(parents: Tensor, context: int = 0) -> Mask:
     """Nodes of a tree see themselves, their ancestors, and `context` keys before the tree.
 
-    For speculative decoding. parents: (nodes,), the number of each node's parent, lower than its
-    own, or -1 for a root. Read once, on the host.
+    For speculative decoding. parents: (nodes,), the index of each node's parent, an earlier node,
+    or -1 for a root. Read once, on the host.
     """
     check_integers("parents", parents, "(nodes)")
     context = as_int_at_least("context", context)
@@ -191,7 +191,7 @@ def _neighbourhood(
     for size, width, step in reversed(axes):
         q_group, q_place = q_idx % size % step, q_idx % size // step
         kv_group, kv_place = kv_idx % size % step, kv_idx % size // step
-        # Tokens of the query's group, which may differ by one.
+        # The size of the query's group; groups may differ by one token.
         count = (size - q_group + step - 1) // step
         first = torch.minimum((q_place - width // 2).clamp(min=0), count - width)
         inside = (kv_place >= first) & (kv_place < first + width) & (q_group == kv_group)

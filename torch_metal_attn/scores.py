@@ -1,8 +1,8 @@
 """Ready-made score_mods for `flex_attention`.
 
-Tensors that they are made from are looked up by the kernels, so make them on the device of the
-attention. They can be pickled, and a copy of a model by `deepcopy` has its own tensors in them.
-TypeError and ValueError name an argument of another type or shape, or out of range.
+Kernels read the tensors that you pass, so these must be on the device of the attention. score_mods
+can be pickled, and `deepcopy` of a model also copies their tensors. TypeError and ValueError name
+an argument of another type or shape, or out of range.
 """
 
 import math
@@ -30,7 +30,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def relative_bias(bias: Tensor) -> ScoreMod:
-    """Adds bias[h, kv_idx - q_idx]; the middle column is distance 0, far keys have the end ones.
+    """Adds bias[h, kv_idx - q_idx]. The middle column is distance 0; far keys use the end ones.
 
     bias: (H, 2 * farthest + 1).
     """
@@ -48,9 +48,9 @@ def soft_cap(cap: float) -> ScoreMod:
 
 
 def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
-    """Adds table[bucket, h], T5's bias: near distances have a bucket each, far ones share.
+    """Adds table[bucket, h], T5's bias: each near distance has a bucket, far distances share one.
 
-    table: (buckets, H). max_distance: from there on all share the last bucket.
+    table: (buckets, H). max_distance: distances from here on share the last bucket.
     """
     check_rank("table", table, "(buckets, H)")
     bidirectional = as_bool("bidirectional", bidirectional)
@@ -63,7 +63,7 @@ def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 12
             f"be (buckets, heads) with {4 if bidirectional else 2} buckets at least, and more than "
             f"{exact}"
         )
-    # By distance, computed as T5 does: a logarithm in the kernel could round to another bucket.
+    # The bucket of each distance, computed as in T5. A kernel's logarithm could round differently.
     distance = torch.arange(max_distance + 1, device="cpu")
     far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     of_distance = torch.where(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.runtime.refusals import unmarked
+from torch_metal_attn.runtime.refusals import invalid, not_implemented
 from torch_metal_attn.wording import count_text, type_text, value_text
 
 # The limit on each side; a negative number or None (flash-attn 4) is no limit.
@@ -31,28 +31,22 @@ _MOST_ON_HOST = 2**27
 def refuse_layout(name: str, tensor: Tensor) -> None:
     """Raise NotImplementedError for a nested tensor, and ValueError for a sparse one."""
     if tensor.is_nested:
-        raise NotImplementedError(
-            unmarked(
-                f"`{name}` is a nested tensor: nested tensors are not implemented, use "
-                "flash_attn_varlen_func"
-            )
+        raise not_implemented(
+            f"`{name}` is a nested tensor: nested tensors are not implemented, use "
+            "flash_attn_varlen_func"
         )
     if tensor.layout != torch.strided:
-        raise ValueError(
-            unmarked(
-                f"`{name}` has layout {tensor.layout}; it must be strided: call "
-                f"`{name}`.to_dense() first"
-            )
+        raise invalid(
+            f"`{name}` has layout {tensor.layout}; it must be strided: call "
+            f"`{name}`.to_dense() first"
         )
 
 
 def refuse_dtensor(name: str, value: object) -> None:
     if is_dtensor(value):
-        raise NotImplementedError(
-            unmarked(
-                f"`{name}` is a DTensor, which is not implemented: pass `{name}`.to_local(), or "
-                "call the function through torch.distributed.tensor.experimental.local_map"
-            )
+        raise not_implemented(
+            f"`{name}` is a DTensor, which is not implemented: pass `{name}`.to_local(), or call "
+            "the function through torch.distributed.tensor.experimental.local_map"
         ) from None
 
 
@@ -85,7 +79,7 @@ def _check_storage(name: str, tensor: Tensor) -> None:
         return
     try:
         size = tensor.untyped_storage().nbytes()
-    except NotImplementedError:  # of a transform of torch.func
+    except NotImplementedError:  # tensors of torch.func's transforms have no storage
         return
     steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     elements = tensor.storage_offset() + 1 + sum(steps)
@@ -141,6 +135,11 @@ def check_rank(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
 
 
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
+
+
 def check_integers(name: str, tensor: Tensor, layout: str) -> None:
     check_rank(name, tensor, layout)
     if tensor.dtype not in (torch.int32, torch.int64):
@@ -154,7 +153,7 @@ def check_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> None:
         return
     name, tensor = ("k", k) if k.dtype is not dtype else ("v", v)
     actual, wanted = (str(x.dtype).removeprefix("torch.") for x in (tensor, q))
-    raise ValueError(unmarked(f"`{name}` has dtype {actual} and `q` {wanted}; they must be alike"))
+    raise invalid(f"`{name}` has dtype {actual} and `q` {wanted}; they must be alike")
 
 
 def check_packed(name: str, tensor: Tensor, layout: str) -> None:

@@ -1,7 +1,7 @@
-"""The module that `flash_attn.flash_attn_interface` calls flash_attn_gpu, `flash_attn_2_cuda`.
+"""The functions of `flash_attn_2_cuda`, flash_attn_gpu in `flash_attn.flash_attn_interface`.
 
-Arguments are in flash-attn 2.8's order. The caller computes gradients, with `bwd` and `varlen_bwd`.
-A query without keys has the log-sum-exp -inf, not flash-attn's +inf.
+Arguments are in flash-attn 2.8's order. Callers compute gradients with `bwd` and `varlen_bwd`. A
+query without keys has the log-sum-exp -inf, not flash-attn's +inf.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import as_bool, as_int, only_given, window
+from torch_metal_attn.call.arguments import as_bool, as_int, check_shape, only_given, window
 from torch_metal_attn.call.options import op_options
 from torch_metal_attn.ops.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.ops.fast_path import call_bhld
@@ -25,7 +25,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, softmax_d
 
 _OPS = torch.ops.metal_attn
 _NAMES = ArgumentNames(blhd=True)
-# flash-attn 2.8.4's own tests look for these words about the generator.
+# flash-attn 2.8.4's tests expect this text about the generator.
 _WHY_NONE = {
     "out": "results are new tensors",
     "gen": "the RNG `generator` argument is no longer supported, as dropout is drawn from torch's "
@@ -110,9 +110,9 @@ def varlen_fwd(
     f"{_SCORES} deterministic gen rng_state"
 )
 def bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **named: Any) -> Gradients:
-    """The gradients of `fwd`, whose rng_state says which weights were dropped.
+    """The gradients of `fwd`. Its rng_state determines the weights that were dropped.
 
-    Returns: dq, dk, dv: copied into those that are given; softmax_d (B, Hq, Lq).
+    Returns: dq, dk, dv, copied into those that are passed; softmax_d (B, Hq, Lq).
     """
     options = _options_of_backward(q, named)
     operands = (x.transpose(1, 2) for x in (q, named["k"], named["v"], named["out"]))
@@ -213,15 +213,11 @@ def _forward(
 
 
 def _into(named: dict[str, Any], gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients, copied into those of dq, dk and dv that are given."""
-    targets = {name: named[name] for name in ("dq", "dk", "dv")}
-    for (name, target), gradient in zip(targets.items(), gradients, strict=True):
-        if target is not None and target.shape != gradient.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(target.shape)}; it must be {tuple(gradient.shape)}"
-            )
-    dq, dk, dv = (
-        gradient if target is None else target.copy_(gradient)
-        for target, gradient in zip(targets.values(), gradients, strict=True)
-    )
+    """The gradients, copied into those of dq, dk and dv that are passed."""
+    targets = [named[name] for name in ("dq", "dk", "dv")]
+    pairs = [*zip(targets, gradients, strict=True)]
+    for name, (target, gradient) in zip(("dq", "dk", "dv"), pairs, strict=True):
+        if target is not None:
+            check_shape(name, target, gradient.shape)
+    dq, dk, dv = (x if target is None else target.copy_(x) for target, x in pairs)
     return dq, dk, dv

@@ -12,7 +12,7 @@ from torch_metal_attn.flex.order import longest_first, order_shape
 from torch_metal_attn.ops.flex import LISTS
 from torch_metal_attn.wording import count_text, type_text
 
-# As torch's own, for which there is a list of one block that holds everything.
+# The block size of torch's BlockMask whose only block contains all scores.
 NO_BLOCKS = 1 << 30
 SMALLEST, LARGEST = 8, 1024
 
@@ -33,7 +33,7 @@ class Blocks:
         return kept | {"q_block_size": self.q_size, "kv_block_size": self.kv_size}
 
     def ordered(self, over_keys: bool, over_queries: bool) -> dict[str, Tensor]:
-        """The orders of the walks, computed once: if lists change later, only the speed suffers."""
+        """The orders of the walks, computed once. Later changes of the lists only cost speed."""
         results = {}
         if over_keys:
             results["kv_order"] = self._order("kv", 1)
@@ -47,14 +47,14 @@ class Blocks:
         shape = order_shape(counts, group)
         if shape is None or math.prod(shape) <= 1:
             return None
-        # A size of a graph has no hash. Then nothing was kept either.
+        # A symbolic size has no hash, so no order was kept for it.
         known = self.orders.get((side, group)) if isinstance(group, int) else None
         if known is not None and known.shape[1:] == shape and known.device == counts[0].device:
             return known
-        # Tensors of inference mode could not be saved for a backward.
+        # Tensors made in inference mode cannot be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
             order = longest_first(counts, group)
-        if type(order) is Tensor:  # of a trace it would be no more than a part of it
+        if type(order) is Tensor:  # a traced tensor must not be kept
             self.orders[side, group] = order
         return order
 
@@ -68,7 +68,7 @@ class Blocks:
                 continue
             indices = self.lists[f"{full}kv_indices"].long()
             entry = torch.arange(indices.shape[-1], device=indices.device)
-            # Entries past the count stand for a block behind the last.
+            # Entries past the count are set to an extra block after the last.
             last = -(-keys // self.kv_size)
             listed = torch.where(entry < counts[..., None], indices, last)
             listed = listed.broadcast_to(torch.broadcast_shapes(listed.shape, (1, 1, 1, 1)))
@@ -83,7 +83,7 @@ _TRANSPOSED = ("q_num", "q_ind", "full_q_")
 
 
 def mask_mod_of(block_mask: Any) -> Any:
-    """The mask_mod, which a slice of a BlockMask has lost."""
+    """The mask_mod of a BlockMask. Slices of one have no mask_mod and are refused."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(
             f"block_mask is {type_text(block_mask)}; it must be a BlockMask: make one with "

@@ -1,4 +1,4 @@
-"""The order in which threadgroups of a BlockMask start: those with the longest lists first."""
+"""The order in which a BlockMask's threadgroups start: those with the longest lists first."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def longest_first(counts: Sequence[Tensor], group: int = 1) -> Tensor:
-    """Rows of lists, longest first, and each one's place: (2, B or 1, H / group or 1, rows)."""
+    """Row indices, longest list first, and their inverse: (2, B or 1, H / group or 1, rows)."""
     total = sum(counts[1:], counts[0])
     if total.shape[1] > 1:
         total = total.unflatten(1, (-1, group)).sum(2)

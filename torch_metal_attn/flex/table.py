@@ -1,9 +1,9 @@
-"""Every op that a score_mod or mask_mod may be made of: its Metal text and its value.
+"""The ops that a score_mod or mask_mod may use: the Metal text and the torch function of each.
 
-One row an op. Texts are templates of the arguments' names; {T} is Metal's name of an integer type
-and {U} that of the unsigned type of its size, in which arithmetic wraps around. float16 and
-bfloat16 are computed in float32 and rounded, as PyTorch does on the CPU. In a template `impossible`
-is what a kernel sets where there is no value.
+Texts are templates of the arguments' names. {T} is Metal's name of an integer type, and {U} that of
+the unsigned type of its size, in which arithmetic wraps around. float16 and bfloat16 are computed
+in float32 and rounded, as PyTorch does on the CPU. `impossible` is a flag that a kernel sets where
+an op has no value.
 """
 
 import functools
@@ -128,7 +128,7 @@ OPS: dict[str, Op] = {
     "round": _rounding("rint", torch.round),
 }
 
-# The ops that compute in the dtype their arguments promote to and give a bool.
+# Ops that compute in the promoted dtype of their arguments and return a bool.
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isnan"))
-# Those of truth values.
+# Ops on truth values.
 LOGICAL = frozenset(("logical_and", "logical_or", "logical_xor", "logical_not"))

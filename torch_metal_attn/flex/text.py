@@ -1,6 +1,6 @@
 """The Metal text of a graph, for shaders/flex.h: the body of a function, on one line.
 
-Only words of this file and of the table are in it, and numbers. No name or string of a user's is.
+It consists of text from this file and the table, and numbers. It has no names or strings of users.
 """
 
 import math
@@ -22,13 +22,13 @@ _INPUTS = {"score": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_id
 
 
 def body(result: Node, ranks: list[int]) -> str:
-    """The statements that compute and return `result`. ranks: of the captured tensors, in order."""
+    """Statements that compute and return `result`. ranks: dimensions of each captured tensor."""
     statements, names = _statements([result], ranks)
     return " ".join([*statements, f"return {names[id(result)]};"])
 
 
 def place(load: Node, ranks: list[int]) -> str:
-    """The same for the number of the element that `load` reads, of a contiguous tensor."""
+    """Statements that return the index of the element that `load` reads, in contiguous order."""
     statements, names = _statements(load.args, ranks)
     first = sum(ranks[: load.value])
     number = "0"
@@ -40,7 +40,7 @@ def place(load: Node, ranks: list[int]) -> str:
 
 
 def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], dict[int, str]]:
-    """The statements that compute nodes, and the nodes' names by identity."""
+    """Statements that compute nodes, and the nodes' names by id."""
     first_dimension = [sum(ranks[:i]) for i in range(len(ranks))]
     names: dict[int, str] = {}
     statements: list[str] = []
@@ -70,7 +70,7 @@ def _number(value: bool | int | float, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         return "true" if value else "false"
     if not dtype.is_floating_point:
-        # The lowest integer has no literal of its own.
+        # The lowest integer cannot be written as a literal.
         suffix = "L" if dtype == torch.int64 else ""
         lowest = value == torch.iinfo(dtype).min
         text = f"{int(value) + 1}{suffix} - 1" if lowest else f"{int(value)}{suffix}"

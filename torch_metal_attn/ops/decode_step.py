@@ -66,7 +66,7 @@ def reference(
     tree_mask: Tensor | None = None,
     **options: Any,
 ) -> FlashFwdResult:
-    """The op composed of `rope`, `append_kv`, and attention to what the cache then holds."""
+    """The op composed of `rope`, `append_kv` and attention to the cache."""
     append = {n: x for n, x in options.items() if n in (*_ROTARY, *_CACHE)}
     attend = {n: x for n, x in options.items() if n not in _ROTARY}
     rotates = append.get("rotary_cos") is not None

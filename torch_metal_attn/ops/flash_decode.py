@@ -1,4 +1,4 @@
-"""`metal_attn::flash_decode` in Python: its CPU kernel, and autograd of lists of keys alone."""
+"""`metal_attn::flash_decode` in Python: CPU kernel, and autograd for lists of keys only."""
 
 from typing import Any
 

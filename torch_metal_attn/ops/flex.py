@@ -1,6 +1,6 @@
 """`metal_attn::flex_fwd` and `flex_bwd` in Python: fake kernels, CPU kernels and autograd.
 
-Their texts are made by `torch_metal_attn.flex`, whose `flex_attention` is what users call.
+`torch_metal_attn.flex` generates their texts. Users call its `flex_attention`.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def _flex_bwd_captures_fake(*_: Any, **options: Any) -> list[Tensor]:
 def _register_cpu(name: str) -> None:
     @cpu_kernel(name)
     def flex(*arguments: Any, **options: Any) -> Any:
-        # The reference needs functions, which the op does not get.
+        # The reference needs the Python functions, which are not arguments of the op.
         raise NotImplementedError(
             f"metal_attn::{name} runs on CPU tensors in the simulator only: use "
             "torch_metal_attn.simulate(), or flex_attention outside of torch.compile"
@@ -92,7 +92,7 @@ class _FlexFwd(torch.autograd.Function):
         if any(ctx.needs_input_grad[4:]):
             known = normalisers if normalisers.numel() > 0 else None
             shares = ops.flex_bwd_captures(dout, q, k, v, lse, delta, known, **options)
-            # In order, and rounded once.
+            # Summed in order, and rounded once.
             for i, share in zip(options["share_captures"], shares, strict=True):
                 before = of_tensors[i]
                 of_tensors[i] = share if before is None else before + share

@@ -1,4 +1,4 @@
-"""The names of ops' arguments in the functions that call the ops, for errors."""
+"""The names of ops' arguments in the functions that call them, for errors."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch_metal_attn.runtime.refusals import marked, unmarked
 from torch_metal_attn.wording import type_text, value_text
 
 _MARK = re.compile("`([^`]*)`")
-# By the kind of an argument in an op's schema: what Python may pass, and what an error calls it.
+# By the kind of an argument in an op's schema: the allowed Python types, and their name in errors.
 _KINDS: dict[str, tuple[Any, str]] = {
     "TensorType": (Tensor, "a tensor"),
     "FloatType": (int | float | torch.SymInt | torch.SymFloat, "a number"),
@@ -32,7 +32,7 @@ class ArgumentNames:
     def run(
         self, op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """Run an op, or a function that takes one; errors have the function's names."""
+        """Run an op, or a function of an op, with the function's names in errors."""
         try:
             return call(op, arguments, options)
         except (ValueError, NotImplementedError) as error:
@@ -42,7 +42,7 @@ class ArgumentNames:
             raise
 
     def error(self, error: Exception) -> Exception:
-        """A refusal with the function's names; `error` itself if it is another error."""
+        """A refusal with the function's names. Other errors are returned unchanged."""
         if type(error) not in (ValueError, NotImplementedError):
             return error
         return type(error)(self.text(str(error)))

@@ -1,6 +1,6 @@
 """`metal_attn::softmax`, `softmax_` and `apply_causal_mask_` in Python.
 
-Fake kernels, CPU kernels, autograd, and what replaces the mutating ops in functional graphs.
+Fake kernels, CPU kernels, autograd, and the replacements of mutating ops in functional graphs.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
 
 
 def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
-    """Run the op with gradients on: else torch.compile drops those of an input that is mutated."""
+    """Run the op with gradients on, or torch.compile drops the gradient of a mutated input."""
     with torch.enable_grad():
         return below(op, tensor, argument)
 
@@ -74,7 +74,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (y,) = saved(ctx)
-        # The formula as torch has it: summed in float32, and differentiable again.
+        # torch's op sums in float32 and is differentiable.
         x_gradient = torch.ops.aten._softmax_backward_data(gradient, y, ctx.dim, ctx.dtype)
         return None, None, x_gradient, None
 
@@ -92,12 +92,12 @@ class _ApplyCausalMask(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # Not a product: a gradient of inf or NaN is hidden too.
+        # A product with 0 would not hide a gradient of inf or NaN.
         return gradient.tril(ctx.q_offset), None
 
 
 def _bump_version(tensor: Tensor | None) -> None:
-    """Make a backward that has saved the tensor raise; the op's checks refuse None."""
+    """Let a backward that has saved the tensor raise. The op's checks refuse None."""
     if tensor is not None:
         torch.autograd.graph.increment_version(tensor)
 

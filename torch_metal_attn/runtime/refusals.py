@@ -39,6 +39,14 @@ def unmarked(marked: str) -> str:
     return _last.text
 
 
+def invalid(marked: str) -> ValueError:
+    return ValueError(unmarked(marked))
+
+
+def not_implemented(marked: str) -> NotImplementedError:
+    return NotImplementedError(unmarked(marked))
+
+
 def marked(text: str) -> str:
     """The marked form of `text` if it is this thread's last refusal; else `text`."""
     if text == _last.text:

@@ -15,6 +15,7 @@ from torch_metal_attn.call.arguments import (
     as_positive,
     check_integers,
     check_one_device,
+    check_shape,
     check_tensor,
     check_tensors,
     is_readable_on_host,
@@ -35,7 +36,7 @@ __all__ = [
 _ROPE = torch.ops.metal_attn.rope.default
 _ROPE_INPLACE = torch.ops.metal_attn.rope_.default
 
-# The arguments' names in errors. Positions are computed from the offsets.
+# The names of arguments in errors. Positions are computed from the offsets.
 _OFFSETS = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
 _X_NAMES = ArgumentNames({"q": "x", **_OFFSETS}, blhd=True)
 _KV_NAMES = ArgumentNames({"q": "kv[:, :, 0]", **_OFFSETS}, blhd=True)
@@ -49,12 +50,12 @@ _HEADS_NAMES = ArgumentNames(
     blhd=True,
 )
 
-# Rotates a tensor in place, forwards or (True) back.
+# Rotates a tensor in place, or with True rotates it back.
 Rotate = Callable[[Tensor, bool], None]
 
 
 class _RotateLeaf(torch.autograd.Function):
-    """Rotates a leaf that requires grad in place, as flash-attn does and torch's own ops refuse."""
+    """Rotates a leaf that requires grad in place, as flash-attn does. torch's ops refuse this."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, rotate: Rotate) -> Tensor:
@@ -76,7 +77,7 @@ def _in_place(
     options: dict[str, Any],
     calls: Callable[[Tensor], list[tuple[Tensor | None, ...]]],
 ) -> Tensor:
-    """Rotate x in place by these calls; returns x, or for a leaf a tensor with the graph."""
+    """Rotate x in place by these calls. Returns x, or for a leaf a tensor with the graph."""
 
     def rotate(target: Tensor, back: bool) -> None:
         for arguments in calls(target):
@@ -92,7 +93,7 @@ def _in_place(
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """`apply_rotary_emb` from torch's own operators, for comparison. Takes any dtype.
+    """`apply_rotary_emb` by torch's operators, for comparison, in any dtype.
 
     Args: x: (B, L, H, D). cos, sin: (L, R / 2) or (B, L, R / 2), R <= D.
 
@@ -183,7 +184,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate q and k in place inside `qkv`, in one dispatch, or in two if k has its own tables.
+    """Rotate q and k in place inside `qkv`, in one dispatch, or in two if k has other tables.
 
     Args: qkv: (B, L, 3, H, D), or (B, L, Hq + 2 Hk, D) with num_heads_q = Hq. cos, sin: (P, R / 2),
         R <= D. cos_k, sin_k: tables for k, of the same shape and dtype; both or neither.
@@ -240,7 +241,7 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates q and k in place by tables that grow with the longest length seen.
+    """Rotates q and k in place, by tables that grow with the longest length so far.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section 3.3;
     with scale_base Sun et al., "A Length-Extrapolatable Transformer" (2022), which multiplies q's
@@ -322,7 +323,7 @@ class RotaryEmbedding(nn.Module):
         """cos and sin of q, and of k: (length or more, dim / 2), in like's dtype and device."""
         if self._tables:
             cos = self._tables[0]
-            # Autograd saves the tables, and cannot save tensors made in inference mode.
+            # Autograd cannot save tables that were made in inference mode.
             savable = not cos.is_inference() or torch.is_inference_mode_enabled()
             if (
                 savable
@@ -395,10 +396,7 @@ def _options(x: Tensor, seqlen_offsets: int | Tensor, interleaved: bool) -> dict
 
 def _check_offsets(seqlen_offsets: Tensor, batch: int) -> None:
     check_integers("seqlen_offsets", seqlen_offsets, "(B)")
-    if seqlen_offsets.shape != (batch,):
-        raise ValueError(
-            f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; it must be ({batch},)"
-        )
+    check_shape("seqlen_offsets", seqlen_offsets, (batch,))
 
 
 def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Tensor) -> Tensor:

@@ -38,9 +38,7 @@ except ModuleNotFoundError as error:
 ROOT = Path(__file__).parent
 TORCH_2_10 = "0x020a000000000000"
 # Most files include these headers, and parsing them takes two thirds of a file's compile time.
-PRECOMPILED = "".join(
-    f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor")
-)
+PRECOMPILED = "".join(f"#include <torch/csrc/stable/{x}.h>\n" for x in ("library", "ops", "tensor"))
 
 
 def load(name: str) -> ModuleType:

@@ -17,9 +17,7 @@ EXPORTS = ("_metal_attn_", "___dso_handle", "__mh_dylib_header")
 
 
 def faults(library: Library, torches: Sequence[Torch]) -> list[str]:
-    places = [
-        (f"torch {torch.version}", TORCH_CPU, set(torch.exports[TORCH_CPU])) for torch in torches
-    ]
+    places = [(f"torch {x.version}", TORCH_CPU, set(x.exports[TORCH_CPU])) for x in torches]
     for label, name, sure in (
         ("macOS libc++", LIBCXX, set()),
         ("macOS libSystem", LIBSYSTEM, SURELY_IN_LIBSYSTEM),

@@ -94,9 +94,7 @@ def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
 
 def _blocks(text: str) -> Iterator[tuple[str, str, Sequence[str]]]:
     """The language and text of each block that is run, and the outputs shown after it."""
-    rows = [
-        [*row] for _, row in groupby(_BLOCK.findall(text), key=lambda block: block[0] == "text")
-    ]
+    rows = [[*row] for _, row in groupby(_BLOCK.findall(text), key=lambda pair: pair[0] == "text")]
     for row, after in zip(rows, [*rows[1:], []], strict=True):
         for number, (language, block) in enumerate(row, 1):
             if language != "text" and not _LEFT_OUT.search(block):

@@ -50,9 +50,7 @@ def by_torch(path: Path) -> tuple[bool, str]:
 def output_of(command: list[str]) -> tuple[bool, str]:
     """True for success, and the output of a command. Raises NoCompilerError if it cannot run."""
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except FileNotFoundError:
         raise NoCompilerError(
             f"there is no {command[0]} here: this needs a Mac with Xcode, not the command line "

@@ -56,9 +56,8 @@ def causal(q_offset: int = 0) -> Mask:
 
 def sliding_window(left: int, right: int = 0) -> Mask:
     """Keys from `left` before the query's position to `right` after it."""
-    return Mask(
-        partial(_sliding_window, as_int_at_least("left", left), as_int_at_least("right", right))
-    )
+    left, right = as_int_at_least("left", left), as_int_at_least("right", right)
+    return Mask(partial(_sliding_window, left, right))
 
 
 def prefix_lm(lengths: Tensor) -> Mask:
@@ -152,59 +151,51 @@ def _not(one: MaskMod, *position: Tensor) -> Tensor:
     return ~one(*position)
 
 
-def _causal(q_offset: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return q_idx + q_offset >= kv_idx
+def _causal(q_offset: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q + q_offset >= kv
 
 
-def _sliding_window(
-    left: int, right: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+def _sliding_window(left: int, right: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q - kv <= left) & (kv - q <= right)
 
 
-def _prefix_lm(lengths: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return (q_idx >= kv_idx) | (kv_idx < lengths[b])
+def _prefix_lm(lengths: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) | (kv < lengths[b])
 
 
-def _document(
-    documents: Tensor, last: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    return (documents[q_idx] == documents[kv_idx]) & (q_idx < last)
+def _document(documents: Tensor, last: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (documents[q] == documents[kv]) & (q < last)
 
 
-def _chunked(size: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return q_idx // size == kv_idx // size
+def _chunked(size: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q // size == kv // size
 
 
-def _dilated(
-    steps: int, dilation: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    distance = (q_idx - kv_idx).abs()
+def _dilated(steps: int, dilation: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    distance = (q - kv).abs()
     return (distance <= steps * dilation) & (distance % dilation == 0)
 
 
 def _neighbourhood(
-    axes: tuple[tuple[int, int, int], ...], b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    axes: tuple[tuple[int, int, int], ...], b: Tensor, h: Tensor, q: Tensor, kv: Tensor
 ) -> Tensor:
     """axes: the size, the window and the dilation of each dimension of the grid."""
     seen = None
     for size, width, step in reversed(axes):
-        q_group, q_place = q_idx % size % step, q_idx % size // step
-        kv_group, kv_place = kv_idx % size % step, kv_idx % size // step
+        q_group, q_place = q % size % step, q % size // step
+        kv_group, kv_place = kv % size % step, kv % size // step
         # The size of the query's group; groups may differ by one token.
         count = (size - q_group + step - 1) // step
         first = torch.minimum((q_place - width // 2).clamp(min=0), count - width)
         inside = (kv_place >= first) & (kv_place < first + width) & (q_group == kv_group)
         seen = inside if seen is None else seen & inside
-        q_idx, kv_idx = q_idx // size, kv_idx // size
+        q, kv = q // size, kv // size
     assert seen is not None
     return seen
 
 
-def _tree(
-    ancestors: Tensor, context: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    return (kv_idx < context) | ancestors[q_idx, (kv_idx - context).clamp(min=0)]
+def _tree(ancestors: Tensor, context: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv < context) | ancestors[q, (kv - context).clamp(min=0)]
 
 
 def _sizes(name: str, values: object) -> list[int]:

@@ -161,9 +161,7 @@ def quantise(
         bits = _fp8_bits(x.float() / by_head)
         return bits.view(torch.float8_e4m3fn) if _has_float8(x.device) else bits, scale
     if scale is not None:
-        raise ValueError(
-            f"scale is given and format is {format}, which finds its own: leave it out"
-        )
+        raise ValueError(f"scale is given and format is {format}, which computes it: leave it out")
     shared = shared_columns(format)
     if x.dim() == 0 or x.shape[-1] % shared != 0:
         raise ValueError(
@@ -414,9 +412,7 @@ def _has_float8(device: torch.device) -> bool:
 def _checked_dim(x: Tensor, dim: int) -> int:
     dim = arguments.as_int("heads_dim", dim)
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(
-            f"heads_dim is {dim} and the tensor has {count_text(x.dim(), 'dimension')}"
-        )
+        raise ValueError(f"heads_dim is {dim}; the tensor has {count_text(x.dim(), 'dimension')}")
     return dim % x.dim()
 
 

@@ -128,9 +128,7 @@ def attention(
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(
-            f"q has {heads} heads; it must have a multiple of the {kv_heads} heads of k"
-        )
+        raise ValueError(f"q has {heads} heads; they must be a multiple of k's {kv_heads}")
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_bias = attn_mask if attn_bias is None else attn_mask + attn_bias
         attn_mask = None
@@ -159,14 +157,13 @@ def attention(
 
     def block(rows: slice) -> tuple[Tensor, Tensor]:
         position = positions[:, rows, None]
+        right = window_size_right if seen is None else -1
+        limits = (window_size_left, right, attention_chunk, leftpad_k)
         if seen is None:
-            visible = in_window(
-                position, keys, window_size_left, window_size_right, attention_chunk, leftpad_k
-            )
+            visible = in_window(position, keys, *limits)
         else:
             shown, ranks = tree_keys(seen[:, rows], new)
             places = torch.minimum(keys - new[:, None].clamp(min=0) + ranks, position)
-            limits = (window_size_left, -1, attention_chunk, leftpad_k)
             visible = shown & in_window(position, places, *limits)
         if exists is not None:
             visible = visible & exists[:, None]
@@ -477,9 +474,8 @@ def _query_block(
         row_sum = row_sum + torch.exp(sink - row_max)
     if dropout_factors is not None:
         weights = weights * dropout_factors
-    out = torch.matmul(weights.view(batch, kv_heads, rows, kv_length), v).view(
-        batch, heads, q_length, v.shape[-1]
-    )
+    out = torch.matmul(weights.view(batch, kv_heads, rows, kv_length), v)
+    out = out.view(batch, heads, q_length, v.shape[-1])
     # log's derivative is infinite at 0, so a sum of 0 is replaced to give gradients of 0, not NaN.
     empty = row_sum == 0.0
     row_sum = row_sum.masked_fill(empty, 1.0)

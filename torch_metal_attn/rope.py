@@ -219,11 +219,9 @@ def llama3(
         )
     inv_freq = _inv_freq(dim, base, device)
     wavelength = 2 * math.pi / inv_freq
-    longest = original_max_position_embeddings / low_freq_factor
-    shortest = original_max_position_embeddings / high_freq_factor
-    smooth = (original_max_position_embeddings / wavelength - low_freq_factor) / (
-        high_freq_factor - low_freq_factor
-    )
+    length = original_max_position_embeddings
+    longest, shortest = length / low_freq_factor, length / high_freq_factor
+    smooth = (length / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
     between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
     scaled = torch.where(wavelength > longest, inv_freq / factor, between)
     return torch.where(wavelength < shortest, inv_freq, scaled), 1.0
@@ -253,10 +251,7 @@ def tables(
         raise TypeError(f"dtype is {value_text(dtype)}; it must be a torch.dtype or None")
     if not isinstance(positions, Tensor):
         as_int("positions", positions, "an int or a tensor")
-        positions = torch.arange(
-            as_int_at_least("positions", positions, 0, INT32_MAX), device=inv_freq.device
-        )
-    cos, sin = torch.ops.metal_attn.rope_tables(
-        inv_freq, positions, attention_factor=attention_factor, dtype=dtype
-    )
-    return cos, sin
+        length = as_int_at_least("positions", positions, 0, INT32_MAX)
+        positions = torch.arange(length, device=inv_freq.device)
+    options = {"attention_factor": attention_factor, "dtype": dtype}
+    return torch.ops.metal_attn.rope_tables(inv_freq, positions, **options)

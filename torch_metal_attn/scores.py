@@ -36,9 +36,7 @@ def relative_bias(bias: Tensor) -> ScoreMod:
     """
     check_tensor("bias", bias)
     if bias.dim() != 2 or bias.shape[1] % 2 == 0:
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; it must be (heads, 2 * farthest + 1)"
-        )
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be (H, 2 * farthest + 1)")
     return partial(_relative_bias, bias, bias.shape[1] // 2)
 
 
@@ -66,48 +64,39 @@ def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 12
     # The bucket of each distance, computed as in T5. A kernel's logarithm could round differently.
     distance = torch.arange(max_distance + 1, device="cpu")
     far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    of_distance = torch.where(
-        distance < exact,
-        distance,
-        (exact + (far * (buckets - exact)).long()).clamp(max=buckets - 1),
-    )
-    of_distance = of_distance.int().to(table.device)
-    return partial(_t5_buckets, table, of_distance, buckets if bidirectional else 0)
+    far_bucket = (exact + (far * (buckets - exact)).long()).clamp(max=buckets - 1)
+    by_distance = torch.where(distance < exact, distance, far_bucket).int().to(table.device)
+    return partial(_t5_buckets, table, by_distance, buckets if bidirectional else 0)
 
 
-def _alibi(
-    slopes: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    return score - slopes[h] * (q_idx - kv_idx).abs()
+def _alibi(slopes: Tensor, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score - slopes[h] * (q - kv).abs()
 
 
 def _relative_bias(
-    bias: Tensor, farthest: int, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    bias: Tensor, farthest: int, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor
 ) -> Tensor:
-    distance = (kv_idx - q_idx).clamp(-farthest, farthest)
-    return score + bias[h, distance + farthest]
+    return score + bias[h, (kv - q).clamp(-farthest, farthest) + farthest]
 
 
-def _soft_cap(
-    cap: float, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
+def _soft_cap(cap: float, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return cap * torch.tanh(score / cap)
 
 
 def _t5_buckets(
     table: Tensor,
-    of_distance: Tensor,
+    buckets: Tensor,
     later: int,
     score: Tensor,
     b: Tensor,
     h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
+    q: Tensor,
+    kv: Tensor,
 ) -> Tensor:
-    """later: the first bucket of keys after the query, or 0 if these count as distance 0."""
-    behind = q_idx - kv_idx
-    distance = behind.abs() if later else behind.clamp(min=0)
-    bucket = of_distance[distance.clamp(max=of_distance.shape[0] - 1)]
+    """buckets: by distance. later: the first bucket of later keys; 0 if they are at distance 0."""
+    before = q - kv
+    distance = before.abs() if later else before.clamp(min=0)
+    bucket = buckets[distance.clamp(max=buckets.shape[0] - 1)]
     if later:
-        bucket = bucket + torch.where(behind < 0, later, 0)
+        bucket = bucket + torch.where(before < 0, later, 0)
     return score + table[bucket, h]

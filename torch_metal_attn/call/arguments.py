@@ -196,9 +196,7 @@ def on_device(device: Any) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise ValueError(
-            f"device is {value_text(device)}; it must be a device that torch knows"
-        ) from None
+        raise ValueError(f"device is {value_text(device)}; it must be a device of torch") from None
 
 
 def on_host(name: str, values: Any) -> Any:

@@ -85,9 +85,7 @@ def dropout_mask(
         )
     _check_probability(dropout_p)
     sizes = {"batch": batch, "heads": heads, "q_length": q_length, "kv_length": kv_length}
-    batch, heads, q_length, kv_length = (
-        as_int_at_least(name, size) for name, size in sizes.items()
-    )
+    batch, heads, q_length, kv_length = (as_int_at_least(name, n) for name, n in sizes.items())
     return keep_mask(rng_state, dropout_p, range(batch), heads, range(q_length), kv_length)
 
 

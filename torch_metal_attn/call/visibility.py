@@ -94,13 +94,11 @@ def visible_listed(
     """Listed keys (B, H, lists, K) int64; if queries see them (B, H, lists, q_block_size, K)."""
     keys = _listed_keys(indices[:, :, lists], kv_block_size)
     batch, heads, count, _ = keys.shape
-    queries = torch.arange(
-        lists.start * q_block_size, lists.stop * q_block_size, device=keys.device
-    )
+    query = torch.arange(lists.start * q_block_size, lists.stop * q_block_size, device=keys.device)
     first = positions_of(1, kv_length, q_offset, seqused_k, keys.device)
     first = first if q_offset is not None else first + 1 - q_length
     # Each list is a sequence.
-    position = (first + queries).expand(batch, -1).unflatten(1, (count, q_block_size))
+    position = (first + query).expand(batch, -1).unflatten(1, (count, q_block_size))
     position = position[:, None].expand(-1, heads, -1, -1).flatten(0, 2)[..., None]
     listed = keys.flatten(0, 2)[:, None]
     ends, pads = (
@@ -112,7 +110,7 @@ def visible_listed(
     seen = seen & (listed >= 0) & (listed < kv_length)
     seen = seen & _exist(listed, *(x if x is None else x[:, None, None] for x in (ends, pads)))
     seen = seen.view(batch, heads, count, q_block_size, keys.shape[3])
-    return keys, seen & (queries < q_length).view(count, q_block_size, 1)
+    return keys, seen & (query < q_length).view(count, q_block_size, 1)
 
 
 def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:

@@ -185,14 +185,12 @@ def _options(q: Tensor, named: dict[str, Any], *must_be_none: str) -> dict[str, 
 
 def _options_of_backward(q: Tensor, named: dict[str, Any]) -> dict[str, Any]:
     options = _options(q, named | {"p_dropout": 0.0}, "gen")
-    p_dropout, rng_state = named["p_dropout"], named["rng_state"]
-    if p_dropout == 0.0:
+    p, rng_state = named["p_dropout"], named["rng_state"]
+    if p == 0.0:
         return options
     if rng_state is None:
-        raise ValueError(
-            f"rng_state is None and p_dropout {p_dropout}; give the rng_state of the forward"
-        )
-    return options | {"dropout_p": p_dropout, "rng_state": rng_state}
+        raise ValueError(f"rng_state is None and p_dropout {p}; give the rng_state of the forward")
+    return options | {"dropout_p": p, "rng_state": rng_state}
 
 
 def _packing(named: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:

@@ -124,21 +124,19 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
         )
     attributes = {name: getattr(block_mask, name) for name in LISTS}
     lists = {name: tensor for name, tensor in attributes.items() if tensor is not None}
-    for name, tensor in lists.items():
-        check_tensor(f"block_mask.{name}", tensor)
-        if tensor.dtype not in (torch.int32, torch.int64):
+    for name, x in lists.items():
+        check_tensor(f"block_mask.{name}", x)
+        if x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"block_mask.{name} has dtype {x.dtype}; it must be int32 or int64")
+        if x.device != query.device:
             raise ValueError(
-                f"block_mask.{name} has dtype {tensor.dtype}; it must be int32 or int64"
-            )
-        if tensor.device != query.device:
-            raise ValueError(
-                f"block_mask is on {tensor.device} and query on {query.device}; call "
+                f"block_mask is on {x.device} and query on {query.device}; call "
                 f"block_mask.to({str(query.device)!r})"
             )
-        if tensor.dim() != (4 if name.endswith("indices") else 3):
+        if x.dim() != (4 if name.endswith("indices") else 3):
             raise ValueError(
-                f"block_mask.{name} has shape {tuple(tensor.shape)}; it must have the dimensions "
-                "(batch, heads, blocks of queries" + (", blocks)" if tensor.dim() == 3 else ")")
+                f"block_mask.{name} has shape {tuple(x.shape)}; it must have the dimensions "
+                "(batch, heads, blocks of queries" + (", blocks)" if x.dim() == 3 else ")")
             )
     group = query.shape[1] // max(key.shape[1], 1)
     orders = block_mask.__dict__.setdefault("_metal_attn_orders", {})

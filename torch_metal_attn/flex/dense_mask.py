@@ -99,9 +99,7 @@ def _lengths(attn_mask: Tensor, lengths: tuple[int, int] | None) -> tuple[int, i
         raise ValueError(
             f"attn_mask has shape {shape} and lengths are {sizes}; there must be a query and a key"
         )
-    if any(
-        n not in (1, length) for n, length in zip(shape[-2:], sizes[-len(shape) :], strict=True)
-    ):
+    if any(n not in (1, size) for n, size in zip(shape[-2:], sizes[-len(shape) :], strict=True)):
         raise ValueError(
             f"attn_mask has shape {shape}, which does not broadcast to lengths {sizes}"
         )

@@ -68,9 +68,8 @@ class _FlexAttention(HigherOrderOperator):
 
         blocks = None
         if lists:
-            blocks = SimpleNamespace(
-                **dict(zip((*_BLOCKS, *LISTS), lists, strict=True)), mask_mod=mask
-            )
+            named = dict(zip((*_BLOCKS, *LISTS), lists, strict=True))
+            blocks = SimpleNamespace(**named, mask_mod=mask)
         return _launched(query, key, value, score, blocks, scale, **options)
 
 

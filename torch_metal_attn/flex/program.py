@@ -47,10 +47,8 @@ class Program:
 
     def options(self) -> dict[str, Any]:
         """The op's options. Captured tensors without a derivative are detached."""
-        differentiated = torch.is_grad_enabled()
-        shares = [
-            x for x in self.shares if differentiated and self.captures[x.capture].requires_grad
-        ]
+        shares = self.shares if torch.is_grad_enabled() else ()
+        shares = tuple(x for x in shares if self.captures[x.capture].requires_grad)
         reached = {x.capture for x in shares}
         captures = [x if i in reached else x.detach() for i, x in enumerate(self.captures)]
         captures = [x if x.dtype is loaded_dtype(x) else x.float() for x in captures]

@@ -85,15 +85,12 @@ def positions(shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
     """The position of every score, (B, H, Lq, Lk), as tensors that broadcast."""
     results = {}
     for dim, (name, size) in enumerate(zip(("b", "h", "q_idx", "kv_idx"), shape, strict=True)):
-        results[name] = torch.arange(size, device=device).view(
-            [-1 if i == dim else 1 for i in range(4)]
-        )
+        sizes = [-1 if i == dim else 1 for i in range(4)]
+        results[name] = torch.arange(size, device=device).view(sizes)
     return results
 
 
-def check_indices(
-    shape: tuple[int, int, int, int], program: Program, blocks: Blocks | None
-) -> None:
+def check_indices(shape: tuple[int, ...], program: Program, blocks: Blocks | None) -> None:
     """Raise IndexError for an index past a captured tensor, where the kernels give NaN."""
     batch, heads, queries, keys = shape
     rows = max(_CHUNK // max(batch * heads * keys, 1), 1)

@@ -6,9 +6,9 @@ in float32 and rounded, as PyTorch does on the CPU. `impossible` is a flag that 
 an op has no value.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,9 +35,8 @@ def _wrapping(sign: str) -> str:
 
 def _comparison(sign: str, evaluate: Callable[..., Tensor]) -> Op:
     text = f"{{0}} {sign} {{1}}"
-    return Op(
-        text, text, text if sign in ("==", "!=") else f"int({{0}}) {sign} int({{1}})", evaluate
-    )
+    boolean = text if sign in ("==", "!=") else f"int({{0}}) {sign} int({{1}})"
+    return Op(text, text, boolean, evaluate)
 
 
 def _function(text: str, evaluate: Callable[..., Tensor]) -> Op:
@@ -60,11 +59,9 @@ OPS: dict[str, Op] = {
     "sub": Op("{0} - {1}", _wrapping("-"), None, torch.sub),
     "mul": Op("{0} * {1}", _wrapping("*"), "{0} && {1}", torch.mul),
     "div": Op("{0} / {1}", None, None, torch.div),
-    "floor_divide": _quotient(
-        "flex_floor_divide", functools.partial(torch.div, rounding_mode="floor")
-    ),
+    "floor_divide": _quotient("flex_floor_divide", partial(torch.div, rounding_mode="floor")),
     "truncating_divide": _quotient(
-        "flex_truncating_divide", functools.partial(torch.div, rounding_mode="trunc")
+        "flex_truncating_divide", partial(torch.div, rounding_mode="trunc")
     ),
     "remainder": _quotient("flex_remainder", torch.remainder),
     "fmod": _quotient("flex_truncating_remainder", torch.fmod),

@@ -108,8 +108,8 @@ class CascadePlan:
         # Raises if the cache that made the plan has changed since.
         self.check_current: Callable[[Tensor], None] | None = None
         right = 0 if causal else right
-        shareable = [_shareable(length, q_length, left, right) // page_size for length in lengths]
-        self.levels = _levels(pages, shareable, min_pages)
+        limits = [_shareable(length, q_length, left, right) // page_size for length in lengths]
+        self.levels = _levels(pages, limits, min_pages)
         starts = [0] * len(lengths)
         for level in self.levels:
             for shared in level:
@@ -165,10 +165,8 @@ class CascadePlan:
             )
         if self.check_current is not None:
             self.check_current(k_cache)
-        scales = only_given(
-            k_scale=to_bhld("k_scale", k_scale), v_scale=to_bhld("v_scale", v_scale)
-        )
-        for name, scale in scales.items():
+        given = only_given(k_scale=to_bhld("k_scale", k_scale), v_scale=to_bhld("v_scale", v_scale))
+        for name, scale in given.items():
             if scale.dim() == 2:
                 raise ValueError(
                     f"{name} has shape {tuple(scale.shape)}; in a plan it must be (Hkv,), as "
@@ -178,9 +176,9 @@ class CascadePlan:
         score = only_given(softmax_scale=softmax_scale)
         score |= {"softcap": softcap, "num_splits": num_splits, "hadamard": hadamard}
         rest = self._options | only_given(learnable_sink=learnable_sink)
-        out, lse = self._decode(self._rest, q, caches, score | scales | rest)
+        out, lse = self._decode(self._rest, q, caches, score | given | rest)
         for walk in self._walks:
-            part, part_lse = self._decode(walk, q, caches, score | scales)
+            part, part_lse = self._decode(walk, q, caches, score | given)
             torch.ops.metal_attn.merge_state_(out, lse, part, part_lse, mask=walk.mask)
         return out.transpose(1, 2)
 
@@ -227,10 +225,8 @@ def _shareable(length: int, q_length: int, left: int, right: int) -> int:
     return max(min(length, seen), 0)
 
 
-def _levels(
-    pages: list[list[int]], shareable: list[int], min_pages: int
-) -> list[list[SharedPages]]:
-    """The tree of prefixes, by depth. shareable: pages of each sequence that may be shared."""
+def _levels(pages: list[list[int]], limits: list[int], min_pages: int) -> list[list[SharedPages]]:
+    """The tree of prefixes, by depth. limits: the most pages that each sequence may share."""
     levels: list[list[SharedPages]] = []
     # Sequences whose pages before `at` are equal, and those before `first` are in a level already.
     waiting = deque([(tuple(range(len(pages))), 0, 0, 0)])
@@ -238,13 +234,13 @@ def _levels(
         group, first, at, depth = waiting.popleft()
         by_page: dict[int, list[int]] = {}
         for b in group:
-            if shareable[b] > at:
+            if limits[b] > at:
                 by_page.setdefault(pages[b][at], []).append(b)
         for sharing in by_page.values():
             if len(sharing) < 2:
                 continue
             end, row = at + 1, pages[sharing[0]]
-            while all(shareable[b] > end and pages[b][end] == row[end] for b in sharing):
+            while all(limits[b] > end and pages[b][end] == row[end] for b in sharing):
                 end += 1
             if end - first < min_pages:
                 waiting.append((tuple(sharing), first, end, depth))

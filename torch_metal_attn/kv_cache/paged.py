@@ -187,9 +187,8 @@ class PagedKVCache:
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
         lengths = each(length, len(ids))
-        self._unshare(
-            [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)]
-        )
+        written = [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)]
+        self._unshare(written)
 
     def _unshare(self, written: list[NewRows]) -> None:
         """Give each sequence unshared pages for these rows, whose tokens are unknown."""

@@ -116,9 +116,7 @@ class StaticKVCache:
                     f"length is {more}; a sequence has {before} of {self.max_length} rows, so it "
                     f"must be in 0..{self.max_length - before}"
                 )
-        self._lengths[layer] = [
-            before + more for before, more in zip(self._lengths[layer], lengths, strict=True)
-        ]
+        self._lengths[layer] = [a + b for a, b in zip(self._lengths[layer], lengths, strict=True)]
 
     def accept(self, indices: Sequence[int], paths: Rows, parents: Rows) -> None:
         """Keep one path of the tree of new tokens of these sequences, and take the rest back.

@@ -74,13 +74,11 @@ class WindowGroups:
         return {"window_size": size, **options}
 
 
-def _checked(windows: Any, num_layers: int) -> list[int]:
+def _checked(windows: Any, layers: int) -> list[int]:
     if windows is None:
-        return [-1] * num_layers
+        return [-1] * layers
     if isinstance(windows, str) or not isinstance(windows, Sequence):
         raise TypeError(f"windows is {windows!r}; it must be a sequence of ints, one a layer")
-    if len(windows) != num_layers:
-        raise ValueError(
-            f"windows has {len(windows)} numbers; it must have {num_layers}, one a layer"
-        )
+    if len(windows) != layers:
+        raise ValueError(f"windows has {len(windows)} numbers; it must have {layers}, one a layer")
     return [as_int_at_least(f"windows[{i}]", limit, -1) for i, limit in enumerate(windows)]

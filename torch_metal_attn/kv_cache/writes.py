@@ -47,23 +47,20 @@ class CacheStorage(Storage):
         check_tensor("k", k)
         length = k.shape[2] if k.dim() == 4 else -1
         v = k[..., : self._new_shapes["v"][1]] if v is None and k.dim() > 0 else v
-        for name, tensor in (("k", k), ("v", v)):
+        for name, x in (("k", k), ("v", v)):
             heads, columns = self._new_shapes[name]
             wanted: tuple[Any, ...] = batch, heads, length if length >= 0 else "L", columns
             if counts is not None:
                 wanted = sum(counts), heads, columns
-            check_tensor(name, tensor)
-            if tensor.shape != wanted:
+            check_tensor(name, x)
+            if x.shape != wanted:
                 text = ", ".join(map(str, wanted))
                 packed = "" if counts is None else ": length is given, so rows are packed"
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; it must be ({text}){packed}"
-                )
-            if tensor.dtype not in self._new_dtypes or tensor.device.type != self.device.type:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be ({text}){packed}")
+            if x.dtype not in self._new_dtypes or x.device.type != self.device.type:
                 allowed = " or ".join(map(str, self._new_dtypes))
                 raise ValueError(
-                    f"{name} is {tensor.dtype} on {tensor.device}; it must be {allowed} on "
-                    f"{self.device}"
+                    f"{name} is {x.dtype} on {x.device}; it must be {allowed} on {self.device}"
                 )
         if op == "decode_step" and self.values_in_keys and options.get("softmax_scale") is None:
             raise ValueError(

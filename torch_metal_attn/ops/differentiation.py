@@ -173,14 +173,12 @@ def by_name(
     return dict(zip(_names(op), values, strict=False)) | dict(options)
 
 
-def by_schema(
-    op: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> list[tuple[Any, Any]]:
+def by_schema(op: Any, values: Sequence[Any], options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """The passed arguments of an op's schema, with values. op may be a function of an op."""
     if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        op, *arguments = arguments
+        op, *values = values
     op = getattr(op, "default", op)
-    named = by_name(op, arguments, options)
+    named = by_name(op, values, options)
     return [(one, named[one.name]) for one in op._schema.arguments if one.name in named]
 
 
@@ -200,11 +198,9 @@ def needs_gradient(op: object, arguments: Mapping[str, Any], constants: Iterable
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     if not torch.is_grad_enabled():
         return False
-    for name in constants:
-        if name in tensors and tensors[name].requires_grad:
-            raise not_implemented(
-                f"{op} has no gradient for `{name}`, which requires grad: detach it"
-            )
+    for n in constants:
+        if n in tensors and tensors[n].requires_grad:
+            raise not_implemented(f"{op} has no gradient for `{n}`, which requires grad: detach it")
     return any(tensor.requires_grad for tensor in tensors.values())
 
 
@@ -330,9 +326,8 @@ def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., 
             with below_autograd():
                 return op(*values, **options)
         if op._schema.returns:
-            result = without_gradient(
-                refusals[""], tensors.values(), lambda: op(*values, **options)
-            )
+            run = functools.partial(op, *values, **options)
+            result = without_gradient(refusals[""], tensors.values(), run)
         else:
             with below_autograd():
                 result = op(*values, **options)
@@ -396,9 +391,8 @@ def _without_negated(op: torch._ops.OpOverload) -> Callable[..., Any]:
     def without_negated(*values: Any, **options: Any) -> Any:
         arguments = by_name(op, values, options)
         _refuse_negated(op, arguments)
-        return op(
-            **{n: x.resolve_neg() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-        )
+        resolved = {n: x.resolve_neg() for n, x in arguments.items() if isinstance(x, Tensor)}
+        return op(**(arguments | resolved))
 
     return without_negated
 
@@ -422,9 +416,8 @@ def _counted(
         tensors = (arguments[name] for name in written(arguments))
         # The op's checks refuse None.
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])
+        keyset = keyset & torch._C._after_ADInplaceOrView_keyset
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            return op.redispatch(
-                keyset & torch._C._after_ADInplaceOrView_keyset, *values, **options
-            )
+            return op.redispatch(keyset, *values, **options)
 
     return with_new_versions

@@ -79,9 +79,8 @@ def _merge_state_inplace_cpu(
 def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
     out_a, lse_a, out_b, lse_b = state
     rows_a, rows_b = (_lse_of(_normalised_lse(lse, infinity_is_empty)) for lse in (lse_a, lse_b))
-    merged, lse = _merged(
-        torch.stack([out_a, out_b], -2).float(), torch.stack([rows_a, rows_b], -1)
-    )
+    outs, lses = torch.stack([out_a, out_b], -2), torch.stack([rows_a, rows_b], -1)
+    merged, lse = _merged(outs.float(), lses)
     # A state without keys does not change a bit of the other state.
     for rows, other, other_rows in ((rows_b, out_a, rows_a), (rows_a, out_b, rows_b)):
         empty = rows == -torch.inf

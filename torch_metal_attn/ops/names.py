@@ -1,7 +1,7 @@
 """The names of ops' arguments in the functions that call them, for errors."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,7 @@ class ArgumentNames:
     names: Mapping[str, str] = field(default_factory=dict)
     blhd: bool = False
 
-    def run(
-        self, op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> Any:
+    def run(self, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run an op, or a function of an op, with the function's names in errors."""
         try:
             return call(op, arguments, options)
@@ -60,15 +58,11 @@ class ArgumentNames:
             return f"({', '.join(sizes)})"
         return word
 
-    def check_types(
-        self, op: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
-    ) -> None:
+    def check_types(self, op: Any, arguments: Sequence[Any], options: dict[str, Any]) -> None:
         for argument, value in by_schema(op, arguments, options):
-            kind = argument.type
-            optional = kind.kind() == "OptionalType"
-            allowed, wanted = _KINDS.get(
-                (kind.getElementType() if optional else kind).kind(), (object, "")
-            )
+            optional = argument.type.kind() == "OptionalType"
+            kind = argument.type.getElementType() if optional else argument.type
+            allowed, wanted = _KINDS.get(kind.kind(), (object, ""))
             name = self.names.get(argument.name, argument.name)
             if isinstance(value, int) and not -(2**63) <= value < 2**63 and wanted == "an int":
                 raise ValueError(f"{name} is {value_text(value)}; it must fit int64") from None

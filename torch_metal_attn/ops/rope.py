@@ -85,12 +85,11 @@ def _cpu_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **option
     cos, sin = gather(cos), gather(sin)
     if options.get("conjugate", False):
         sin = -sin
+    interleaved = options.get("interleaved", False)
     for x in (q, k):
         if x is not None:
             rotated = x[..., :columns]
-            rotated.copy_(
-                rotate_pairs(rotated.float(), cos, sin, options.get("interleaved", False))
-            )
+            rotated.copy_(rotate_pairs(rotated.float(), cos, sin, interleaved))
 
 
 @cpu_kernel("rope", _check_rows)

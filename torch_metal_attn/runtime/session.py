@@ -120,19 +120,17 @@ def _specialisation(address: int) -> Specialisation:
 
 def _launch(
     specialisation: Specialisation,
-    kernel_name: str,
+    name: str,
     buffers: list[engine.Buffer],
     threadgroups: tuple[int, ...],
     threads: tuple[int, ...],
 ) -> None:
     run = runs.current() or _DEFAULT_RUN
     program = specialisation.program(run)
-    kernel = program.kernels.get(kernel_name)
+    kernel = program.kernels.get(name)
     if kernel is None:
         known = ", ".join(program.kernels) or "none"
-        raise ValueError(
-            f"shader {specialisation.family} has no kernel {kernel_name}; it has {known}"
-        )
+        raise ValueError(f"shader {specialisation.family} has no kernel {name}; it has {known}")
     # Space and access are those of the kernel's parameters. Other buffers are never accessed.
     parameters = kernel.buffers
     bound = [buffer for buffer in buffers if buffer.index in parameters]
@@ -143,7 +141,7 @@ def _launch(
         if run.uninitialised and not buffer.initialised:
             buffer.initialised = run.initialised(buffer.storage or 0)
     grid: Any = tuple(count * size for count, size in zip(threadgroups, threads, strict=True))
-    image = program.image(kernel_name)
+    image = program.image(name)
     started = time.perf_counter()
     counters = engine.run(
         image,
@@ -159,7 +157,7 @@ def _launch(
         tensors=run.tensors,
     )
     seconds = time.perf_counter() - started
-    launch = runs.LaunchRecord(kernel_name, specialisation.defines, grid, threads, seconds)
+    launch = runs.LaunchRecord(name, specialisation.defines, grid, threads, seconds)
     runs.record(launch, counters, run.checked)
 
 

@@ -112,9 +112,8 @@ def apply_rotary_emb_torch(
                 f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; with x (B, L, H, "
                 "D) both tables must be (L, R / 2) or (B, L, R / 2), with 0 < R <= D"
             )
-    return rotate_pairs(
-        x, cos.unsqueeze(-2), sin.unsqueeze(-2), as_bool("interleaved", interleaved)
-    )
+    interleaved = as_bool("interleaved", interleaved)
+    return rotate_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
 
 
 def apply_rotary_emb(

@@ -118,13 +118,8 @@ def attention(
         ValueError: the number of query heads is not a multiple of the key/value heads.
         TypeError: the mask is neither bool nor floating.
     """
-    k, v = (
-        _values(
-            cached(x, block_table, cache_batch_idx),
-            None if scale is None else cached(scale, block_table, cache_batch_idx),
-        )
-        for x, scale in ((k, k_scale), (v, v_scale))
-    )
+    k = _cached_values(k, k_scale, block_table, cache_batch_idx)
+    v = _cached_values(v, v_scale, block_table, cache_batch_idx)
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     if heads and (kv_heads == 0 or heads % kv_heads):
@@ -179,6 +174,11 @@ def attention(
             bias = bias + times.clamp(min=1).to(dtype).log()
         if attn_bias is not None:
             bias = bias + _rows(attn_bias, rows, q_length)
+        factors = None
+        if rng_state is not None:
+            sequences, queries = range(first_batch, first_batch + batch), range(q_length)[rows]
+            kept = philox.keep_mask(rng_state, dropout_p, sequences, heads, queries, kv_length)
+            factors = kept.to(dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
         seen_k, seen_v = k, v
         if one_row:
             by_head = visible.expand(-1, heads, -1, -1).unflatten(1, (kv_heads, -1))
@@ -193,7 +193,7 @@ def attention(
             bias,
             visible,
             None if learnable_sink is None else learnable_sink.to(dtype),
-            _dropout_factors(rng_state, dropout_p, first_batch, rows, q, kv_length, dtype),
+            factors,
         )
 
     # Kernels read only listed keys. If others may be NaN, each query is a block that zeroes them.
@@ -355,8 +355,9 @@ def cached(x: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None
     return pages.transpose(1, 2).flatten(2, 3)
 
 
-def _values(x: Tensor, scale: Tensor | None) -> Tensor:
-    """K or V; quantised ones as float32."""
+def _cached_values(x: Tensor, scale: Tensor | None, *tables: Tensor | None) -> Tensor:
+    """K or V of a cache; quantised ones as float32."""
+    x, scale = cached(x, *tables), None if scale is None else cached(scale, *tables)
     quantised = not x.is_floating_point() or x.dtype == torch.float8_e4m3fn
     return dequantise(x, scale, torch.float32) if quantised else x
 
@@ -395,23 +396,6 @@ def option_of_sequence(name: str, value: Any, b: int, queries: slice, kv_length:
     if "rotary" in name and value.dim() == 3 and value.shape[0] > 1:
         return value[b]
     return value
-
-
-def _dropout_factors(
-    rng_state: Tensor | None,
-    dropout_p: float,
-    first_batch: int,
-    rows: slice,
-    q: Tensor,
-    kv_length: int,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    if rng_state is None:
-        return None
-    batch, heads = range(first_batch, first_batch + q.shape[0]), q.shape[1]
-    queries = range(q.shape[2])[rows]
-    kept = philox.keep_mask(rng_state, dropout_p, batch, heads, queries, kv_length)
-    return kept.to(dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
 
 
 def transformed(scores: Tensor, *, softcap: float = 0.0) -> Tensor:

@@ -36,13 +36,9 @@ _SCORES = "is_causal window_size_left window_size_right softcap"
 
 def in_order(names: str, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a function of keywords these parameters, by position or by name."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(name, kind, default=defaults.get(name, inspect.Parameter.empty))
-            for name in names.split()
-        ]
-    )
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    parameters = [inspect.Parameter(n, kind, default=defaults.get(n, empty)) for n in names.split()]
+    signature = inspect.Signature(parameters)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -202,12 +198,8 @@ def _forward(
     q: Tensor, out: Tensor, lse: Tensor, weights: Tensor | None, options: dict[str, Any]
 ) -> Forward:
     state = options.get("rng_state")
-    return (
-        out,
-        lse,
-        q.new_empty(0) if weights is None else weights,
-        q.new_zeros(2, dtype=torch.int64) if state is None else state,
-    )
+    weights = q.new_empty(0) if weights is None else weights
+    return out, lse, weights, q.new_zeros(2, dtype=torch.int64) if state is None else state
 
 
 def _into(named: dict[str, Any], gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -82,17 +82,11 @@ def loaded_dtype(tensor: Tensor) -> torch.dtype:
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """True if two views have the same elements and no graph. Traced tensors have no address."""
     plain = (Tensor, torch.nn.Parameter)
-    return (
-        type(a) in plain
-        and type(b) in plain
-        and not a.requires_grad
-        and not b.requires_grad
-        and a.dtype == b.dtype
-        and a.device == b.device
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.data_ptr() == b.data_ptr()
-    )
+    if any(type(x) not in plain or x.requires_grad for x in (a, b)):
+        return False
+    if a.dtype != b.dtype or a.device != b.device or a.shape != b.shape:
+        return False
+    return a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
 
 
 def name_in(function: Any, tensor: Tensor) -> str:

@@ -11,13 +11,6 @@ import torch
 from torch_metal_attn.flex.graph import TYPES, Node, ordered
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
 
-_UNSIGNED = {
-    torch.int8: "uchar",
-    torch.uint8: "uchar",
-    torch.int16: "ushort",
-    torch.int32: "uint",
-    torch.int64: "uint64_t",
-}
 _INPUTS = {"score": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key"}
 
 
@@ -54,13 +47,12 @@ def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], d
         else:
             arguments = [names[id(a)] for a in node.args]
             name = f"t{len(statements)}"
-            value = (
-                _load(node, arguments, first_dimension[node.value])
-                if node.op == "load"
-                else _cast(node.args[0], arguments[0], node.dtype)
-                if node.op == "cast"
-                else _row(node, arguments)
-            )
+            if node.op == "load":
+                value = _load(node, arguments, first_dimension[node.value])
+            elif node.op == "cast":
+                value = _cast(node.args[0], arguments[0], node.dtype)
+            else:
+                value = _row(node, arguments)
             statements.append(f"const {TYPES[node.dtype]} {name} = {value};")
             names[id(node)] = name
     return statements, names
@@ -125,6 +117,7 @@ def _row(node: Node, arguments: list[str]) -> str:
     if dtype.is_floating_point:
         arguments = [_as_float(a, name) for a, name in zip(node.args, arguments, strict=True)]
     assert template is not None, f"the tracer refuses {node.op} in {dtype}"
-    text = template.format(*arguments, T=TYPES[dtype], U=_UNSIGNED.get(dtype, ""))
+    unsigned = f"u{TYPES[dtype].removeprefix('u')}"  # only integers have templates with it
+    text = template.format(*arguments, T=TYPES[dtype], U=unsigned)
     narrow = node.dtype in (torch.float16, torch.bfloat16) and node.op not in COMPARISONS
     return f"{TYPES[node.dtype]}({text})" if narrow else text

@@ -127,13 +127,9 @@ def _changes(name: str) -> bool:
     value = getattr(torch, name, None)
     if isinstance(value, types.ModuleType):
         return value not in (*_MODULES, torch.nn, torch.functional)
+    is_function = callable(value) and not isinstance(value, type)
     overridable = torch.overrides.get_overridable_functions()[torch]
-    return (
-        name not in _PURE
-        and callable(value)
-        and not isinstance(value, type)
-        and value not in overridable
-    )
+    return name not in _PURE and is_function and value not in overridable
 
 
 @functools.cache

@@ -64,10 +64,7 @@ def trace(
         inspect.signature(function).bind(*dtypes)
     except TypeError:
         raise TypeError(f"{name} must be a function of ({', '.join(dtypes)})") from None
-    inputs = [
-        tracer.scalar(graph.node("input", (), dtype, argument))
-        for argument, dtype in dtypes.items()
-    ]
+    inputs = [tracer.scalar(graph.node("input", (), dtype, n)) for n, dtype in dtypes.items()]
     with tracer, _Indexing(tracer):
         result = function(*inputs)
     return tracer.result(result, torch.float32 if name == "score_mod" else torch.bool)

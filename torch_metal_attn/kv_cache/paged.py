@@ -15,6 +15,7 @@ from torch_metal_attn.call.arguments import (
     on_device,
 )
 from torch_metal_attn.call.options import options_of
+from torch_metal_attn.kv_cache import trees
 from torch_metal_attn.kv_cache.cascade import CascadePlan, block_table_of, zero_padded
 from torch_metal_attn.kv_cache.pages import (
     CacheFull,
@@ -25,15 +26,7 @@ from torch_metal_attn.kv_cache.pages import (
 )
 from torch_metal_attn.kv_cache.recent import Batch, RecentRows
 from torch_metal_attn.kv_cache.storage import ExportedSequence, LayerCache, Storage
-from torch_metal_attn.kv_cache.trees import (
-    Rows,
-    check_layers_agree,
-    checked_paths,
-    each,
-    length_within,
-    moves,
-    rows_of_ints,
-)
+from torch_metal_attn.kv_cache.trees import Rows
 from torch_metal_attn.kv_cache.windows import first_seen
 from torch_metal_attn.kv_cache.writes import CacheStorage
 
@@ -159,7 +152,7 @@ class PagedKVCache:
         """Run an op that writes new rows of each sequence into unshared pages."""
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
-        counts = None if length is None else each(length, len(ids))
+        counts = None if length is None else trees.per_sequence(length, len(ids))
         new, more = self._storage.checked(op, new, len(ids), options, counts)
         tokens = _as_lists(token_ids, more)
         written = [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, more, strict=True)]
@@ -186,7 +179,7 @@ class PagedKVCache:
         """
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
-        lengths = each(length, len(ids))
+        lengths = trees.per_sequence(length, len(ids))
         written = [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)]
         self._unshare(written)
 
@@ -211,7 +204,7 @@ class PagedKVCache:
         """
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
-        lengths = each(length, len(ids))
+        lengths = trees.per_sequence(length, len(ids))
         tokens = _as_lists(token_ids, lengths)
         for sequence, more in zip(sequences, lengths, strict=True):
             if self._pool.reserves(NewRows(sequence, sequence.lengths[layer], more)):
@@ -265,9 +258,9 @@ class PagedKVCache:
         """
         ids, sequences = self._of(ids)
         for id, sequence in zip(ids, sequences, strict=True):
-            check_layers_agree(id, sequence.lengths, "accept")
+            trees.check_layers_agree(id, sequence.lengths, "accept")
         lengths, accepted = [s.length for s in sequences], [s.accepted for s in sequences]
-        kept, starts = checked_paths(paths, parents, lengths, accepted)
+        kept, starts = trees.checked_paths(paths, parents, lengths, accepted)
         sizes = [length - start for length, start in zip(lengths, starts, strict=True)]
         tokens = _as_lists(token_ids, sizes)
         ends = [start + len(path) for start, path in zip(starts, kept, strict=True)]
@@ -276,7 +269,7 @@ class PagedKVCache:
             self._storage.recent.check_kept(
                 sequence.slot, end, f"the path ends at row {end}", start
             )
-        rounds = [moves(path) for path in kept]
+        rounds = [*map(trees.moves, kept)]
         written = []
         for sequence, start, end, copies in zip(sequences, starts, ends, rounds, strict=True):
             first = start + copies[0][0][1] if copies else end
@@ -302,7 +295,7 @@ class PagedKVCache:
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
         id, sequence = self._one(id)
-        check_layers_agree(id, sequence.lengths, "fork")
+        trees.check_layers_agree(id, sequence.lengths, "fork")
         end = self._pool.pages_of(sequence.length)
         pages = [of_group[:end] for of_group in sequence.pages]
         self._pool.share_all(pages)
@@ -329,7 +322,7 @@ class PagedKVCache:
         step can always be dropped.
         """
         id, sequence = self._one(id)
-        length = length_within(id, length, sequence.length)
+        length = trees.length_within(id, length, sequence.length)
         self._check_window(id, sequence, length)
         if as_bool("keep_recent", keep_recent):
             self._storage.recent.check_kept(sequence.slot, length, f"length is {length}")
@@ -557,7 +550,7 @@ class PagedKVCache:
 def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | None:
     if token_ids is None:
         return None
-    lists = rows_of_ints("token_ids", token_ids, len(lengths))
+    lists = trees.rows_of_ints("token_ids", token_ids, len(lengths))
     counts = [len(row) for row in lists]
     if counts != lengths:
         raise ValueError(f"token_ids has rows of {counts} tokens; they must have {lengths}")

@@ -195,23 +195,15 @@ class RecentRows:
         q, k, v = new
         seqlens = self._rows.indices(lengths)
         appended = {name: x for name, x in options.items() if name.startswith("rota")}
-        attended = {name: x for name, x in options.items() if name != "num_splits"}
+        attend = dict(options)
         if appended.get("rotary_cos") is not None:
             q = appended["q"] = q.clone()  # which append_kv rotates
-            attended["rotary_from_leftpad"] = False
+            attend["rotary_from_leftpad"] = False
         quantised = where | appended
         self._kept.run("append_kv", layer, (k, v), seqlens, check_only=check_only, **quantised)
-        result = self._rows.run(
-            "decode_step",
-            layer,
-            new,
-            seqlens,
-            check_only=check_only,
-            block_table=self._table(held, slots),
-            leftpad_k=self._first(held),
-            num_splits=1,
-            **attended,
-        )
+        attend |= {"block_table": self._table(held, slots), "leftpad_k": self._first(held)}
+        attend["num_splits"] = 1
+        result = self._rows.run("decode_step", layer, new, seqlens, check_only=check_only, **attend)
         older = self._older(layer, q, held, where, options, check_only=check_only)
         if older is not None and not check_only:
             torch.ops.metal_attn.merge_state_(*result, *older)

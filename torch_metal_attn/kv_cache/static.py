@@ -7,17 +7,11 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import INT32_MAX, as_bool, as_int, as_int_at_least, integers
 from torch_metal_attn.call.options import options_of
+from torch_metal_attn.kv_cache import trees
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.recent import Batch
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
-from torch_metal_attn.kv_cache.trees import (
-    Rows,
-    check_layers_agree,
-    checked_paths,
-    each,
-    length_within,
-    moves,
-)
+from torch_metal_attn.kv_cache.trees import Rows
 from torch_metal_attn.kv_cache.writes import CacheStorage
 from torch_metal_attn.wording import count_text
 
@@ -89,7 +83,7 @@ class StaticKVCache:
         options: dict[str, Any],
     ) -> Any:
         self._storage.check_layer(layer)
-        counts = None if length is None else each(length, self.batch_size)
+        counts = None if length is None else trees.per_sequence(length, self.batch_size)
         new, more = self._storage.checked(op, new, self.batch_size, options, counts)
         lengths = self._lengths[layer]
         for before, count in zip(lengths, more, strict=True):
@@ -109,7 +103,7 @@ class StaticKVCache:
         length: the number of rows of each sequence, or one number for all.
         """
         self._storage.check_layer(layer)
-        lengths = each(length, self.batch_size)
+        lengths = trees.per_sequence(length, self.batch_size)
         for more, before in zip(lengths, self._lengths[layer], strict=True):
             if before + more > self.max_length:
                 raise ValueError(
@@ -128,11 +122,11 @@ class StaticKVCache:
             raise ValueError(f"indices are {chosen}; each sequence may be there once")
         lengths = [max(lengths[b] for lengths in self._lengths) for b in chosen]
         for b in chosen:
-            check_layers_agree(b, [lengths[b] for lengths in self._lengths], "accept")
+            trees.check_layers_agree(b, [lengths[b] for lengths in self._lengths], "accept")
         accepted = [self._accepted[b] for b in chosen]
-        kept, starts = checked_paths(paths, parents, lengths, accepted)
+        kept, starts = trees.checked_paths(paths, parents, lengths, accepted)
         ends = [start + len(path) for start, path in zip(starts, kept, strict=True)]
-        rounds, blocks = [moves(path) for path in kept], [self._rows[b] for b in chosen]
+        rounds, blocks = [*map(trees.moves, kept)], [self._rows[b] for b in chosen]
         for slot, start, end in zip(blocks, starts, ends, strict=True):
             self._storage.recent.check_kept(slot, end, f"the path ends at row {end}", start)
         self._storage.move_paths(rounds, starts, lambda i, row: (blocks[i], row))
@@ -150,7 +144,8 @@ class StaticKVCache:
         """Drop the rows of sequence `index` from `length` on, as `PagedKVCache.truncate`."""
         index = as_int("index", index)
         self._check_indices("index", [index])
-        length = length_within(index, length, max(lengths[index] for lengths in self._lengths))
+        longest = max(lengths[index] for lengths in self._lengths)
+        length = trees.length_within(index, length, longest)
         if as_bool("keep_recent", keep_recent):
             self._storage.recent.check_kept(self._rows[index], length, f"length is {length}")
         self._accepted[index] = min(self._accepted[index], length)

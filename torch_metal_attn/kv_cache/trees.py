@@ -24,7 +24,8 @@ def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
     return lists
 
 
-def each(length: Any, count: int) -> list[int]:
+def per_sequence(length: Any, count: int) -> list[int]:
+    """The number of rows of each sequence. length: a sequence of these, or one for all."""
     if not isinstance(length, Sequence) and getattr(length, "ndim", 0) == 0:
         return [as_int_at_least("length", length)] * count
     lengths = integers("length", length)

@@ -23,12 +23,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta, 
 def normalised(q: Tensor, options: dict[str, Any]) -> bool:
     """True if `flash_bwd` with exact_delta returns normalisers."""
     mask = options.get("attn_mask")
-    added = ("attn_bias", "alibi_slopes", "learnable_sink")
-    return (
-        q.dtype == torch.float32
-        or any(options.get(name) is not None for name in added)
-        or (mask is not None and mask.is_floating_point())
-    )
+    added = any(options.get(n) is not None for n in ("attn_bias", "alibi_slopes", "learnable_sink"))
+    return q.dtype == torch.float32 or added or (mask is not None and mask.is_floating_point())
 
 
 def empty_gradients(

@@ -17,17 +17,11 @@ from torch_metal_attn.ops.flash_bwd import Gradients, rotated_rows
 GATHERED = 2**24
 
 # The options that determine which listed keys a query sees. They become a mask.
-_VISIBILITY = {
-    name
-    for name, parameter in inspect.signature(visible_listed).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
+_PARAMETERS = inspect.signature(visible_listed).parameters.values()
+_VISIBILITY = {p.name for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY}
 # The other options of flash_bwd. Further options of flash_decode are refused with lists.
-_PASSED_ON = {
-    argument.name
-    for argument in torch.ops.metal_attn.flash_bwd.default._schema.arguments
-    if argument.kwarg_only
-} - _VISIBILITY
+_ARGUMENTS = torch.ops.metal_attn.flash_bwd.default._schema.arguments
+_PASSED_ON = {a.name for a in _ARGUMENTS if a.kwarg_only} - _VISIBILITY
 
 
 def listed_gradients(

@@ -36,8 +36,8 @@ def _fake_tables(
     inv_freq: Tensor, positions: Tensor, *, dtype: torch.dtype | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
     shape = (*positions.shape, inv_freq.shape[0])
-    cos, sin = (inv_freq.new_empty(shape, dtype=dtype or torch.float32) for _ in range(2))
-    return cos, sin
+    cos = inv_freq.new_empty(shape, dtype=dtype or torch.float32)
+    return cos, torch.empty_like(cos)
 
 
 def _rows(
@@ -111,11 +111,8 @@ def _cpu_tables(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     angles = positions[..., None].float() * inv_freq
-    cos, sin = (
-        (table * attention_factor).to(dtype or torch.float32)
-        for table in (angles.cos(), angles.sin())
-    )
-    return cos, sin
+    dtype = dtype or torch.float32
+    return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
 
 
 class _Rope(torch.autograd.Function):

@@ -36,20 +36,19 @@ __all__ = [
 _ROPE = torch.ops.metal_attn.rope.default
 _ROPE_INPLACE = torch.ops.metal_attn.rope_.default
 
-# The names of arguments in errors. Positions are computed from the offsets.
-_OFFSETS = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
-_X_NAMES = ArgumentNames({"q": "x", **_OFFSETS}, blhd=True)
-_KV_NAMES = ArgumentNames({"q": "kv[:, :, 0]", **_OFFSETS}, blhd=True)
-_QKV_NAMES = ArgumentNames({"q": "qkv[:, :, 0]", "k": "qkv[:, :, 1]", **_OFFSETS}, blhd=True)
-_HEADS_NAMES = ArgumentNames(
-    {
-        "q": "qkv[:, :, :num_heads_q]",
-        "k": "qkv[:, :, num_heads_q : num_heads_q + num_heads_k]",
-        **_OFFSETS,
-    },
-    blhd=True,
-)
 
+def _names(q: str, k: str = "k") -> ArgumentNames:
+    """The names of arguments in errors. Positions are computed from the offsets."""
+    offsets = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
+    return ArgumentNames({"q": q, "k": k, **offsets}, blhd=True)
+
+
+_X_NAMES = _names("x")
+_KV_NAMES = _names("kv[:, :, 0]")
+_QKV_NAMES = _names("qkv[:, :, 0]", "qkv[:, :, 1]")
+_HEADS_NAMES = _names(
+    "qkv[:, :, :num_heads_q]", "qkv[:, :, num_heads_q : num_heads_q + num_heads_k]"
+)
 # Rotates a tensor in place, or with True rotates it back.
 Rotate = Callable[[Tensor, bool], None]
 
@@ -307,13 +306,9 @@ class RotaryEmbedding(nn.Module):
         max_seqlen = as_int_at_least("max_seqlen", max_seqlen, 0, INT32_MAX)
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
         if kv is None:
-            tables_of_k = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}
+            tables_of_k: tuple[Any, Any] = (None, None) if self.scale is None else (cos_k, sin_k)
             return apply_rotary_emb_qkv_(
-                *(qkv, cos, sin),
-                **tables_of_k,
-                interleaved=self.interleaved,
-                seqlen_offsets=seqlen_offset,
-                num_heads_q=num_heads_q,
+                qkv, cos, sin, *tables_of_k, self.interleaved, seqlen_offset, num_heads_q
             )
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
@@ -324,11 +319,8 @@ class RotaryEmbedding(nn.Module):
             cos = self._tables[0]
             # Autograd cannot save tables that were made in inference mode.
             savable = not cos.is_inference() or torch.is_inference_mode_enabled()
-            if (
-                savable
-                and cos.shape[0] >= length
-                and (cos.device, cos.dtype) == (like.device, like.dtype)
-            ):
+            fits = cos.shape[0] >= length and (cos.device, cos.dtype) == (like.device, like.dtype)
+            if savable and fits:
                 return self._tables
         inv_freq = self.inv_freq.to(like.device)
         if inv_freq.dtype != torch.float32:  # the model was cast

@@ -93,11 +93,10 @@ def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -
     size = arguments.as_int(name, size)
     if size not in (0, *HADAMARD):
         raise ValueError(f"{name} is {size}; it must be 0 (off), 32, 64 or 128")
-    for tensor, count in columns.items():
+    for x, count in columns.items():
         if size and (count % size or count == 0):
             raise ValueError(
-                f"{tensor} has {count_text(count, 'column')}; {name} of {size} needs a multiple of "
-                "it"
+                f"{x} has {count_text(count, 'column')}; {name} of {size} needs a multiple of it"
             )
     return size
 

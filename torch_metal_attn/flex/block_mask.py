@@ -1,6 +1,7 @@
 """torch's BlockMask as the op's arguments."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor, integers
-from torch_metal_attn.flex.order import longest_first, order_shape
 from torch_metal_attn.ops.flex import LISTS
 from torch_metal_attn.wording import count_text, type_text
 
@@ -44,7 +44,7 @@ class Blocks:
     def _order(self, side: str, group: int) -> Tensor | None:
         names = (f"{side}_num_blocks", f"full_{side}_num_blocks")
         counts = [self.lists[name] for name in names if name in self.lists]
-        shape = order_shape(counts, group)
+        shape = _order_shape(counts, group)
         if shape is None or math.prod(shape) <= 1:
             return None
         # A symbolic size has no hash, so no order was kept for it.
@@ -141,3 +141,23 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
     group = query.shape[1] // max(key.shape[1], 1)
     orders = block_mask.__dict__.setdefault("_metal_attn_orders", {})
     return Blocks(lists, q_size=sizes[0], kv_size=sizes[1], group=group, orders=orders)
+
+
+def longest_first(counts: Sequence[Tensor], group: int = 1) -> Tensor:
+    """Row indices, longest list first, and their inverse: (2, B or 1, H / group or 1, rows)."""
+    total = sum(counts[1:], counts[0])
+    if total.shape[1] > 1:
+        total = total.unflatten(1, (-1, group)).sum(2)
+    order = total.flatten().argsort(descending=True, stable=True).int()
+    return torch.stack((order, order.argsort().int())).view(2, *total.shape)
+
+
+def _order_shape(counts: Sequence[Tensor], group: int) -> tuple[int, int, int] | None:
+    """The order's last dimensions; None for counts that the op refuses."""
+    try:
+        batch, heads, rows = torch.broadcast_shapes(*(x.shape for x in counts))
+    except RuntimeError:
+        return None
+    if heads > 1 and heads % group != 0:
+        return None
+    return batch, heads if heads == 1 else heads // group, rows

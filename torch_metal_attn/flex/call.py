@@ -145,11 +145,10 @@ def _refuse_vmap() -> None:
 def _check_shapes(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor]:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, "
-                "head_dim)"
+                f"{name} has shape {tuple(x.shape)}; it must be (batch, heads, length, head_dim)"
             )
     heads, kv_heads = query.shape[1], key.shape[1]
     if not as_bool("enable_gqa", enable_gqa) and heads != kv_heads:

@@ -111,15 +111,14 @@ class CascadePlan:
         limits = [_shareable(length, q_length, left, right) // page_size for length in lengths]
         self.levels = _levels(pages, limits, min_pages)
         starts = [0] * len(lengths)
-        for level in self.levels:
-            for shared in level:
-                for b in shared.sequences:
-                    starts[b] = shared.end
+        shared = [one for level in self.levels for one in level]
+        for one in shared:
+            for b in one.sequences:
+                starts[b] = one.end
         rest = [row[start:] for row, start in zip(pages, starts, strict=True)]
         used = [n - start * page_size for n, start in zip(lengths, starts, strict=True)]
         self.keys_alone = sum(lengths)
-        shared_pages = sum(s.end - s.first for level in self.levels for s in level)
-        self.keys_read = shared_pages * page_size + sum(used)
+        self.keys_read = sum(one.end - one.first for one in shared) * page_size + sum(used)
         self._walks = [self._shared_walk(level, pages, device) for level in self.levels]
         self._rest = _Walk(block_table_of(rest, device), _ints(used, device))
 

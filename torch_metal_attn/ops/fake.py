@@ -73,11 +73,10 @@ def _check_one_device(tensors: dict[str, Tensor]) -> None:
     """The check of csrc/, which sees all of these tensors on meta."""
     first = "q" if "q" in tensors else next(iter(tensors))
     device = tensors[first].device
-    for name, tensor in tensors.items():
-        if tensor.device != device:
+    for name, x in tensors.items():
+        if x.device != device:
             raise invalid(
-                f"`{name}` is on {tensor.device} and `{first}` on {device}; they must be on one "
-                "device"
+                f"`{name}` is on {x.device} and `{first}` on {device}; they must be on one device"
             )
 
 

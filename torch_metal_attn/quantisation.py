@@ -299,7 +299,7 @@ def columns(data: Tensor, scale: Tensor | None) -> int:
 
 
 def shared_columns(format: str) -> int:
-    """The columns that share a scale, of which D must be a multiple; fp8_e4m3 takes any D: 1."""
+    """The number of columns that share a scale, which must divide D. fp8_e4m3 takes any D, so 1."""
     _check_format(format)
     if format in _GROUPED:
         return _GROUPED[format][1]

@@ -68,7 +68,7 @@ class CascadePlan:
     Attributes: levels: for each level its `SharedPages`. keys_read, keys_alone: keys of one KV head
         that a layer reads, and would read without sharing.
 
-    Raises: ValueError, TypeError: sizes that do not fit, naming what is wrong.
+    Raises: ValueError, TypeError: an invalid argument, or sizes that do not fit each other.
     """
 
     def __init__(

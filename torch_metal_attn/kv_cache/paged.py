@@ -54,8 +54,8 @@ class PagedKVCache:
         windows use different pages of the same memory. A page has the rows of as many layers as
         have the rarest window.
 
-    Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
-        `CacheFull` if there are too few pages. Nothing is changed then.
+    Raises: ValueError for an unknown id or layer and for wrong shapes; `CacheFull` if there are too
+        few pages. Nothing is changed then.
     """
 
     @options_of(Storage.__init__, 3)

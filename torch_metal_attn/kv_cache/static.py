@@ -23,8 +23,8 @@ class StaticKVCache:
     copies only rows that more than one sequence continues. The other arguments are those of
     `PagedKVCache`, with memory as (batch, max_length, Hkv, D) for "NHD".
 
-    Raises: ValueError for an unknown layer and for wrong shapes, naming what is wrong; `CacheFull`
-        if a sequence would exceed max_length; nothing is changed then.
+    Raises: ValueError for an unknown layer and for wrong shapes; `CacheFull` if a sequence would
+        exceed max_length. Nothing is changed then.
     """
 
     @options_of(Storage.__init__, 3, without="windows")

@@ -21,7 +21,7 @@ LANGUAGES = {
     "probe_tensor": "4.0",
 }
 
-# The first lines of every text. Metal's headers precede the defines, whose names they may use.
+# The first lines of every text. Metal's headers precede the defines, whose names are common words.
 _HEADERS = """\
 #include <metal_integer>
 #include <metal_simdgroup>

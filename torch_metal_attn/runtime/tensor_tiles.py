@@ -71,7 +71,7 @@ class allow_tf32:
     As a context manager it restores the previous setting when the block ends. It applies to all
     threads, as autograd computes gradients in another one; a backward after the block is outside.
 
-    Args: allowed: whether TF32 may be used.
+    Args: allowed: True if TF32 may be used.
 
     Example:
         with torch_metal_attn.allow_tf32():

@@ -50,8 +50,8 @@ _COMMANDS = {
     "doctor": (
         "run your script and show where its attention goes on mps, and what to change",
         "Runs a script with its arguments. At the end it lists the attentions of the run on "
-        "stderr: which of them metal_attn runs, which torch's function or the script itself computes, "
-        "and what to change. The exit status is the script's.",
+        "stderr: which of them metal_attn runs, which torch's function or the script itself "
+        "computes, and what to change. The exit status is the script's.",
     ),
     "comfyui": (
         "add the node that runs a model's attention on the kernels, or remove it",

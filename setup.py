@@ -162,6 +162,7 @@ def repository() -> str:
 
 
 REPOSITORY = repository()
+URLS = {"Repository": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
 
 
 def description() -> str:
@@ -183,15 +184,7 @@ def under_root(pattern: str) -> list[str]:
 setup(
     long_description=description(),
     long_description_content_type="text/markdown",
-    project_urls={
-        name: f"{REPOSITORY}{path}"
-        for name, path in (
-            ("Repository", ""),
-            ("Issues", "/issues"),
-            ("Changelog", "/blob/main/CHANGELOG.md"),
-        )
-        if REPOSITORY
-    },
+    project_urls={name: f"{REPOSITORY}{path}" for name, path in URLS.items() if REPOSITORY},
     ext_modules=[
         CppExtension(
             "torch_metal_attn._C",

@@ -28,11 +28,8 @@ def build(environment: dict[str, str]) -> Path:
         shutil.rmtree(stale)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
-        subprocess.run(
-            [*command, "--wheel-dir", folder, str(ROOT)],
-            env={**os.environ, **environment},
-            check=True,
-        )
+        command += ["--wheel-dir", folder, str(ROOT)]
+        subprocess.run(command, env=os.environ | environment, check=True)
         (wheel,) = Path(folder).glob("*.whl")
         DIST.mkdir(exist_ok=True)
         return Path(shutil.move(wheel, DIST / wheel.name))

@@ -131,9 +131,7 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     ancestors = torch.eye(len(of_node), dtype=torch.bool, device="cpu")
     for node, parent in enumerate(of_node):
         if not -1 <= parent < node:
-            raise ValueError(
-                f"parents[{node}] is {parent}; it must be -1 or the number of an earlier node"
-            )
+            raise ValueError(f"parents[{node}] is {parent}; it must be -1 or an earlier node")
         if parent >= 0:
             ancestors[node] |= ancestors[parent]
     return Mask(partial(_tree, ancestors.to(parents.device), context))

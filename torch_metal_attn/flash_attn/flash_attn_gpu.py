@@ -26,7 +26,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, softmax_d
 _OPS = torch.ops.metal_attn
 _NAMES = ArgumentNames(blhd=True)
 # flash-attn 2.8.4's tests expect this text about the generator.
-_WHY_NONE = {
+_REASON = {
     "out": "results are new tensors",
     "gen": "the RNG `generator` argument is no longer supported, as dropout is drawn from torch's "
     "default generator",
@@ -160,11 +160,9 @@ def fwd_kvcache(
 
 
 def _check_none(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} is {type_text(value)}; it must be None: {_WHY_NONE[name]}"
-            )
+    for name, x in arguments.items():
+        if x is not None:
+            raise NotImplementedError(f"{name} is {type_text(x)}; it must be None: {_REASON[name]}")
 
 
 def _options(q: Tensor, named: dict[str, Any], *must_be_none: str) -> dict[str, Any]:

@@ -70,12 +70,8 @@ OPS: dict[str, Op] = {
     "sign": Op("flex_sign({0})", _SIGNS, None, torch.sign),
     "maximum": Op("flex_max({0}, {1})", "max({0}, {1})", "{0} || {1}", torch.maximum),
     "minimum": Op("flex_min({0}, {1})", "min({0}, {1})", "{0} && {1}", torch.minimum),
-    "clamp_min": Op(
-        "flex_max({0}, {1})", "max({0}, {1})", None, lambda a, b: torch.clamp(a, min=b)
-    ),
-    "clamp_max": Op(
-        "flex_min({0}, {1})", "min({0}, {1})", None, lambda a, b: torch.clamp(a, max=b)
-    ),
+    "clamp_min": Op("flex_max({0}, {1})", "max({0}, {1})", None, lambda a, b: a.clamp(min=b)),
+    "clamp_max": Op("flex_min({0}, {1})", "min({0}, {1})", None, lambda a, b: a.clamp(max=b)),
     "where": Op("({0} ? {1} : {2})", "({0} ? {1} : {2})", "({0} ? {1} : {2})", torch.where),
     "eq": _comparison("==", torch.eq),
     "ne": _comparison("!=", torch.ne),

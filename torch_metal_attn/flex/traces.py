@@ -67,12 +67,8 @@ class Parts:
         if isinstance(value, types.MethodType):
             return "method", self._part(value.__func__), self._part(value.__self__)
         if type(value) is functools.partial and not value.__dict__:
-            arguments = (
-                self._part(value.args),
-                tuple(value.keywords),
-                *map(self._part, value.keywords.values()),
-            )
-            return "partial", self._part(value.func), arguments
+            keywords = (tuple(value.keywords), *map(self._part, value.keywords.values()))
+            return "partial", self._part(value.func), self._part(value.args), keywords
         if type(value) is Mask and len(value.__dict__) == 1:
             return "mask", self._part(value.mask_mod)
         name = getattr(value, "__name__", "")

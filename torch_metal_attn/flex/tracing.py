@@ -531,6 +531,7 @@ class _Indexing(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         arguments = tree_flatten((args, kwargs))[0]
+        name = getattr(func, "__name__", "an op")
         if func is Tensor.__getitem__:
             tensor, index = args
             indices = list(index) if isinstance(index, tuple | list) else [index]
@@ -538,15 +539,12 @@ class _Indexing(TorchFunctionMode):
             plain = not any(scalars) and any(not isinstance(x, Tensor | int) for x in indices)
             if any(scalars) or (self.tracer.value(tensor) is not None and not plain):
                 return self.tracer.indexed(tensor, indices)
-        elif getattr(func, "__name__", "") in _CONVERSIONS and (
-            self.tracer.value(args[0]) is not None
-        ):
+        elif name in _CONVERSIONS and self.tracer.value(args[0]) is not None:
             raise self.tracer.control_flow()
         elif not any(self.tracer.value(x) is not None for x in arguments):
             # This includes functions that dispatch no op, such as tolist().
             self.tracer.captured.depends_on_values = True
         if any(isinstance(x, Tensor) and _of_transform(x) for x in arguments):
-            name = getattr(func, "__name__", "an op")
             raise self.tracer.unsupported(
                 name, "torch.func sees no more of its tensors than what scalars index"
             )

@@ -266,9 +266,8 @@ class PagedKVCache:
         ends = [start + len(path) for start, path in zip(starts, kept, strict=True)]
         for id, sequence, start, end in zip(ids, sequences, starts, ends, strict=True):
             self._check_window(id, sequence, end)
-            self._storage.recent.check_kept(
-                sequence.slot, end, f"the path ends at row {end}", start
-            )
+            reason = f"the path ends at row {end}"
+            self._storage.recent.check_kept(sequence.slot, end, reason, start)
         rounds = [*map(trees.moves, kept)]
         written = []
         for sequence, start, end, copies in zip(sequences, starts, ends, rounds, strict=True):
@@ -473,9 +472,8 @@ class PagedKVCache:
         group, options = windows.groups[layer], windows.cascade_options(layer, options)
         pages = zero_padded([sequence.pages[group] for sequence in sequences])
         lengths = [sequence.lengths[layer] for sequence in sequences]
-        plan = CascadePlan(
-            pages, lengths, self.page_size, q_length, device=self._storage.device, **options
-        )
+        options |= {"device": self._storage.device}
+        plan = CascadePlan(pages, lengths, self.page_size, q_length, **options)
         seen = []
         for row, length in zip(pages, lengths, strict=True):
             seen_from = max(length - plan.q_length, 0)

@@ -133,11 +133,9 @@ class Storage:
         if v_format is not None and (format is None or values_in_keys):
             reason = "values_in_keys" if values_in_keys else "no format"
             raise ValueError(f"v_format is {value_text(v_format)} with {reason}; leave it out")
-        for name, value in (("format", format), ("v_format", v_format)):
-            if value is not None and value not in FORMATS:
-                raise ValueError(
-                    f"{name} is {value_text(value)}; it must be one of {', '.join(FORMATS)}"
-                )
+        for n, x in (("format", format), ("v_format", v_format)):
+            if x is not None and x not in FORMATS:
+                raise ValueError(f"{n} is {value_text(x)}; it must be one of {', '.join(FORMATS)}")
         hadamard = check_hadamard(hadamard, {"head_dim": head_dim, "v_head_dim": v_head_dim})
         if hadamard and format is None:
             raise ValueError(f"hadamard is {hadamard} with no format; leave it out")
@@ -160,15 +158,10 @@ class Storage:
                 f"recent is {recent} with no format, so that all rows are in full precision; leave "
                 "it out"
             )
-        for name, scale, scale_format in (
-            ("k_scale", k_scale, format),
-            ("v_scale", v_scale, v_format),
-        ):
+        for name, scale, kind in (("k_scale", k_scale, format), ("v_scale", v_scale, v_format)):
             if scale is not None:
-                if scale_format != "fp8_e4m3":
-                    raise ValueError(
-                        f"{name} is given and its format is {scale_format}; leave it out"
-                    )
+                if kind != "fp8_e4m3":
+                    raise ValueError(f"{name} is given and its format is {kind}; leave it out")
                 _check_scale(name, scale, num_kv_heads)
         self._new_dtypes = [dtype]
         if format is None and dtype != torch.float32:

@@ -166,9 +166,7 @@ def _names(op: torch._ops.OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
-def by_name(
-    op: torch._ops.OpOverload, values: Iterable[Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
+def by_name(op: Any, values: Iterable[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that a call of an op passes, by name."""
     return dict(zip(_names(op), values, strict=False)) | dict(options)
 
@@ -408,9 +406,7 @@ def _refuse_negated(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> Non
             )
 
 
-def _counted(
-    op: torch._ops.OpOverload, written: Callable[[dict[str, Any]], Iterable[str]]
-) -> Callable[..., Any]:
+def _counted(op: Any, written: Callable[[dict[str, Any]], Iterable[str]]) -> Callable[..., Any]:
     def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
         arguments = by_name(op, values, options)
         tensors = (arguments[name] for name in written(arguments))

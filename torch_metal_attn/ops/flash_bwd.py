@@ -122,16 +122,16 @@ def differentiating() -> Iterator[None]:
 
 
 def rotated_rows(
-    x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, how: bool
+    x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, interleaved: bool
 ) -> Tensor:
     """x in float32, rotated as flash_fwd does."""
     if cu_seqlens is None:
-        return rotate(x.float(), cos, sin, how)
+        return rotate(x.float(), cos, sin, interleaved)
     if cos.shape[-2] == 0 or cu_seqlens.shape[0] < 2:
         return x.float()
     bhld = x.transpose(0, 1)[None].float()
     cos, sin, rows = rotary_rows(bhld, cos, sin, cu_seqlens)
-    return rotate(bhld, cos[rows], sin[rows], how)[0].transpose(0, 1)
+    return rotate(bhld, cos[rows], sin[rows], interleaved)[0].transpose(0, 1)
 
 
 def weighted_loss(

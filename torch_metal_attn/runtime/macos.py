@@ -46,14 +46,10 @@ def _of_the_kernel() -> str:
 
 def sysctl(name: str) -> str:
     """The value that system programs get; "" if it cannot be read."""
+    command, env = ["/usr/sbin/sysctl", "-n", name], os.environ | {"SYSTEM_VERSION_COMPAT": "0"}
     try:
         done = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", name],
-            env=os.environ | {"SYSTEM_VERSION_COMPAT": "0"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=True,
+            command, env=env, capture_output=True, text=True, timeout=600, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -100,12 +100,8 @@ class Specialisation:
         text, compiler = shaders.source(self.family), toolchain.find()
         compiled = self.compiled.get(key)
         if compiled is None or compiled[0] != text or compiled[1] is not compiler:
-            program = build(
-                shaders.with_defines(text, self.defines),
-                check=run.check,
-                count=run.count,
-                language=language,
-            )
+            specialised = shaders.with_defines(text, self.defines)
+            program = build(specialised, check=run.check, count=run.count, language=language)
             self.compiled[key] = compiled = text, compiler, program
         return compiled[2]
 

@@ -16,6 +16,7 @@ from torch_metal_attn.flex.traces import Parts, Unknown
 from torch_metal_attn.flex.tracing import POSITIONS, trace
 from torch_metal_attn.ops.differentiation import transforming
 
+Mod = Callable[..., Any]
 # The sizes of arrays in shaders/params/attention.h.
 MAX_CAPTURES = 12
 MAX_DIMENSIONS = 24
@@ -90,11 +91,7 @@ _known: dict[Any, tuple[Program, list[int]]] = {}
 _MOST_KNOWN = 256
 
 
-def compiled(
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
-    device: torch.device,
-) -> Program:
+def compiled(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Program:
     """The functions' program. They are traced again only if anything they depend on has changed."""
     if transforming():
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -124,11 +121,7 @@ def compiled(
     return program
 
 
-def traced(
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
-    device: torch.device,
-) -> Program:
+def traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Program:
     """Trace the functions by running each once. Errors are those of `flex_attention`."""
     graph, captured = Graph(), Captured()
     score = mask = None

@@ -57,7 +57,7 @@ class _Held(NamedTuple):
         return max(length - self.first, 0) < min(recent, length - self.start)
 
     def after(self, length: int, recent: int) -> "_Held":
-        """The rows that are left then. If too few are left, they become the first ever kept."""
+        """The rows that are left when the sequence is cut. `start` is `first` if too few are left."""
         first, end, start = (min(row, length) for row in self)
         return _Held(first, end, first if self.short(length, recent) else start)
 

@@ -242,7 +242,7 @@ def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], 
 
 
 def forward_refusal(function: str, advice: str, arguments: Mapping[str, Any]) -> str:
-    """The error that a derivative raises, or ""; raises it if only the call itself can."""
+    """The error that a derivative raises, or "". In graphs and transforms the call raises it."""
     in_graph = torch.compiler.is_compiling()
     if not in_graph:
         if nothing_to_differentiate((), arguments):

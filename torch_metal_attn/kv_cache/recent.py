@@ -52,14 +52,14 @@ class _Held(NamedTuple):
     end: int = 0
     start: int = 0
 
-    def short(self, length: int, recent: int) -> bool:
+    def has_too_few(self, length: int, recent: int) -> bool:
         """True if fewer than `recent` rows are left when the sequence is cut to `length`."""
         return max(length - self.first, 0) < min(recent, length - self.start)
 
-    def after(self, length: int, recent: int) -> "_Held":
-        """The rows that are left when the sequence is cut. `start` is `first` if too few are left."""
+    def cut(self, length: int, recent: int) -> "_Held":
+        """The rows that are left when it is cut. If these are too few, `start` becomes `first`."""
         first, end, start = (min(row, length) for row in self)
-        return _Held(first, end, first if self.short(length, recent) else start)
+        return _Held(first, end, first if self.has_too_few(length, recent) else start)
 
 
 class RecentRows:
@@ -102,20 +102,19 @@ class RecentRows:
 
     def check_kept(self, slot: int, length: int, what: str, tree: int | None = None) -> None:
         """Raise ValueError if too few rows in full precision are left. tree: its first row."""
-        for held in (of_layer[slot] for of_layer in self._held):
+        for held in (by_slot[slot] for by_slot in self._held):
             first, end, start = held
-            missing = held.short(length, self.recent) or (tree is not None and tree < first)
+            missing = held.has_too_few(length, self.recent) or (tree is not None and tree < first)
             if missing and start < first and length <= end:
                 raise ValueError(
-                    f"{what}; recent keeps {self.recent} rows in full precision, and of the "
-                    f"sequence's only those from {first} on are left: it must be 0 or at least "
-                    f"{first + self.recent}. truncate with keep_recent=False reads older rows as "
-                    "codes"
+                    f"{what}; recent keeps {self.recent} rows in full precision, and only those "
+                    f"from {first} on are left: it must be 0 or at least {first + self.recent}. "
+                    "With keep_recent=False truncate reads older rows in quantised form"
                 )
 
     def truncate(self, slot: int, length: int) -> None:
         for held in self._held:
-            held[slot] = held[slot].after(length, self.recent)
+            held[slot] = held[slot].cut(length, self.recent)
 
     def copy(self, source: list[int], destination: list[int]) -> None:
         self._rows.copy(source, destination)
@@ -130,8 +129,8 @@ class RecentRows:
     def fill_slot(self, slot: int, copied: tuple[list[Tensor], list[_Held]]) -> None:
         rows, held = copied
         self._rows.fill([slot], rows)
-        for of_layer, rows_there in zip(self._held, held, strict=True):
-            of_layer[slot] = rows_there
+        for by_slot, new in zip(self._held, held, strict=True):
+            by_slot[slot] = new
 
     def move_paths(
         self,

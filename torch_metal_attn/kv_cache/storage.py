@@ -217,7 +217,7 @@ class Storage:
         self.layers = self._layers()  # unpickled tensors do not share memory
 
     def _layers(self) -> list[LayerCache]:
-        """Each layer's tensors. k_cache is a distinct object, by which a cascade finds the layer."""
+        """Each layer's tensors. k_cache is a distinct object, which tells a cascade the layer."""
         layers = [self._stored[place] for place in self.groups.places]
         if len(layers) == len(self._stored):
             return layers

@@ -127,9 +127,9 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     """
     check_integers("parents", parents, "(nodes)")
     context = as_int_at_least("context", context)
-    of_node = on_host("parents", parents)
-    ancestors = torch.eye(len(of_node), dtype=torch.bool, device="cpu")
-    for node, parent in enumerate(of_node):
+    parent_of = on_host("parents", parents)
+    ancestors = torch.eye(len(parent_of), dtype=torch.bool, device="cpu")
+    for node, parent in enumerate(parent_of):
         if not -1 <= parent < node:
             raise ValueError(f"parents[{node}] is {parent}; it must be -1 or an earlier node")
         if parent >= 0:

@@ -276,7 +276,7 @@ def varlen_attention(
     indexed = block_table is not None or cache_batch_idx is not None
     k_bounds = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
 
-    def of_sequence(x: Tensor, b: int) -> Tensor:
+    def rows_of_sequence(x: Tensor, b: int) -> Tensor:
         if x.dim() < 3:  # one scale per head
             return x if x.dim() == 1 else x[b]
         if k_bounds is not None and not indexed:
@@ -288,14 +288,14 @@ def varlen_attention(
     q_bounds = cu_seqlens_q.tolist()
     for b in range(len(q_bounds) - 1):
         queries = slice(*q_bounds[b : b + 2])
-        keys = of_sequence(k, b)
+        keys = rows_of_sequence(k, b)
         kv_length = keys.shape[2]
         sequence_out, sequence_lse = attention(
             q[None, queries].transpose(1, 2),
             keys,
-            of_sequence(v, b),
-            k_scale=None if k_scale is None else of_sequence(k_scale, b),
-            v_scale=None if v_scale is None else of_sequence(v_scale, b),
+            rows_of_sequence(v, b),
+            k_scale=None if k_scale is None else rows_of_sequence(k_scale, b),
+            v_scale=None if v_scale is None else rows_of_sequence(v_scale, b),
             compute_dtype=compute_dtype,
             first_batch=b,
             **{
@@ -380,8 +380,8 @@ def option_of_sequence(name: str, value: Any, b: int, queries: slice, kv_length:
     if name == "indices":
         return value[:, :, queries]
     if name in ("parents", "tree_mask"):
-        of_queries = value[queries]
-        return of_queries[:, : len(of_queries)] if name == "tree_mask" else of_queries
+        packed = value[queries]
+        return packed[:, : len(packed)] if name == "tree_mask" else packed
     if name in ("seqused_k", "leftpad_k"):
         return value[b : b + 1]
     if name in ("attn_mask", "attn_bias"):

@@ -233,7 +233,7 @@ class _Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         if not self.few:
-            self._check_options_of_few()
+            self._check_decode_options()
         if self._is_one_step():
             out, lse = self._step(_DECODE_STEP)
             return swapped(out), lse
@@ -251,7 +251,7 @@ class _Call:
             return False
         return self.new[0].numel() > 0 or not _STEP_ALONE.isdisjoint(self.options)
 
-    def _check_options_of_few(self) -> None:
+    def _check_decode_options(self) -> None:
         if not 0 <= self.num_splits <= _MAX_SPLITS:
             raise ValueError(
                 f"num_splits is {self.num_splits}; it must be 0 (chosen for you) or in "
@@ -282,7 +282,7 @@ class _Call:
     def _step(self, op: Any) -> Any:
         """Run `decode_step`, or only its checks."""
         q, *caches = self.operands
-        options = self.options | self.rotary | self._options_of_decode()
+        options = self.options | self.rotary | self._decode_options()
         return _CACHE_NAMES.run(op, (*map(swapped, (q, *self.new, *caches)), self.seqlens), options)
 
     def _append(self, op: Any, q: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -296,7 +296,7 @@ class _Call:
 
     def _attend(self, q: Tensor, seqlens: Any) -> tuple[Tensor, Tensor]:
         """Attention to the rows in the cache. q is already rotated."""
-        op, cache, blocks = _FLASH_DECODE, self._options_of_decode(), 0
+        op, cache, blocks = _FLASH_DECODE, self._decode_options(), 0
         if not self.few:
             op, cache, blocks = _FLASH_FWD, self.cache, self.hadamard
         q = rotated_in_blocks(q, blocks) if blocks else q
@@ -314,7 +314,7 @@ class _Call:
         named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
         return named | self.options | self.cache
 
-    def _options_of_decode(self) -> dict[str, Any]:
+    def _decode_options(self) -> dict[str, Any]:
         return self.cache | _unless_zero(hadamard=self.hadamard, num_splits=self.num_splits)
 
 

@@ -127,8 +127,8 @@ def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None
     batch, length = tree.shape
     seen = torch.eye(length, dtype=torch.bool, device=tree.device).repeat(batch, 1, 1)
     for i in range(length):
-        of_parent = seen[torch.arange(batch, device=tree.device), tree[:, i].clamp(min=0)]
-        seen[:, i] |= of_parent & (tree[:, i, None] >= 0)
+        by_parent = seen[torch.arange(batch, device=tree.device), tree[:, i].clamp(min=0)]
+        seen[:, i] |= by_parent & (tree[:, i, None] >= 0)
     return seen
 
 

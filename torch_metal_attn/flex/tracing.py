@@ -124,7 +124,7 @@ class Tracer(Traced, TorchDispatchMode):
             return self.indexed(args[0], list(args[1]))
         result = self.viewed(name, func, args, kwargs)
         if result is None:
-            result = self.of_rows(name, func, args, kwargs, tensors)
+            result = self.row_op(name, func, args, kwargs, tensors)
         if result is not None:
             return result
         if name in _FILLED or name in ("full_like", "new_full"):
@@ -436,7 +436,7 @@ class Tracer(Traced, TorchDispatchMode):
             )
         return self.operand(result)
 
-    def of_rows(
+    def row_op(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Tensor | None:
         """A pointwise op or a sum on captured rows; None for other ops."""

@@ -296,7 +296,7 @@ class PagedKVCache:
         id, sequence = self._one(id)
         trees.check_layers_agree(id, sequence.lengths, "fork")
         end = self._pool.pages_of(sequence.length)
-        pages = [of_group[:end] for of_group in sequence.pages]
+        pages = [group_pages[:end] for group_pages in sequence.pages]
         self._pool.share_all(pages)
         copied = PagedSequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
         copied.accepted = sequence.accepted

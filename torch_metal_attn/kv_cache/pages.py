@@ -203,7 +203,7 @@ class PagePool:
         return after
 
     def share_all(self, pages: list[list[int]]) -> None:
-        for page in (page for of_group in pages for page in of_group if page >= 0):
+        for page in (page for group_pages in pages for page in group_pages if page >= 0):
             self.share(page)
 
     def release_from(self, sequence: PagedSequence, first: int) -> None:

@@ -272,7 +272,7 @@ class Storage:
     ) -> None:
         """Move rows by the `trees.moves` of several trees. place(i, row): the block and row."""
         for copies in zip_longest(*rounds, fillvalue=()):
-            moves = [(i, move) for i, of_one in enumerate(copies) for move in of_one]
+            moves = [(i, move) for i, tree in enumerate(copies) for move in tree]
             self.move_rows([[place(i, starts[i] + row) for row in move] for i, move in moves])
 
     def move_rows(self, moves: Sequence[Sequence[tuple[int, int]]]) -> None:

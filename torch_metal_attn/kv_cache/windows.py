@@ -28,11 +28,11 @@ class WindowGroups:
         size = min(map(len, layers.values()))
         self.by_group: list[int] = []
         self.groups, self.places = [0] * num_layers, [0] * num_layers
-        for limit, alike in layers.items():
-            for i, layer in enumerate(alike):
+        for limit, members in layers.items():
+            for i, layer in enumerate(members):
                 self.groups[layer] = len(self.by_group) + i // size
                 self.places[layer] = i % size
-            self.by_group += [limit] * -(-len(alike) // size)
+            self.by_group += [limit] * -(-len(members) // size)
 
     def first_pages(self, length: int, page_size: int) -> list[int]:
         """For each group the first page that the queries after `length` rows see."""
@@ -42,9 +42,9 @@ class WindowGroups:
         """Raise ValueError if a page that queries after `length` rows see was freed (-1)."""
         end = -(-length // page_size)
         firsts = self.first_pages(length, page_size)
-        for limit, first, of_group in zip(self.by_group, firsts, pages, strict=True):
-            if any(page < 0 for page in of_group[first:end]):
-                least = of_group.count(-1) * page_size + limit
+        for limit, first, group_pages in zip(self.by_group, firsts, pages, strict=True):
+            if any(page < 0 for page in group_pages[first:end]):
+                least = group_pages.count(-1) * page_size + limit
                 raise ValueError(
                     f"sequence {id} cannot go back to {length} rows: pages outside of the window "
                     f"of {limit} were freed; it must keep at least {least} rows, or none"

@@ -79,8 +79,8 @@ def _weights(q: Tensor, k: Tensor, kept: Tensor, options: dict[str, Any]) -> Ten
     if length == 0:
         return logits.to(q.dtype)
     padded = functional.pad(logits, (0, -length % block), value=-torch.inf)
-    of_blocks = padded.unflatten(-1, (-1, block)).amax(-1)
-    running = of_blocks.flip(-1).cummax(-1).values.flip(-1)
+    block_max = padded.unflatten(-1, (-1, block)).amax(-1)
+    running = block_max.flip(-1).cummax(-1).values.flip(-1)
     running = running.masked_fill(running == -torch.inf, 0.0)
     maximum = running.repeat_interleave(block, -1)[..., :length]
     weights = (logits - maximum).exp().to(q.dtype)

@@ -184,14 +184,14 @@ def _reference_gradients(
             leaves[i] = rotated_rows(leaves[i], cos, sin, cu_seqlens, interleaved)
     with differentiating():
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        own_out, own_lse = oracle(*leaves, *packing, **options)
-        delta = row_sums(dout, own_out.detach() if exact_delta else out, packed)
+        ref_out, ref_lse = oracle(*leaves, *packing, **options)
+        delta = row_sums(dout, ref_out.detach() if exact_delta else out, packed)
         if dlse is not None:
             delta = delta - dlse
-        excess = (own_lse.detach() - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
+        excess = (ref_lse.detach() - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
         normalisers = 1 / excess.exp()
         scale = normalisers if exact_delta else 1.0
-        loss = weighted_loss(dout, (own_out, own_lse), softmax_lse, delta, scale, packed)
+        loss = weighted_loss(dout, (ref_out, ref_lse), softmax_lse, delta, scale, packed)
         if loss.requires_grad:
             computed = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         else:  # packed, and no sequence

@@ -80,26 +80,25 @@ class _FlexFwd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         out, lse, q, k, v, *tensors = saved(ctx)
-        nothing = (None,) * (1 + 3 + len(tensors))
         if dout is None and dlse is None:
-            return nothing
+            return (None,) * (4 + len(tensors))
         dout = gradient_of(out, dout)
         ops, options = torch.ops.metal_attn, _with(ctx.options, tensors)
         *gradients, delta, normalisers = ops.flex_bwd(dout, dlse, q, k, v, out, lse, **options)
         needed = ctx.needs_input_grad[1:4]
-        of_operands = [x if need else None for x, need in zip(gradients, needed, strict=True)]
-        of_tensors: list[Tensor | None] = [None] * len(tensors)
+        operand_gradients = [x if need else None for x, need in zip(gradients, needed, strict=True)]
+        tensor_gradients: list[Tensor | None] = [None] * len(tensors)
         if any(ctx.needs_input_grad[4:]):
             known = normalisers if normalisers.numel() > 0 else None
             shares = ops.flex_bwd_captures(dout, q, k, v, lse, delta, known, **options)
             # Summed in order, and rounded once.
             for i, share in zip(options["share_captures"], shares, strict=True):
-                before = of_tensors[i]
-                of_tensors[i] = share if before is None else before + share
+                before = tensor_gradients[i]
+                tensor_gradients[i] = share if before is None else before + share
             for i, capture in enumerate(options["captures"]):
-                gradient = of_tensors[i]
-                of_tensors[i] = None if gradient is None else gradient.to(capture.dtype)
-        return (None, *of_operands, *of_tensors)
+                gradient = tensor_gradients[i]
+                tensor_gradients[i] = None if gradient is None else gradient.to(capture.dtype)
+        return (None, *operand_gradients, *tensor_gradients)
 
 
 def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:

@@ -326,15 +326,15 @@ class RotaryEmbedding(nn.Module):
         if inv_freq.dtype != torch.float32:  # the model was cast
             inv_freq, _ = rope.default(self.dim, self.base, device=like.device)
         tables = rope.tables(inv_freq, length)
-        of_q = of_k = tables
+        q_tables = k_tables = tables
         if self.scale is not None:
             assert self.scale_base is not None
             positions = torch.arange(length, device=like.device, dtype=torch.float32)
             powers = (positions - length // 2) / self.scale_base
             weights = self.scale.to(like.device, torch.float32) ** powers[:, None]
-            of_q = (tables[0] * weights, tables[1] * weights)
-            of_k = (tables[0] / weights, tables[1] / weights)
-        self._tables = tuple(table.to(like.dtype) for table in (*of_q, *of_k))
+            q_tables = (tables[0] * weights, tables[1] * weights)
+            k_tables = (tables[0] / weights, tables[1] / weights)
+        self._tables = tuple(table.to(like.dtype) for table in (*q_tables, *k_tables))
         return self._tables
 
 

@@ -64,8 +64,7 @@ def _contents(files: dict[str, bytes], info: str) -> list[str]:
     expected[PLUGIN] = (ROOT / PLUGIN).read_bytes()
     expected[f"{info}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     for shader in sorted((ROOT / "shaders").glob("*.metal")):
-        text = shaders.flatten(shader).encode("ascii")
-        expected[f"{PACKAGE}/_shaders/{shader.name}"] = text
+        expected[f"{PACKAGE}/_shaders/{shader.name}"] = shaders.flatten(shader).encode("ascii")
     problems = []
     for name, data in expected.items():
         if name not in files:

@@ -115,8 +115,7 @@ def neighbourhood(
                 f"window times dilation is {width * step} along a dimension of {size}; it must not "
                 "be larger"
             )
-    axes = tuple(zip(shape, window, dilation, strict=True))
-    return Mask(partial(_neighbourhood, axes))
+    return Mask(partial(_neighbourhood, tuple(zip(shape, window, dilation, strict=True))))
 
 
 def tree(parents: Tensor, context: int = 0) -> Mask:

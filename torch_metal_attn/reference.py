@@ -266,8 +266,7 @@ def varlen_attention(
         out (Tq, Hq, Dv) and lse (Hq, Tq). Queries outside all sequences get 0 and -inf, or without
         cu_seqlens_k the sink.
     """
-    out_dtype = compute_dtype or q.dtype
-    out = q.new_zeros((*q.shape[:2], columns(v, v_scale)), dtype=out_dtype)
+    out = q.new_zeros((*q.shape[:2], columns(v, v_scale)), dtype=compute_dtype or q.dtype)
     lse_dtype = compute_dtype or torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
     sink = options.get("learnable_sink")

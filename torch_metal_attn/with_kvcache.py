@@ -311,8 +311,7 @@ class _Call:
 
     def _named(self, q: Tensor) -> dict[str, Any]:
         _, k_cache, v_cache = self.operands
-        named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-        return named | self.options | self.cache
+        return {"q": q, "k_cache": k_cache, "v_cache": v_cache} | self.options | self.cache
 
     def _decode_options(self) -> dict[str, Any]:
         return self.cache | _unless_zero(hadamard=self.hadamard, num_splits=self.num_splits)

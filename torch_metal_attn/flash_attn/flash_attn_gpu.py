@@ -202,8 +202,7 @@ def _forward(
 
 def _into(named: dict[str, Any], gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients, copied into those of dq, dk and dv that are passed."""
-    targets = [named[name] for name in ("dq", "dk", "dv")]
-    pairs = [*zip(targets, gradients, strict=True)]
+    pairs = [*zip((named[name] for name in ("dq", "dk", "dv")), gradients, strict=True)]
     for name, (target, gradient) in zip(("dq", "dk", "dv"), pairs, strict=True):
         if target is not None:
             check_shape(name, target, gradient.shape)

@@ -123,8 +123,7 @@ def plan(
     if block_mask is not None:
         mask_mod = mask_mod_of(block_mask)
         blocks = blocks_of(block_mask, query, key)
-    program = compiled(score_mod, mask_mod, query.device)
-    return Call(query, key, value, scale, program, blocks)
+    return Call(query, key, value, scale, compiled(score_mod, mask_mod, query.device), blocks)
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:

@@ -35,10 +35,9 @@ def derivative(graph: Graph, result: Node, by: Node) -> Node:
         for argument, part in zip(node.args, parts, strict=True):
             if part is None or part is zero or id(argument) not in varies:
                 continue
-            before = gradients.get(id(argument))
-            gradients[id(argument)] = (
-                part if before is None else graph.node("add", (before, part), torch.float32)
-            )
+            if (before := gradients.get(id(argument))) is not None:
+                part = graph.node("add", (before, part), torch.float32)
+            gradients[id(argument)] = part
     return zero
 
 
@@ -74,9 +73,8 @@ def _of_row(
 ) -> tuple[Node | None, ...]:
     """`by_autograd` of an op with numbered inputs, the gradient last. Cached, as it is slow."""
     graph = Graph()
-    *args, gradient = (
-        graph.node("input", (), dtype, i) for i, dtype in enumerate((*dtypes, torch.float32))
-    )
+    inputs = enumerate((*dtypes, torch.float32))
+    *args, gradient = (graph.node("input", (), dtype, i) for i, dtype in inputs)
     return by_autograd(graph, graph.node(op, args, result), gradient)
 
 

@@ -105,8 +105,7 @@ def _cast(node: Node, name: str, dtype: torch.dtype) -> str:
 
 
 def _as_float(node: Node, name: str) -> str:
-    narrow = node.dtype in (torch.float16, torch.bfloat16)
-    return f"float({name})" if narrow else name
+    return f"float({name})" if node.dtype in (torch.float16, torch.bfloat16) else name
 
 
 def _row(node: Node, arguments: list[str]) -> str:

@@ -335,8 +335,7 @@ class Tracer(Traced, TorchDispatchMode):
             one = torch.ones((), dtype=dtype, device=self.device)
             # torch.compile does not specialise a product on a float's value.
             self.captured.numbers[name] = torch.mul(one, x)  # type: ignore[arg-type]
-        tensor = self.captured.numbers[name]
-        return self.load(Part(tensor, name))
+        return self.load(Part(self.captured.numbers[name], name))
 
     def capture(self, tensor: Tensor) -> Part:
         name = self.name_of(tensor)
@@ -450,8 +449,7 @@ class Tracer(Traced, TorchDispatchMode):
                 product: Tensor = (args[0] * args[1]).sum()
             return product
         if name in _SUMS:
-            values = self.arguments(func, args, kwargs)
-            return self.summed(name, values)
+            return self.summed(name, self.arguments(func, args, kwargs))
         if not rows:
             return None
         nodes = {id(x): self.elements(x) for x in rows}

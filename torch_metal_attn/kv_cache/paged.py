@@ -278,8 +278,7 @@ class PagedKVCache:
         for group in range(len(self._storage.groups.by_group)):
             pages = [sequence.pages[group] for sequence in sequences]
             self._storage.move_paths(rounds, starts, partial(self._place, pages))
-        slots = [s.slot for s in sequences]
-        self._storage.recent.move_paths(rounds, starts, lengths, slots)
+        self._storage.recent.move_paths(rounds, starts, lengths, [s.slot for s in sequences])
         for i, (id, sequence, path) in enumerate(zip(ids, sequences, kept, strict=True)):
             start = starts[i]
             known = sequence.tokens[start:] if tokens is None else tokens[i]

@@ -168,8 +168,7 @@ class RecentRows:
             def part(start: int, check_only: bool) -> Any:
                 rows = tuple(x[:, :, start : start + VERIFY_QUERIES] for x in new)
                 after = [n + start for n in lengths]
-                here = batch._replace(new=rows, lengths=after)
-                return self.step(here, check_only=check_only)
+                return self.step(batch._replace(new=rows, lengths=after), check_only=check_only)
 
             starts = range(0, more, VERIFY_QUERIES)
             for start in starts:
@@ -227,8 +226,7 @@ class RecentRows:
             "num_splits": 1,
         }
         caches, _ = self._rows.operands(layer)
-        op = torch.ops.metal_attn.flash_decode
-        out, lse = ArgumentNames().run(op, (q, *caches), near)
+        out, lse = ArgumentNames().run(torch.ops.metal_attn.flash_decode, (q, *caches), near)
         older = self._older(layer, q, held, where, options)
         if older is not None:
             torch.ops.metal_attn.merge_state_(out, lse, *older)

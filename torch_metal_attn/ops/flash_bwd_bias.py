@@ -42,9 +42,8 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
 def _reference_gradient(
     oracle: _Reference, option: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Tensor:
-    dout, q, k, v, softmax_lse, delta, *packing = (
-        x.detach() if isinstance(x, Tensor) else x for x in arguments
-    )
+    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    dout, q, k, v, softmax_lse, delta, *packing = arguments
     options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
     normalisers = options.pop("normalisers", None)
     value = options[option]

@@ -87,8 +87,7 @@ def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
         live = (other_rows != -torch.inf)[..., None]
         merged = torch.where(empty[..., None], torch.where(live, other.float(), 0.0), merged)
         lse = torch.where(empty, other_rows, lse)
-    out = empty_like_query(out_a).copy_(merged)
-    return out, _lse_of(lse).contiguous()
+    return empty_like_query(out_a).copy_(merged), _lse_of(lse).contiguous()
 
 
 @cpu_kernel("merge_splits")

@@ -17,8 +17,7 @@ def offsets_kept(fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fake)
     def run(*values: Any, **options: Any) -> Any:
-        arguments = (*values, *options.values())
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        tensors = [x for x in (*values, *options.values()) if isinstance(x, Tensor)]
         if any(isinstance(x.storage_offset(), torch.SymInt) for x in tensors):
             _add_lowering()
         return fake(*values, **options)

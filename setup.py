@@ -18,7 +18,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 if int(setuptools.__version__.split(".")[0]) < 77:
-    # Older ones refuse pyproject.toml with an error that does not say so.
+    # Older ones reject pyproject.toml with an error that does not name the version.
     raise SystemExit(
         f"error: the build needs setuptools 77 or later, and this is {setuptools.__version__}: "
         "pip install 'setuptools>=77'"
@@ -37,14 +37,12 @@ except ModuleNotFoundError as error:
 
 ROOT = Path(__file__).parent
 TORCH_2_10 = "0x020a000000000000"
-# Headers that most files include: parsing them takes two thirds of a file's time.
-PRECOMPILED = "".join(
-    f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor")
-)
+# Most files include these headers, and parsing them takes two thirds of a file's compile time.
+PRECOMPILED = "".join(f"#include <torch/csrc/stable/{x}.h>\n" for x in ("library", "ops", "tensor"))
 
 
 def load(name: str) -> ModuleType:
-    """A module of torch_metal_attn/runtime by itself: importing the package would need _C."""
+    """A module of torch_metal_attn/runtime, by its path, as importing the package needs _C."""
     path = ROOT / f"torch_metal_attn/runtime/{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -69,24 +67,21 @@ def max_jobs() -> int:
     return max(1, min(cores, memory // 2**30 - 2))
 
 
-# Python's own flags may be for both processors, as those of python.org's Python are. torch has no
-# wheels for Intel's.
+# Python's flags may ask for both processors, as in python.org's builds. torch has no Intel wheels.
 FOR_ARM64 = (sys.platform, platform.machine()) == ("darwin", "arm64")
 ONLY_ARM64 = FOR_ARM64 and "ARCHFLAGS" not in os.environ
 
 os.environ.setdefault("MAX_JOBS", str(max_jobs()))
 if FOR_ARM64:
-    # Python's own oldest macOS may lack std::filesystem.
-    oldest = ".".join(map(str, load("macos").OLDEST))
-    oldest = os.environ["MACOSX_DEPLOYMENT_TARGET"] = (
-        os.environ.get("MACOSX_DEPLOYMENT_TARGET") or oldest
-    )
-    if ONLY_ARM64:  # the wheel's name says so too
+    # The oldest macOS of this Python may lack std::filesystem.
+    oldest = os.environ.get("MACOSX_DEPLOYMENT_TARGET") or "{}.{}".format(*load("macos").OLDEST)
+    os.environ["MACOSX_DEPLOYMENT_TARGET"] = oldest
+    if ONLY_ARM64:  # also in the wheel's name
         os.environ.setdefault("_PYTHON_HOST_PLATFORM", f"macosx-{oldest}-arm64")
 
 
 class BuildPy(build_py):
-    """Also writes each family's flattened text to _shaders/; an editable install reads shaders/."""
+    """Also writes each family's flattened text to _shaders/. Editable installs read shaders/."""
 
     def run(self) -> None:
         super().run()
@@ -108,7 +103,7 @@ class BuildPy(build_py):
 
 
 class BuildExt(BuildExtension):
-    """Keeps the objects of an editable install: the next build compiles only what changed."""
+    """Keeps the objects of an editable install, so that later builds compile only changes."""
 
     def run(self) -> None:
         if self.editable_mode:
@@ -127,7 +122,7 @@ class BuildExt(BuildExtension):
         super().build_extensions()
 
     def _precompiled(self, compiler: str, extension: Extension) -> str:
-        """A header with its precompiled form next to it, which follows the compiler's command."""
+        """The path of a header, precompiled again if the compiler's command has changed."""
         header = Path(self.build_temp).absolute() / "torch.h"
         command = [compiler, *self.compiler.compiler_so[1:]]
         command += [f"-D{name}={value}" for name, value in extension.define_macros]
@@ -144,16 +139,16 @@ class BuildExt(BuildExtension):
 
 
 def precompiles(compiler: str) -> bool:
-    """True for GCC without ccache, which would store nothing of such files."""
+    """True for GCC without ccache, which does not cache files with a precompiled header."""
     path = shutil.which(compiler)
     if path is None or shutil.which("ccache"):
         return False
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    return "Free Software Foundation" in said
+    shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    return "Free Software Foundation" in shown
 
 
 def repository() -> str:
-    """Its URL, from pyproject.toml; "" until the owner fills it in, which the build then says."""
+    """The repository's URL from pyproject.toml; "" and a warning until it is filled in."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     match = re.search(r'^repository = "(.*)"$', text, re.MULTILINE)
     url = match[1].rstrip("/") if match else ""
@@ -167,10 +162,11 @@ def repository() -> str:
 
 
 REPOSITORY = repository()
+URLS = {"Repository": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
 
 
 def description() -> str:
-    """README.md, with links and pictures that lead somewhere outside of the repository too."""
+    """README.md, with absolute links if the repository has a URL."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if not REPOSITORY:
         return readme
@@ -188,15 +184,7 @@ def under_root(pattern: str) -> list[str]:
 setup(
     long_description=description(),
     long_description_content_type="text/markdown",
-    project_urls={
-        name: f"{REPOSITORY}{path}"
-        for name, path in (
-            ("Repository", ""),
-            ("Issues", "/issues"),
-            ("Changelog", "/blob/main/CHANGELOG.md"),
-        )
-        if REPOSITORY
-    },
+    project_urls={name: f"{REPOSITORY}{path}" for name, path in URLS.items() if REPOSITORY},
     ext_modules=[
         CppExtension(
             "torch_metal_attn._C",
@@ -209,7 +197,7 @@ setup(
             ],
             py_limited_api=True,
             define_macros=[("TORCH_TARGET_VERSION", TORCH_2_10)],
-            # Python's own flags ask for -g -O3: a third more time to build, and 20 MB of symbols.
+            # Python's flags have -g -O3, which take a third more time and add 20 MB of symbols.
             extra_compile_args=["-std=c++20", "-fvisibility=hidden", "-O2", "-g0"],
         )
     ],

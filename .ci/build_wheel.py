@@ -23,16 +23,13 @@ DIST = ROOT / "dist"
 
 def build(environment: dict[str, str]) -> Path:
     """Runs setup.py's build without isolation, so against the torch of this environment."""
-    # The package's files as they were at the last build: modules may be gone since.
+    # The last build may have copied modules that no longer exist.
     for stale in (ROOT / "build").glob("lib*"):
         shutil.rmtree(stale)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
-        subprocess.run(
-            [*command, "--wheel-dir", folder, str(ROOT)],
-            env={**os.environ, **environment},
-            check=True,
-        )
+        command += ["--wheel-dir", folder, str(ROOT)]
+        subprocess.run(command, env=os.environ | environment, check=True)
         (wheel,) = Path(folder).glob("*.whl")
         DIST.mkdir(exist_ok=True)
         return Path(shutil.move(wheel, DIST / wheel.name))

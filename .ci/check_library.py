@@ -17,9 +17,7 @@ EXPORTS = ("_metal_attn_", "___dso_handle", "__mh_dylib_header")
 
 
 def faults(library: Library, torches: Sequence[Torch]) -> list[str]:
-    places = [
-        (f"torch {torch.version}", TORCH_CPU, set(torch.exports[TORCH_CPU])) for torch in torches
-    ]
+    places = [(f"torch {x.version}", TORCH_CPU, set(x.exports[TORCH_CPU])) for x in torches]
     for label, name, sure in (
         ("macOS libc++", LIBCXX, set()),
         ("macOS libSystem", LIBSYSTEM, SURELY_IN_LIBSYSTEM),
@@ -32,9 +30,7 @@ def faults(library: Library, torches: Sequence[Torch]) -> list[str]:
         problems += [f"{label} lacks {symbol}" for symbol in sorted(needed - available)]
     for torch in torches:
         missing = sorted(COMMITS.difference(torch.exports[TORCH_CPU]))
-        problems += [
-            f"torch {torch.version} lacks {symbol}, to commit a stream" for symbol in missing
-        ]
+        problems += [f"torch {torch.version} lacks {name}, to commit a stream" for name in missing]
     return problems + _header(library) + _dependencies(library, torches) + _mps(library)
 
 
@@ -43,11 +39,9 @@ def _header(library: Library) -> list[str]:
     if library.architecture != "ARM64":
         problems.append(f"it is for {library.architecture}; it must be for ARM64")
     if library.kind != "DYLIB":
-        problems.append(f"it is a {library.kind}; zig links nothing but a DYLIB rightly")
+        problems.append(f"it is a {library.kind}; it must be a DYLIB, as zig links others wrongly")
     if library.oldest_macos != MACOS:
-        problems.append(
-            f"its oldest macOS is {library.oldest_macos}; the wheel's name says {MACOS}"
-        )
+        problems.append(f"its oldest macOS is {library.oldest_macos}; the wheel's name has {MACOS}")
     if not library.signed:
         problems.append("it has no signature, without which a Mac loads no arm64 code")
     return problems
@@ -59,7 +53,7 @@ def _dependencies(library: Library, torches: Sequence[Torch]) -> list[str]:
     for symbol, source in sorted(library.imports.items()):
         if source not in known:
             problems.append(f"{symbol} is taken from {source or 'whatever is loaded'}")
-    # A second copy of libc++ would throw exceptions that torch does not know, and the reverse.
+    # Exceptions cannot cross between torch and a second copy of libc++.
     libcxx = {symbol for torch in torches for symbol in torch.taken_from_macos.get(LIBCXX, [])}
     for symbol in sorted(library.defined & libcxx):
         problems.append(f"it has a {symbol} of its own, which is libc++'s")
@@ -77,9 +71,7 @@ def _mps(library: Library) -> list[str]:
     boxed = {symbol for symbol in library.defined if "8boxed_fn" in symbol}
     simulated = {symbol for symbol in boxed if "17simulator_backend" in symbol}
     if not simulated:
-        problems.append(
-            "no op is registered for the simulator: this check knows their names no more"
-        )
+        problems.append("no op is registered for the simulator under a name that this check knows")
     for symbol in sorted(simulated):
         if symbol.replace("17simulator_backend", "11mps_backend") not in boxed:
             problems.append(f"not registered for mps: {symbol}")

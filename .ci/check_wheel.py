@@ -16,9 +16,8 @@ PLUGIN = f"{PACKAGE}_pytest.py"  # of pytest
 
 
 def project_version() -> str:
-    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert version is not None
-    return version[1]
+    text = (ROOT / "pyproject.toml").read_text()
+    return re.findall(r'^version = "(.*)"$', text, re.MULTILINE)[0]
 
 
 def faults(path: Path, platform: str) -> list[str]:
@@ -65,14 +64,13 @@ def _contents(files: dict[str, bytes], info: str) -> list[str]:
     expected[PLUGIN] = (ROOT / PLUGIN).read_bytes()
     expected[f"{info}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     for shader in sorted((ROOT / "shaders").glob("*.metal")):
-        text = shaders.flatten(shader).encode("ascii")
-        expected[f"{PACKAGE}/_shaders/{shader.name}"] = text
+        expected[f"{PACKAGE}/_shaders/{shader.name}"] = shaders.flatten(shader).encode("ascii")
     problems = []
     for name, data in expected.items():
         if name not in files:
             problems.append(f"{name} is missing")
         elif files[name] != data:
-            problems.append(f"{name} is not what the tree has")
+            problems.append(f"{name} differs from the tree's")
     for name in files:
         if name not in expected and name != EXTENSION and not name.startswith(f"{info}/"):
             problems.append(f"{name} does not belong there")

@@ -16,12 +16,12 @@ from check_wheel import ROOT
 from packaging.requirements import Requirement
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Not run: `make`, because it makes an environment of its own; a model, because there is none.
+# Blocks that are not run: `make` creates another environment, and the model does not exist.
 _LEFT_OUT = re.compile(r'^make |"your/model"', re.MULTILINE)
 
 
 def verify(wheel: Path, torch: str) -> bool:
-    """Whether `python -m torch_metal_attn verify` passes where nothing else is installed."""
+    """True if `python -m torch_metal_attn verify` passes in a fresh environment."""
     print(f"== {wheel.name} with torch {torch}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
@@ -39,7 +39,7 @@ def verify(wheel: Path, torch: str) -> bool:
 
 
 def readme() -> bool:
-    """Whether the README's blocks work in a clone, as they stand there, and print what it shows."""
+    """True if the README's blocks run unchanged in a clone and print the outputs it shows."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (cloned,) = re.findall(r"^git clone (\S+)$", text, re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
@@ -48,13 +48,13 @@ def readme() -> bool:
         _lend("torch", packages)
         settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         settings["PATH"] = f"{folder}/venv/bin{os.pathsep}{settings['PATH']}"
-        # The clone is of this checkout, whatever the URL is.
+        # Whatever the URL is, git clones this checkout.
         settings |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{ROOT}.insteadOf"}
         return passes(text, folder, settings | {"GIT_CONFIG_VALUE_0": cloned})
 
 
 def _lend(name: str, packages: Path) -> None:
-    """Link a package of this environment, and what it needs, into another: no second download."""
+    """Link a package of this environment and its requirements into another, without a download."""
     for first in {file.parts[0] for file in metadata.files(name) or ()} - {"..", "__pycache__"}:
         if not (packages / first).exists():
             place = metadata.distribution(name).locate_file(first)
@@ -67,7 +67,7 @@ def _lend(name: str, packages: Path) -> None:
 
 
 def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
-    """Whether all blocks run in `folder` as one session, and print their outputs."""
+    """True if all blocks run in `folder` as one session and print their outputs."""
     session = before = ""
     blocks = list(_blocks(text))
     install = next(block for block in blocks if block[0] == "sh")
@@ -83,10 +83,8 @@ def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
         printed = (done.stdout or "").removeprefix(before)
         print(printed, end="", flush=True)
         if done.returncode != 0 or (outputs and printed not in outputs):
-            shown = " or\n".join(outputs)
-            print(
-                f"error: exit status {done.returncode}; the README shows\n{shown}", file=sys.stderr
-            )
+            print(f"error: exit status {done.returncode}; the README shows", file=sys.stderr)
+            print(" or\n".join(outputs), file=sys.stderr)
             return False
         before = before if shell else done.stdout
         for entered in re.findall(r"^cd (\S+)$", block, re.MULTILINE) if shell else ():
@@ -95,9 +93,8 @@ def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """The language and text of each block that is run, and the outputs that stand after it."""
-    found = [(match[1], match[2]) for match in _BLOCK.finditer(text)]
-    rows = [list(row) for _, row in groupby(found, key=lambda block: block[0] == "text")]
+    """The language and text of each block that is run, and the outputs shown after it."""
+    rows = [[*row] for _, row in groupby(_BLOCK.findall(text), key=lambda pair: pair[0] == "text")]
     for row, after in zip(rows, [*rows[1:], []], strict=True):
         for number, (language, block) in enumerate(row, 1):
             if language != "text" and not _LEFT_OUT.search(block):
@@ -113,16 +110,15 @@ def main() -> int:
         parser.error("give --readme or versions of torch")
     if options.readme:
         return 0 if readme() else 1
-    torches = options.torches
     platform = "macosx" if sys.platform == "darwin" else "linux"
     wheels = sorted((ROOT / "dist").glob(f"torch_metal_attn-*-{platform}_*.whl"))
     if len(wheels) != 1:
         names = ", ".join(wheel.name for wheel in wheels) or "none"
         print(f"dist/ must have one wheel for {platform}: {names}; run make wheel", file=sys.stderr)
         return 1
-    passed = [torch for torch in torches if verify(wheels[0], torch)]
+    passed = [torch for torch in options.torches if verify(wheels[0], torch)]
     print(f"== {wheels[0].name} passed with torch {', '.join(passed) or 'none'}")
-    return 0 if passed == torches else 1
+    return 0 if passed == options.torches else 1
 
 
 if __name__ == "__main__":

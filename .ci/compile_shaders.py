@@ -1,6 +1,6 @@
-"""Compiles every shader family by Apple's two compilers, on a Mac. Nothing is run.
+"""Compiles every shader family with Apple's two compilers on a Mac, and runs none.
 
-One is Xcode's `metal`, where it is installed; the other is macOS's, which torch uses. FOLDER
+The compilers are Xcode's `metal`, if it is installed, and the one in macOS that torch uses. FOLDER
 receives each text that was compiled, the output of `metal`, and log.txt.
 """
 
@@ -23,7 +23,7 @@ from torch_metal_attn.tools.lint.specialisations import specialisations
 
 XCRUN = ["xcrun", "-sdk", "macosx"]
 METAL = [*XCRUN, "metal"]
-# As MLX, PyTorch and llama.cpp compile theirs; torch compiles without fast math too.
+# The flags with which MLX, PyTorch and llama.cpp compile. torch has no fast math by default either.
 FLAGS = ["-std=metal3.1", "-mmacosx-version-min=14.0", "-fno-fast-math", "-Wall", "-Wextra"]
 # The first macOS and SDK whose compilers have the language of shaders.LANGUAGES.
 NEWER_MACOS = 26
@@ -34,12 +34,12 @@ class NoCompilerError(RuntimeError):
 
 
 def by_xcode(path: Path, flags: list[str]) -> tuple[bool, str]:
-    """Compile by Xcode; True for success, and the output."""
+    """Compile with Xcode; True for success, and the output."""
     return output_of([*METAL, *flags, "-c", str(path), "-o", str(path.with_suffix(".air"))])
 
 
 def by_torch(path: Path) -> tuple[bool, str]:
-    """Compile by macOS's compiler, whose warnings torch drops."""
+    """Compile with the compiler in macOS, whose warnings torch drops."""
     try:
         torch.mps.compile_shader(path.read_text(encoding="ascii"))
     except (RuntimeError, SyntaxError) as error:
@@ -50,9 +50,7 @@ def by_torch(path: Path) -> tuple[bool, str]:
 def output_of(command: list[str]) -> tuple[bool, str]:
     """True for success, and the output of a command. Raises NoCompilerError if it cannot run."""
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except FileNotFoundError:
         raise NoCompilerError(
             f"there is no {command[0]} here: this needs a Mac with Xcode, not the command line "
@@ -70,7 +68,7 @@ def require(command: list[str]) -> str:
 
 
 def xcode_flags() -> dict[str, list[str]]:
-    """The compiler's flags for each family whose language the SDK has."""
+    """Xcode's flags for each family whose language the SDK has."""
     command = [*XCRUN, "--show-sdk-version"]
     words = require(command)
     # xcrun may print warnings before the version.
@@ -78,7 +76,7 @@ def xcode_flags() -> dict[str, list[str]]:
     if version is None:
         raise NoCompilerError(f"{' '.join(command)} printed no version:\n{words}")
     sdk = int(version[1]), int(version[2] or 0)
-    # A compiler does not know a macOS later than its SDK.
+    # A compiler rejects a macOS later than its SDK.
     oldest = ".".join(map(str, min(sdk, OLDEST_MACOS)))
     newer = ["-std=metal4.0", f"-mmacosx-version-min={oldest}", *FLAGS[2:]]
     return {
@@ -106,7 +104,7 @@ def write_texts(folder: Path) -> Iterator[tuple[str, str, Path]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 if the compilers take everything, 1 if not, 2 if torch compiles nothing here."""
+    """Exit status: 0 if every text compiles, 1 if not, 2 if torch cannot compile here."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     folder: Path = parser.parse_args(arguments).folder
@@ -138,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
 def compile_all(
     texts: list[tuple[str, str, Path]], flags: dict[str, list[str]], say: Callable[[str], None]
 ) -> int:
-    """Compile by torch, and by Xcode where there are flags; 1 if any compilation fails."""
+    """Compile with torch, and with Xcode the families that have flags; 1 if one fails."""
     left_out = sorted({family for family, _, _ in texts} - set(flags))
     if left_out:
         warning = f"compiled by torch alone, not by Xcode's metal: {', '.join(left_out)}"

@@ -1,4 +1,4 @@
-"""Docstrings as Markdown, for the API's pages: each section is a list of its names."""
+"""Docstrings as Markdown, for the pages of the API: each section becomes a list of names."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ _ON_ITS_LINE = re.compile(r"^ +([^:\n]{1,40}): ", re.MULTILINE)
 
 
 def as_markdown(text: str) -> str:
-    """Sections begin in bold. Their names are items, each on its line or after a full stop."""
+    """Titles of sections become bold, and each name in a section becomes a list item."""
     text = _EXAMPLE.sub(lambda match: f"**Example:**\n\n{match[1]}", text)
     return _SECTION.sub(_section, text)
 

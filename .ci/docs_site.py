@@ -1,4 +1,4 @@
-"""The pages of the site that `make docs` builds, with their paths: mkdocs calls these functions."""
+"""Collects the pages of the site that `make docs` builds. mkdocs calls the `on_` functions."""
 
 import json
 import re
@@ -19,7 +19,7 @@ torch_metal_attn.vllm
 
 
 def notebook_page(path: Path) -> str:
-    """A notebook as Markdown: its code as `python` blocks, and what they printed as `text`."""
+    """A notebook as Markdown: code as `python` blocks, and outputs as `text` blocks."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"]).rstrip()
@@ -34,16 +34,16 @@ def notebook_page(path: Path) -> str:
 
 
 def public_ops() -> dict[str, str]:
-    """The schema of each op that is no inner one, by its name."""
+    """The schemas of the public ops, by name."""
     import torch
 
     import torch_metal_attn  # noqa: F401  (registers them)
 
-    inner = re.compile(r"_.*|.*_(explain|plan)")  # the latter are what explain() calls
+    private = re.compile(r"_.*|.*_(explain|plan)")  # explain() calls the latter
     ops = {}
     for schema in torch._C._jit_get_all_schemas():
         name = schema.name.removeprefix("metal_attn::")
-        if name != schema.name and not inner.fullmatch(name):
+        if name != schema.name and not private.fullmatch(name):
             ops[name] = str(schema).removeprefix("metal_attn::")
     return dict(sorted(ops.items()))
 
@@ -60,7 +60,7 @@ def _ops_page() -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The theme's files, the repository's pages with what they link to, and the API."""
+    """The theme's files, the repository's pages, the files that they link to, and the API."""
     from mkdocs.structure.files import File
 
     def made(path: str, text: str) -> File:
@@ -91,7 +91,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def _with_folders(entry: Any, paths: list[str]) -> Any:
-    """An entry of the navigation, where a folder's name stands for its pages."""
+    """A navigation entry, with each folder name replaced by the pages in it."""
     if isinstance(entry, dict):
         ((title, inner),) = entry.items()
         if isinstance(inner, str):
@@ -101,5 +101,5 @@ def _with_folders(entry: Any, paths: list[str]) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to notebooks lead to their pages."""
+    """Let links to notebooks lead to their pages."""
     return markdown.replace(".ipynb)", ".md)")

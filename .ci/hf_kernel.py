@@ -1,7 +1,7 @@
 """Lays a wheel out as Hugging Face's `kernels` library loads it: dist/hf-kernel/build/<variant>/.
 
-`kernels` takes a variant named after torch's stable ABI for Macs from macOS 26 on alone, and on
-older ones `torch-metal`. So there are both, with the same files.
+`kernels` loads a variant named after torch's stable ABI from macOS 26 on, and `torch-metal` before
+that. Both are written, with the same files.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from check_wheel import PACKAGE, ROOT, project_version
 
 OUTPUT = ROOT / "dist" / "hf-kernel"
 MACOS_VARIANTS = ("torch-stable-abi210-metal-aarch64-darwin", "torch-metal")
-# The version of the interface on the hub: it grows when callers must change.
+# The version of the interface on the hub. Increase it when callers must change.
 KERNEL_VERSION = 1
 
-# It runs under a name that `kernels` chooses. The package's modules import each other by theirs.
+# `kernels` chooses the name of this module, but the package's modules import each other by theirs.
 LOADER = '''\
 """torch_metal_attn {version} out of the folder of this file."""
 
@@ -48,7 +48,7 @@ def _load():
     except BaseException:
         del sys.modules["torch_metal_attn"]
         raise
-    package.__version__ = _VERSION  # no metadata of an installed package is there to tell it
+    package.__version__ = _VERSION  # there is no metadata of an installed package to read it from
     return package
 
 
@@ -60,14 +60,14 @@ globals().update({{name: getattr(_package, name) for name in __all__}})
 
 
 def write_variant(wheel: Path, output: Path, variant: str) -> Path:
-    """Unpacks the package in `wheel` into `output`/build/`variant`, with what `kernels` reads."""
+    """Unpack the package in `wheel` into `output`/build/`variant`, with the files of `kernels`."""
     folder = output / "build" / variant
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder, [n for n in archive.namelist() if n.startswith(f"{PACKAGE}/")])
     (backend,) = set(variant.split("-")) & {"metal", "cpu"}
     version = project_version()
     metadata = {
-        # The module's name while it is loaded, so no other kernel's and no other variant's.
+        # The name of the loaded module, which must differ between kernels and variants.
         "id": "_" + re.sub(r"\W", "_", f"{PACKAGE}_{version}_{variant}"),
         "name": "torch-metal-attn",
         "version": KERNEL_VERSION,

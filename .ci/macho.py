@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import lief
 
-# It complains of the tables that zig leaves empty.
+# It warns about the tables that zig leaves empty.
 lief.logging.disable()
 
-FLAT = ""  # instead of a library: whatever the process has loaded
-# Bits of a symbol's type that say that it is for debuggers (<mach-o/nlist.h>). Of a variable such
-# a symbol has no section, as if it were undefined.
+FLAT = ""  # in place of a library's name: the symbol may come from any loaded library
+# Bits of a symbol's type that mark it as one for debuggers (<mach-o/nlist.h>). For a variable, such
+# a symbol has no section, like an undefined one.
 N_STAB = 0xE0
 
 
@@ -34,7 +34,7 @@ def read(data: bytes, name: str) -> Library:
         raise ValueError(f"{name} is not a macOS library for one architecture")
     binary = parsed.at(0)
     assert binary is not None
-    # Symbols name their library by its place among the load commands that are dependencies.
+    # A symbol's library is the index of its load command among those of dependencies.
     own_name = lief.MachO.LoadCommand.TYPE.ID_DYLIB
     dependencies = [str(lib.name) for lib in binary.libraries if lib.command != own_name]
     imports = {}

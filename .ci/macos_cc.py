@@ -1,7 +1,7 @@
 """A compiler and linker for macOS on arm64, for setuptools on Linux: zig and a few stubs.
 
-What it gets are the options of this machine's Python for this machine's compiler; it keeps those
-that say something about the code. As a program its first argument is the folder of the stubs.
+setuptools passes options for this machine's compiler; only those about the code are kept. Run as a
+program, the first argument is the folder of the stubs.
 """
 
 import runpy
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-# Without the package, whose import takes as long as compiling a file.
+# By path, as importing the package takes as long as compiling a file.
 MACOS = runpy.run_path(str(Path(__file__).parents[1] / "torch_metal_attn/runtime/macos.py"))
 TARGET = "aarch64-macos.{}.{}".format(*MACOS["OLDEST"])
 SOURCES = (".cpp", ".c")
@@ -22,25 +22,25 @@ COMPILE = [
     # Without it zig's libc++ calls std::__hash_memory, which macOS 14 does not have.
     "-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS",
     "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1",
-    # torch takes no operator delete with a size from macOS: nothing would prove that it is there.
+    # No library of torch uses sized operator delete, so the check could not prove macOS has it.
     "-fno-sized-deallocation",
 ]
 LINK = [
     "-dynamiclib",
-    # Without these zig compiles its own checks of undefined behaviour and compiler-rt first, in
-    # 15 s, for code that uses neither: what lacks a symbol of theirs does not link.
+    # Without these zig first compiles its runtimes for undefined behaviour and compiler-rt, in
+    # 15 s. The code uses neither, or it would not link.
     "-O3",
     "-rtlib=none",
-    # zig would link a libc++ of its own: exceptions could not cross into libtorch.
+    # Exceptions could not cross into libtorch from the libc++ that zig would link.
     "-nostdlib++",
     "-Wl,-dead_strip",
-    # torch is loaded before, so dyld knows its libraries by name; this is for who inspects us.
+    # dyld finds torch's loaded libraries by name; the path is for tools that inspect the library.
     "-Wl,-rpath,@loader_path/../torch/lib",
 ]
 
 
 def write_stub(folder: Path, install_name: str, symbols: Iterable[str]) -> None:
-    """A text stub (.tbd): for the linker a library with that name and those symbols."""
+    """Write a text stub (.tbd), which the linker takes for a library with these symbols."""
     quoted = ", ".join(f"'{symbol}'" for symbol in sorted(symbols))
     text = f"""--- !tapi-tbd
 tbd-version: 4
@@ -55,7 +55,7 @@ exports:
 
 
 def translated(arguments: list[str], stubs: Path) -> list[str]:
-    """zig's arguments for those of a compiler driver, for compiling or for linking."""
+    """The arguments of a compiler driver, for compiling or linking, as those of zig."""
     kept = [argument for argument in arguments if argument.startswith(KEPT)]
     for option, value in pairwise(arguments):
         if option in KEPT_WITH_A_VALUE:

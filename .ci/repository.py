@@ -16,9 +16,8 @@ EMPTY = (
 def url(root: Path = ROOT) -> str:
     """The repository's URL; "" until it is filled in."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'^repository = "(.*)"$', text, re.MULTILINE)
-    assert found is not None
-    return found[1].rstrip("/")
+    (address,) = re.findall(r'^repository = "(.*)"$', text, re.MULTILINE)
+    return address.rstrip("/")
 
 
 def files(root: Path = ROOT) -> list[Path]:
@@ -29,14 +28,15 @@ def files(root: Path = ROOT) -> list[Path]:
 
 
 def write(root: Path = ROOT) -> str:
-    """Fill it in, and say what was written or that there is no URL."""
+    """Write the URL into the files; returns a report, or that there is no URL."""
     if not url(root):
         return EMPTY
-    found = files(root)
-    for path in found:
+    report = []
+    for path in files(root):
         text = path.read_text(encoding="utf-8").replace(PLACEHOLDER, url(root))
         path.write_text(text, encoding="utf-8")
-    return "\n".join(f"wrote {url(root)} into {path.relative_to(root)}" for path in found)
+        report.append(f"wrote {url(root)} into {path.relative_to(root)}")
+    return "\n".join(report)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The symbols of torch's macOS wheels: what they export, and what they find on macOS itself."""
+"""The symbols of torch's macOS wheels: their exports, and their imports from macOS."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ MACOS_PLATFORM = "macosx_{}_{}_arm64".format(*macos.OLDEST)
 LIBCXX = "/usr/lib/libc++.1.dylib"
 LIBSYSTEM = "/usr/lib/libSystem.B.dylib"
 TORCH_CPU = "@rpath/libtorch_cpu.dylib"
-# Any version of Python will do: the libraries are the same.
+# The libraries are the same for every version of Python.
 WHEELS_FOR = [
     *("--only-binary", ":all:", "--platform", MACOS_PLATFORM),
     *("--python-version", "3.12", "--implementation", "cp", "--abi", "cp312"),
@@ -33,9 +33,9 @@ WHEELS_FOR = [
 @dataclass(frozen=True)
 class Torch:
     version: str
-    exports: dict[str, list[str]]  # install name of each of its libraries: symbols
-    # macOS' own libraries: symbols that some library of this torch, made for macOS 14 or
-    # earlier, takes from them. So macOS 14 has them.
+    exports: dict[str, list[str]]  # by the install name of each of its libraries
+    # By library of macOS: symbols that macOS 14 must have, as a library of this torch that was
+    # built for macOS 14 or earlier imports them.
     taken_from_macos: dict[str, list[str]]
 
 
@@ -56,7 +56,7 @@ def versions() -> list[str]:
 
 def load(version: str) -> Torch:
     """The symbols of one version, from the cache or its wheel (about 100 MB); or RuntimeError."""
-    # Not in the simulator's cache, which deletes what it has not used for long.
+    # Not in the simulator's cache, which deletes files that have not been used for long.
     folder = cache.default_dir().with_name("torch_metal_attn-torches")
     cached = folder / f"torch-{version}-macos-arm64.json.gz"
     if cached.exists():

@@ -43,11 +43,11 @@ from torch_metal_attn.ops.names import ArgumentNames
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
-# The overloads themselves: torch.ops would look them up in every call.
+# The overloads, which torch.ops would otherwise look up in every call.
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_VARLEN_FWD = torch.ops.metal_attn.flash_varlen_fwd.default
 
-# The arguments' names in errors. The ops' tensors are (B, H, L, D).
+# The names of arguments in errors. The ops' tensors are (B, H, L, D).
 _NAMES = ArgumentNames(blhd=True)
 _QKV_NAMES = ArgumentNames({name: f"qkv[:, :, {i}]" for i, name in enumerate("qkv")})
 _KV_NAMES = ArgumentNames({"k": "kv[:, :, 0]", "v": "kv[:, :, 1]"})
@@ -303,7 +303,7 @@ def _of_parts(
     positional: tuple[Any, ...],
     options: FlashAttnOptions,
 ) -> FlashAttnResult:
-    """Call the function with parts of packed tensors; its errors name those."""
+    """Call the function with parts of packed tensors, which its errors name."""
     try:
         return function(*positional, **options)
     except (ValueError, NotImplementedError) as error:

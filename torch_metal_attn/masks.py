@@ -1,8 +1,8 @@
 """Ready-made mask_mods for `flex_attention` and torch's `create_block_mask`.
 
-They combine with `&`, `|` and `~`. Tensors that they are made from are looked up by the kernels, so
-make them on the device of the attention. They can be pickled, as DataLoader's workers need.
-TypeError and ValueError name an argument of another type, dtype or shape, or out of range.
+They combine with `&`, `|` and `~`. Kernels read the tensors that you pass, so these must be on the
+device of the attention. They can be pickled, as DataLoader's workers need. TypeError and ValueError
+name an argument of another type, dtype or shape, or out of range.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,9 +56,8 @@ def causal(q_offset: int = 0) -> Mask:
 
 def sliding_window(left: int, right: int = 0) -> Mask:
     """Keys from `left` before the query's position to `right` after it."""
-    return Mask(
-        partial(_sliding_window, as_int_at_least("left", left), as_int_at_least("right", right))
-    )
+    left, right = as_int_at_least("left", left), as_int_at_least("right", right)
+    return Mask(partial(_sliding_window, left, right))
 
 
 def prefix_lm(lengths: Tensor) -> Mask:
@@ -68,10 +67,10 @@ def prefix_lm(lengths: Tensor) -> Mask:
 
 
 def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
-    """Queries see keys of their own document. Reads cu_seqlens once, on the host.
+    """Queries see the keys of their document. Reads cu_seqlens once, on the host.
 
-    cu_seqlens: (documents + 1,), where each begins and the last ends. length: of the packed
-    sequence, if tokens of no document follow; they see nothing.
+    cu_seqlens: (documents + 1,), the start of each document and the end of the last. length: of the
+    packed sequence, if padding follows the last document; padding sees no key.
     """
     check_integers("cu_seqlens", cu_seqlens, "(documents + 1)")
     bounds = on_host("cu_seqlens", cu_seqlens) or [0]
@@ -85,7 +84,7 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
 
 
 def chunked(size: int) -> Mask:
-    """Queries see keys of their own chunk of `size`; `& causal()` is Llama 4's."""
+    """Queries see the keys of their chunk of `size`. With `& causal()` it is Llama 4's mask."""
     return Mask(partial(_chunked, as_int_at_least("size", size, 1)))
 
 
@@ -98,9 +97,9 @@ def dilated(steps: int, dilation: int) -> Mask:
 def neighbourhood(
     shape: Sequence[int], window: Sequence[int], dilation: Sequence[int] | None = None
 ) -> Mask:
-    """natten's neighbourhood attention on a grid of 1 to 3 dimensions, flattened in its order.
+    """natten's neighbourhood attention on a grid of 1 to 3 dimensions, flattened row-major.
 
-    A token sees the `window` of tokens around it; at a border the window moves inwards and keeps
+    A token sees the `window` of tokens around it. At a border the window moves inwards and keeps
     its size. dilation: the distance of neighbours, 1 if None.
     """
     shape, window = _sizes("shape", shape), _sizes("window", window)
@@ -116,25 +115,22 @@ def neighbourhood(
                 f"window times dilation is {width * step} along a dimension of {size}; it must not "
                 "be larger"
             )
-    axes = tuple(zip(shape, window, dilation, strict=True))
-    return Mask(partial(_neighbourhood, axes))
+    return Mask(partial(_neighbourhood, tuple(zip(shape, window, dilation, strict=True))))
 
 
 def tree(parents: Tensor, context: int = 0) -> Mask:
     """Nodes of a tree see themselves, their ancestors, and `context` keys before the tree.
 
-    For speculative decoding. parents: (nodes,), the number of each node's parent, lower than its
-    own, or -1 for a root. Read once, on the host.
+    For speculative decoding. parents: (nodes,), the index of each node's parent, an earlier node,
+    or -1 for a root. Read once, on the host.
     """
     check_integers("parents", parents, "(nodes)")
     context = as_int_at_least("context", context)
-    of_node = on_host("parents", parents)
-    ancestors = torch.eye(len(of_node), dtype=torch.bool, device="cpu")
-    for node, parent in enumerate(of_node):
+    parent_of = on_host("parents", parents)
+    ancestors = torch.eye(len(parent_of), dtype=torch.bool, device="cpu")
+    for node, parent in enumerate(parent_of):
         if not -1 <= parent < node:
-            raise ValueError(
-                f"parents[{node}] is {parent}; it must be -1 or the number of an earlier node"
-            )
+            raise ValueError(f"parents[{node}] is {parent}; it must be -1 or an earlier node")
         if parent >= 0:
             ancestors[node] |= ancestors[parent]
     return Mask(partial(_tree, ancestors.to(parents.device), context))
@@ -152,59 +148,51 @@ def _not(one: MaskMod, *position: Tensor) -> Tensor:
     return ~one(*position)
 
 
-def _causal(q_offset: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return q_idx + q_offset >= kv_idx
+def _causal(q_offset: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q + q_offset >= kv
 
 
-def _sliding_window(
-    left: int, right: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+def _sliding_window(left: int, right: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q - kv <= left) & (kv - q <= right)
 
 
-def _prefix_lm(lengths: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return (q_idx >= kv_idx) | (kv_idx < lengths[b])
+def _prefix_lm(lengths: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) | (kv < lengths[b])
 
 
-def _document(
-    documents: Tensor, last: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    return (documents[q_idx] == documents[kv_idx]) & (q_idx < last)
+def _document(documents: Tensor, last: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (documents[q] == documents[kv]) & (q < last)
 
 
-def _chunked(size: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return q_idx // size == kv_idx // size
+def _chunked(size: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q // size == kv // size
 
 
-def _dilated(
-    steps: int, dilation: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    distance = (q_idx - kv_idx).abs()
+def _dilated(steps: int, dilation: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    distance = (q - kv).abs()
     return (distance <= steps * dilation) & (distance % dilation == 0)
 
 
 def _neighbourhood(
-    axes: tuple[tuple[int, int, int], ...], b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    axes: tuple[tuple[int, int, int], ...], b: Tensor, h: Tensor, q: Tensor, kv: Tensor
 ) -> Tensor:
     """axes: the size, the window and the dilation of each dimension of the grid."""
     seen = None
     for size, width, step in reversed(axes):
-        q_group, q_place = q_idx % size % step, q_idx % size // step
-        kv_group, kv_place = kv_idx % size % step, kv_idx % size // step
-        # Tokens of the query's group, which may differ by one.
+        q_group, q_place = q % size % step, q % size // step
+        kv_group, kv_place = kv % size % step, kv % size // step
+        # The size of the query's group; groups may differ by one token.
         count = (size - q_group + step - 1) // step
         first = torch.minimum((q_place - width // 2).clamp(min=0), count - width)
         inside = (kv_place >= first) & (kv_place < first + width) & (q_group == kv_group)
         seen = inside if seen is None else seen & inside
-        q_idx, kv_idx = q_idx // size, kv_idx // size
+        q, kv = q // size, kv // size
     assert seen is not None
     return seen
 
 
-def _tree(
-    ancestors: Tensor, context: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    return (kv_idx < context) | ancestors[q_idx, (kv_idx - context).clamp(min=0)]
+def _tree(ancestors: Tensor, context: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv < context) | ancestors[q, (kv - context).clamp(min=0)]
 
 
 def _sizes(name: str, values: object) -> list[int]:

@@ -10,23 +10,24 @@
 | q4_g32, q4_g64 | int32 (..., D / 8) | the same | the same |
 
 The last six have codes of 2, 3 or 4 bits, and a scale and a minimum for each group of G = 32 or 64
-columns: the scale's numbers 2 g and 2 g + 1 are group g's. Codes lie in a row's bits one after the
-other, the first in the lowest bits of the first element. With a minimum each group uses all of its
-codes wherever its values lie. MLX's caches are quantised so (`mlx.core.quantize`), and so are the
-values of Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024), which
-quantises keys by column. Keys and values may have different formats.
+columns, which are numbers 2 g and 2 g + 1 of the scale for group g. The codes of a row are
+consecutive, the first in the lowest bits of the first element. With a minimum, each group uses its
+entire range of codes. MLX's caches have this form (`mlx.core.quantize`), and so do the values of
+Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024), which quantises
+keys by column. Keys and values may have different formats.
 
 q8_0 and q4_0 are llama.cpp's (ggml's) formats with another byte order, which `from_ggml` and
 `to_ggml` convert. Quantising computes the scale of each block of 32 columns; ggml's own
-quantisation may round a value to the neighbouring code. fp8_e4m3 is vLLM's format: the caller gives
-its scale, one per head. It is stored as uint8 on mps, which has no float8.
+quantisation may round a value to the neighbouring code. fp8_e4m3 is vLLM's format. The caller
+passes its scale, one per head. It is stored as uint8 on mps, which has no float8.
 
-Rows may be rotated before: each block of 32, 64 or 128 columns is multiplied by the orthonormal
-Hadamard matrix, so that a column of large values is spread over its block and does not take the
-codes of its neighbours (Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs",
-2024). Scores of rotated queries and keys are those of the queries and keys.
+Rows may be rotated before quantisation: each block of 32, 64 or 128 columns is multiplied by the
+orthonormal Hadamard matrix, which spreads a column of large values over its block, so that its
+neighbours keep their precision (Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated
+LLMs", 2024). Rotated queries and keys have the same scores.
 
-These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the same bits.
+These functions are plain torch, on any device. `torch.ops.metal_attn.append_kv` gives the same
+bits.
 """
 
 import torch
@@ -43,7 +44,7 @@ __all__ = [
 
 # Columns that share a scale in q8_0 and q4_0.
 BLOCK = 32
-# Bits of a code, and columns of a group, of the formats with a scale and a minimum per group.
+# Bits of a code and columns of a group, for the formats with a scale and a minimum per group.
 _GROUPED = {f"q{bits}_g{group}": (bits, group) for bits in (2, 3, 4) for group in (32, 64)}
 _WORDS = {2: torch.int16, 3: torch.uint8, 4: torch.int32}
 # The dtype of a format's data on any device.
@@ -52,7 +53,7 @@ DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8} | {
 }
 FORMATS = tuple(DTYPES)
 
-# Columns of a block that is rotated.
+# Columns of a rotated block.
 HADAMARD = (32, 64, 128)
 
 _LARGEST_FP8 = 448.0
@@ -65,8 +66,8 @@ def hadamard(x: Tensor, size: int) -> Tensor:
     """Each block of `size` columns of x (..., D) times the orthonormal Hadamard matrix.
 
     The matrix is symmetric and its own inverse, so the same call rotates back. Sums are float32 and
-    are rounded to x's dtype. `flash_fwd` over a cache whose rows are rotated takes hadamard(q) as
-    queries, and hadamard(out) is the result; `flash_decode` does both itself.
+    are rounded to x's dtype. With a rotated cache, pass hadamard(q) to `flash_fwd`, and the result
+    is hadamard(out). `flash_decode` does both itself.
 
     size: 32, 64 or 128, of which D must be a multiple.
     """
@@ -75,7 +76,7 @@ def hadamard(x: Tensor, size: int) -> Tensor:
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
     if not check_hadamard(size, {"x": x.shape[-1] if x.dim() else 0}, "size"):
         raise ValueError(f"size is 0; it must be one of {', '.join(map(str, HADAMARD))}")
-    # Made where x is: a copy from the host would wait for the GPU.
+    # Created on x's device, as a copy from the host would wait for the GPU.
     matrix = rotated(torch.eye(size, device=x.device), size)
     with without_autocast(x.device.type):
         return (x.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
@@ -88,14 +89,14 @@ def check_columns(name: str, columns: int, format: str) -> None:
 
 
 def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -> int:
-    """size, if it is 0 or a block that divides the columns; they are named in the error."""
+    """size, which must be 0 or divide the columns. columns: by the tensor's name, for errors."""
     size = arguments.as_int(name, size)
     if size not in (0, *HADAMARD):
         raise ValueError(f"{name} is {size}; it must be 0 (off), 32, 64 or 128")
-    for of, count in columns.items():
+    for x, count in columns.items():
         if size and (count % size or count == 0):
             raise ValueError(
-                f"{of} has {count_text(count, 'column')}; {name} of {size} needs a multiple of it"
+                f"{x} has {count_text(count, 'column')}; {name} of {size} needs a multiple of it"
             )
     return size
 
@@ -121,7 +122,7 @@ def quantise(
     """Quantise x (..., D) in float32, float16 or bfloat16; returns data and scale.
 
     x is converted to float32 first. With amax the largest magnitude of a block of 32 columns, and y
-    what `dequantise` gives in float32:
+    the float32 result of `dequantise`:
 
     q8_0: scale = float16(amax / 127); data = x / scale rounded to nearest even, in -127..127.
         |x - y| <= amax / 254 * (1 + 2^-10) + 2^-18.
@@ -136,13 +137,13 @@ def quantise(
         amax the largest magnitude and r = largest - least of the group,
         |x - y| <= r / (2 n) * (1 + 2^-7) + 2^-10 amax + 2^-21.
 
-    2^-18, 2^-21 and 2^-22 come from float16's smallest steps, and matter for small blocks only. A
-    block or group with NaN or inf, or whose scale or minimum exceeds float16, has scale (and
-    minimum) NaN and zeros as data. D must be a multiple of 32 in q8_0 and q4_0, and of G.
+    2^-18, 2^-21 and 2^-22 come from float16's smallest steps, and matter only for blocks of small
+    values. A block or group with NaN or inf, or whose scale or minimum exceeds float16, has scale
+    (and minimum) NaN and zeros as data. D must be a multiple of 32 in q8_0 and q4_0, and of G.
 
     `scale` is for fp8_e4m3 only: float32 (heads) or (B, heads), where x's dimension `heads_dim` is
-    the heads and dimension 0 is B. It is returned unchanged. None stands for 1. On devices without
-    a float8 dtype ones are returned, because only a float32 scale tells fp8_e4m3 from q4_0.
+    the heads and dimension 0 is B. It is returned unchanged. None means 1. On devices without a
+    float8 dtype ones are returned, as only a float32 scale distinguishes fp8_e4m3 from q4_0.
 
     With `hadamard` of 32, 64 or 128, x above is x rotated by `hadamard(x, ...)` in float32.
     """
@@ -159,9 +160,7 @@ def quantise(
         bits = _fp8_bits(x.float() / by_head)
         return bits.view(torch.float8_e4m3fn) if _has_float8(x.device) else bits, scale
     if scale is not None:
-        raise ValueError(
-            f"scale is given and format is {format}, which finds its own: leave it out"
-        )
+        raise ValueError(f"scale is given and format is {format}, which computes it: leave it out")
     shared = shared_columns(format)
     if x.dim() == 0 or x.shape[-1] % shared != 0:
         raise ValueError(
@@ -261,7 +260,7 @@ def to_ggml(data: Tensor, scale: Tensor) -> Tensor:
 def format_of(data: Tensor, scale: Tensor | None) -> str:
     """The format, from the dtypes: uint8 is q4_0 with a float16 scale, fp8_e4m3 with float32.
 
-    Groups, and q4_0 from 3 bits, are told by how many float16 numbers there are for a row's data.
+    The number of float16 scales per row distinguishes group sizes, and q4_0 from 3 bits.
     """
     _check_tensors(data=data, scale=scale)
     _check_columns(data)
@@ -300,7 +299,7 @@ def columns(data: Tensor, scale: Tensor | None) -> int:
 
 
 def shared_columns(format: str) -> int:
-    """The columns that share a scale, of which D must be a multiple; fp8_e4m3 takes any D: 1."""
+    """The number of columns that share a scale, which must divide D. fp8_e4m3 takes any D, so 1."""
     _check_format(format)
     if format in _GROUPED:
         return _GROUPED[format][1]
@@ -359,7 +358,7 @@ def _quantise_groups(groups: Tensor, format: str) -> tuple[Tensor, Tensor]:
     bits, _ = _GROUPED[format]
     last = 2**bits - 1
     least, largest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    # Zeros of either sign are alike.
+    # -0.0 becomes 0.0.
     minimum = least.masked_fill(least == 0, 0).to(torch.float16)
     steps = ((largest - least) / last).to(torch.float16)
     finite = steps.isfinite() & minimum.isfinite()
@@ -369,7 +368,7 @@ def _quantise_groups(groups: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """Codes (..., D) as one word for 8 of them: 3 bits as three bytes."""
+    """Codes (..., D), packed into one word per 8 codes, or three bytes for 3 bits."""
     shifts = torch.arange(8, device=codes.device, dtype=torch.int64) * bits
     words = (codes.long().unflatten(-1, (codes.shape[-1] // 8, 8)) << shifts).sum(-1)
     if bits == 3:
@@ -394,13 +393,13 @@ def _ggml_block_bytes(format: str) -> int:
 
 
 def _steps(steps: Tensor) -> Tensor:
-    """As float16, with NaN for what is not finite there."""
+    """As float16, with NaN in place of values that are not finite."""
     half = steps.to(torch.float16)
     return half.masked_fill(~half.isfinite(), torch.nan)
 
 
 def _quotient(blocks: Tensor, steps: Tensor) -> Tensor:
-    """Blocks over their steps, to nearest even; 0 where the step is 0 or NaN."""
+    """Blocks divided by their steps, rounded to nearest even; 0 where the step is 0 or NaN."""
     usable = (steps != 0) & ~steps.isnan()
     return torch.where(usable, blocks / steps.float(), 0).round()
 
@@ -412,9 +411,7 @@ def _has_float8(device: torch.device) -> bool:
 def _checked_dim(x: Tensor, dim: int) -> int:
     dim = arguments.as_int("heads_dim", dim)
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(
-            f"heads_dim is {dim} and the tensor has {count_text(x.dim(), 'dimension')}"
-        )
+        raise ValueError(f"heads_dim is {dim}; the tensor has {count_text(x.dim(), 'dimension')}")
     return dim % x.dim()
 
 
@@ -436,7 +433,7 @@ def _by_head(name: str, x: Tensor, scale: Tensor, heads_dim: int) -> Tensor:
 
 
 def _fp8_bits(x: Tensor) -> Tensor:
-    """uint8 of float32, clamped; every NaN is 0x7f. By its bits: not every device has the cast.
+    """uint8 of float32, clamped; every NaN is 0x7f. Computed on bits, as mps lacks the cast.
 
     Normal values: the exponent is rebased and 20 bits of the fraction are rounded off, with a carry
     into the exponent. Below 2^-6 the code counts steps of 2^-9.

@@ -1,7 +1,7 @@
-"""The one oracle: attention in plain torch operations, for any dtype, device and length.
+"""The reference: attention in plain torch operations, for any dtype, device and length.
 
 The CPU path of `metal_attn::flash_fwd` and `flash_varlen_fwd`, the tests and the benchmarks all
-call these functions, so that there is one definition of what the kernels have to compute.
+call these functions, so that the results of the kernels have one definition.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,7 @@ from torch_metal_attn.call.visibility import (
 )
 from torch_metal_attn.quantisation import columns, dequantise, rotated
 
-# Scores held at once. 2**23 float32 scores take 32 MiB, little next to any model and enough for
-# full-speed matmuls.
+# 2**23 float32 scores take 32 MiB, which is enough for full-speed matmuls.
 _SCORES_PER_BLOCK = 2**23
 
 
@@ -70,28 +69,28 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention with its log-sum-exp.
 
-    Query i stands at key index p = i + q_offset and sees a set of keys V_i. With
+    Query i is at key index p = i + q_offset and sees a set of keys V_i. With
 
         s_j = softmax_scale * <q_i, k_j>
         s_j = transformed(s_j)                       the scalar options, such as softcap
         s_j = s_j - alibi_slope * |p - j|            (Press et al. 2021, ALiBi)
         s_j = s_j + attn_bias_ij
 
-    over the keys j in V_i, and with sink the head's learnable_sink (gpt-oss, 2025; -inf without):
+    for the keys j in V_i, and with sink the head's learnable_sink (gpt-oss, 2025; -inf without):
 
         lse_i = log(exp(sink) + sum_j exp(s_j))      out_i = sum_j exp(s_j - lse_i) z_ij v_j
 
-    with z_ij = 1 without dropout; with it 1 / (1 - dropout_p) where `philox.dropout_mask` keeps the
-    weight, and 0 elsewhere (Srivastava et al. 2014); after Vaswani et al. 2017 (the softmax) and
-    Dao et al. 2022, FlashAttention (the log-sum-exp kept per row). A query that sees no key gets
-    out 0 and lse = sink. NaN in data that a query sees gives NaN in its result. Query head h reads
-    key/value head h // (Hq // Hkv).
+    after Vaswani et al. 2017 (the softmax) and Dao et al. 2022, FlashAttention (the log-sum-exp of
+    each row). z_ij is 1 without dropout; with dropout it is 1 / (1 - dropout_p) where
+    `philox.dropout_mask` keeps the weight, and 0 elsewhere (Srivastava et al. 2014). A query that
+    sees no key gets out 0 and lse = sink. NaN in data that a query sees gives NaN in its result.
+    Query head h reads key/value head h // (Hq // Hkv).
 
     V_i holds the keys j for which all of these are true: leftpad_k <= j < seqused_k;
     p - window_size_left <= j <= p + window_size_right, where a negative size is no limit; with
     causal j <= p; with attention_chunk c > 0 floor((j - leftpad_k) / c) = floor((p - leftpad_k) /
-    c) (Llama 4); attn_mask is not False; and with indices some entry of query i's list names j's
-    block. A key that is listed twice counts twice, as two keys that are alike.
+    c) (Llama 4); attn_mask is not False; and with indices, query i's list contains j's block. A key
+    that is listed twice counts twice, like two equal keys.
 
     Args: q: (B, Hq, Lq, D). k: (B, Hkv, Lk, D); Hkv divides Hq. v: (B, Hkv, Lk, Dv). softmax_scale:
         D ** -0.5 if None. q_offset: None aligns bottom-right: seqused_k - Lq; 0 is top-left.
@@ -101,16 +100,16 @@ def attention(
         learnable_sink: (Hq,). q_rotary_cos, q_rotary_sin: (Lq', R/2) or (B, Lq', R/2), Lq' >= Lq:
         row i rotates query i's first R columns before the product; k_rotary_cos and k_rotary_sin
         the keys'. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset, if
-        dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): where in a cache each
-        sequence's keys and values are, see `cached`; Lk is then what the table or the cache holds.
-        k_scale, v_scale, hadamard: of quantised k and v, see `quantisation`. indices: (B or 1, Hkv
-        or 1, lists, entries): list i // q_block_size is query i's, and entry e the keys from e *
-        kv_block_size on; -1 is none (DeepSeek-V3.2, 2025). parents, tree_mask: the last keys are
-        those of the queries and form a tree, see `tree_rows`. It alone says which of these keys a
-        query sees; windows and chunks count positions by depth. first_batch: the index that dropout
-        counts the batch from. transform: the options of `transformed`. compute_dtype: dtype of
-        every intermediate and of both results. Without it, float32 (float64 for float64 inputs)
-        inside, and `out` rounded to q's dtype at the end.
+        dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): each sequence's keys and
+        values in a cache, see `cached`; Lk is then the capacity of the table or the cache. k_scale,
+        v_scale, hadamard: of quantised k and v, see `quantisation`. indices: (B or 1, Hkv or 1,
+        lists, entries): query i uses list i // q_block_size, and entry e lists the kv_block_size
+        keys from e * kv_block_size on; -1 lists no key (DeepSeek-V3.2, 2025). parents, tree_mask:
+        the last keys belong to the queries and form a tree, see `tree_rows`. The tree alone
+        determines which of these keys a query sees; windows and chunks count positions by depth.
+        first_batch: dropout's index of the first sequence. transform: the options of `transformed`.
+        compute_dtype: dtype of every intermediate and of both results. Without it, intermediates
+        are float32 (float64 for float64 inputs), and `out` is rounded to q's dtype at the end.
 
     Returns:
         out (B, Hq, Lq, Dv) and lse (B, Hq, Lq), natural logarithm.
@@ -119,19 +118,12 @@ def attention(
         ValueError: the number of query heads is not a multiple of the key/value heads.
         TypeError: the mask is neither bool nor floating.
     """
-    k, v = (
-        _values(
-            cached(x, block_table, cache_batch_idx),
-            None if scale is None else cached(scale, block_table, cache_batch_idx),
-        )
-        for x, scale in ((k, k_scale), (v, v_scale))
-    )
+    k = _cached_values(k, k_scale, block_table, cache_batch_idx)
+    v = _cached_values(v, v_scale, block_table, cache_batch_idx)
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(
-            f"q has {heads} heads; it must have a multiple of the {kv_heads} heads of k"
-        )
+        raise ValueError(f"q has {heads} heads; they must be a multiple of k's {kv_heads}")
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_bias = attn_mask if attn_bias is None else attn_mask + attn_bias
         attn_mask = None
@@ -148,7 +140,7 @@ def attention(
     if k_rotary_cos is not None and k_rotary_sin is not None:
         k = rotate(k.to(dtype), k_rotary_cos, k_rotary_sin, rotary_interleaved)
     if exists is not None:
-        # 0 * NaN is NaN: what lies outside must not meet a weight, or its gradient, of 0.
+        # 0 * NaN is NaN, so other keys and values must not be multiplied by a weight of 0.
         k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
     k, v = (rotated(x.to(dtype), hadamard) for x in (k, v))
     positions = positions_of(q_length, kv_length, q_offset, seqused_k, q.device)
@@ -160,14 +152,13 @@ def attention(
 
     def block(rows: slice) -> tuple[Tensor, Tensor]:
         position = positions[:, rows, None]
+        right = window_size_right if seen is None else -1
+        limits = (window_size_left, right, attention_chunk, leftpad_k)
         if seen is None:
-            visible = in_window(
-                position, keys, window_size_left, window_size_right, attention_chunk, leftpad_k
-            )
+            visible = in_window(position, keys, *limits)
         else:
             shown, ranks = tree_keys(seen[:, rows], new)
             places = torch.minimum(keys - new[:, None].clamp(min=0) + ranks, position)
-            limits = (window_size_left, -1, attention_chunk, leftpad_k)
             visible = shown & in_window(position, places, *limits)
         if exists is not None:
             visible = visible & exists[:, None]
@@ -183,8 +174,13 @@ def attention(
             bias = bias + times.clamp(min=1).to(dtype).log()
         if attn_bias is not None:
             bias = bias + _rows(attn_bias, rows, q_length)
+        factors = None
+        if rng_state is not None:
+            sequences, queries = range(first_batch, first_batch + batch), range(q_length)[rows]
+            kept = philox.keep_mask(rng_state, dropout_p, sequences, heads, queries, kv_length)
+            factors = kept.to(dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
         seen_k, seen_v = k, v
-        if alone:
+        if one_row:
             by_head = visible.expand(-1, heads, -1, -1).unflatten(1, (kv_heads, -1))
             unread = ~by_head.any(2).transpose(2, 3)
             seen_k, seen_v = (x.masked_fill(unread, 0.0) for x in (k, v))
@@ -197,18 +193,18 @@ def attention(
             bias,
             visible,
             None if learnable_sink is None else learnable_sink.to(dtype),
-            _dropout_factors(rng_state, dropout_p, first_batch, rows, q, kv_length, dtype),
+            factors,
         )
 
-    # Kernels read only what is listed: 0 * NaN of another key must not meet a query.
-    alone = indices is not None and not all(bool(x.isfinite().all()) for x in (k, v))
-    rows = 1 if alone else max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
+    # Kernels read only listed keys. If others may be NaN, each query is a block that zeroes them.
+    one_row = indices is not None and not all(bool(x.isfinite().all()) for x in (k, v))
+    rows = 1 if one_row else max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
     starts = range(0, max(q_length, 1), rows)
     run: Callable[[slice], tuple[Tensor, Tensor]] = block
     if len(starts) > 1 and torch.is_grad_enabled():
-        # Saves nothing for its backward, which computes the block again.
+        # The backward computes each block again, so the forward saves no intermediates.
         run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
-    with without_autocast(q.device.type):  # whose torch.cat refuses float16 on the CPU
+    with without_autocast(q.device.type):  # autocast's torch.cat refuses float16 on the CPU
         blocks = [run(slice(start, min(start + rows, q_length))) for start in starts]
         out = torch.cat([out.to(out_dtype) for out, _ in blocks], 2)
         return out, torch.cat([lse for _, lse in blocks], 2)
@@ -223,7 +219,7 @@ def scores(
     alibi_slopes: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """What `attention` takes the softmax of: (B, Hq, Lq, Lk) float32, -inf for hidden keys."""
+    """The scores before the softmax of `attention`: (B, Hq, Lq, Lk) float32, -inf if hidden."""
     with torch.no_grad():
         keys = torch.arange(k.shape[2], device=q.device)
         position = positions_of(q.shape[2], k.shape[2], None, None, q.device)[..., None]
@@ -262,16 +258,15 @@ def varlen_attention(
         the sizes that masks and biases broadcast to. block_table or cache_batch_idx: k and v are a
         cache as in `attention`, and sequence b has cu_seqlens_k[b + 1] - cu_seqlens_k[b] of its
         keys. k_scale, v_scale and options: those of `attention`; positions and lengths count from
-        each sequence's first row, and indices (1, Hkv or 1, Tq, entries) has a list of each row.
+        each sequence's first row, and indices (1, Hkv or 1, Tq, entries) has a list for each row.
         parents (Tq,) and tree_mask (Tq, max_seqlen_q) are packed as q is. Without cu_seqlens_k,
         only queries are packed: k and v are those of `attention`.
 
     Returns:
-        out (Tq, Hq, Dv) and lse (Hq, Tq). Queries that belong to no sequence get 0 and -inf, or
-        without cu_seqlens_k the sink.
+        out (Tq, Hq, Dv) and lse (Hq, Tq). Queries outside all sequences get 0 and -inf, or without
+        cu_seqlens_k the sink.
     """
-    out_dtype = compute_dtype or q.dtype
-    out = q.new_zeros((*q.shape[:2], columns(v, v_scale)), dtype=out_dtype)
+    out = q.new_zeros((*q.shape[:2], columns(v, v_scale)), dtype=compute_dtype or q.dtype)
     lse_dtype = compute_dtype or torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
     sink = options.get("learnable_sink")
@@ -280,8 +275,8 @@ def varlen_attention(
     indexed = block_table is not None or cache_batch_idx is not None
     k_bounds = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
 
-    def of_sequence(x: Tensor, b: int) -> Tensor:
-        if x.dim() < 3:  # a scale a head
+    def rows_of_sequence(x: Tensor, b: int) -> Tensor:
+        if x.dim() < 3:  # one scale per head
             return x if x.dim() == 1 else x[b]
         if k_bounds is not None and not indexed:
             return x[None, slice(*k_bounds[b : b + 2])].transpose(1, 2)
@@ -292,14 +287,14 @@ def varlen_attention(
     q_bounds = cu_seqlens_q.tolist()
     for b in range(len(q_bounds) - 1):
         queries = slice(*q_bounds[b : b + 2])
-        keys = of_sequence(k, b)
+        keys = rows_of_sequence(k, b)
         kv_length = keys.shape[2]
         sequence_out, sequence_lse = attention(
             q[None, queries].transpose(1, 2),
             keys,
-            of_sequence(v, b),
-            k_scale=None if k_scale is None else of_sequence(k_scale, b),
-            v_scale=None if v_scale is None else of_sequence(v_scale, b),
+            rows_of_sequence(v, b),
+            k_scale=None if k_scale is None else rows_of_sequence(k_scale, b),
+            v_scale=None if v_scale is None else rows_of_sequence(v_scale, b),
             compute_dtype=compute_dtype,
             first_batch=b,
             **{
@@ -327,7 +322,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`rotate` with tables that broadcast against x, (..., R/2)."""
+    """`rotate` with tables (..., R/2) that broadcast against x."""
     half = cos.shape[-1]
     first, rest = x[..., : 2 * half], x[..., 2 * half :]
     a, b = (first[..., 0::2], first[..., 1::2]) if interleaved else first.split(half, -1)
@@ -342,7 +337,7 @@ def cached(x: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None
     x: (Bc, Hkv, Lk, D), in which sequence b has row cache_batch_idx[b]; or (pages, Hkv, page, D),
     in which key i of sequence b is row i % page of page block_table[b, i // page] (Kwon et al.
     2023, PagedAttention). Scales of blocks are looked up in the same way. Scales per head are
-    returned as they are, and so is x if neither table is given.
+    returned unchanged, and so is x without tables.
     """
     if x.dim() < 3 or (block_table is None and cache_batch_idx is None):
         return x
@@ -359,8 +354,9 @@ def cached(x: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None
     return pages.transpose(1, 2).flatten(2, 3)
 
 
-def _values(x: Tensor, scale: Tensor | None) -> Tensor:
-    """K or V, in float32 if they are quantised."""
+def _cached_values(x: Tensor, scale: Tensor | None, *tables: Tensor | None) -> Tensor:
+    """K or V of a cache; quantised ones as float32."""
+    x, scale = cached(x, *tables), None if scale is None else cached(scale, *tables)
     quantised = not x.is_floating_point() or x.dtype == torch.float8_e4m3fn
     return dequantise(x, scale, torch.float32) if quantised else x
 
@@ -383,8 +379,8 @@ def option_of_sequence(name: str, value: Any, b: int, queries: slice, kv_length:
     if name == "indices":
         return value[:, :, queries]
     if name in ("parents", "tree_mask"):
-        of_queries = value[queries]
-        return of_queries[:, : len(of_queries)] if name == "tree_mask" else of_queries
+        packed = value[queries]
+        return packed[:, : len(packed)] if name == "tree_mask" else packed
     if name in ("seqused_k", "leftpad_k"):
         return value[b : b + 1]
     if name in ("attn_mask", "attn_bias"):
@@ -401,25 +397,8 @@ def option_of_sequence(name: str, value: Any, b: int, queries: slice, kv_length:
     return value
 
 
-def _dropout_factors(
-    rng_state: Tensor | None,
-    dropout_p: float,
-    first_batch: int,
-    rows: slice,
-    q: Tensor,
-    kv_length: int,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    if rng_state is None:
-        return None
-    batch, heads = range(first_batch, first_batch + q.shape[0]), q.shape[1]
-    queries = range(q.shape[2])[rows]
-    kept = philox.keep_mask(rng_state, dropout_p, batch, heads, queries, kv_length)
-    return kept.to(dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
-
-
 def transformed(scores: Tensor, *, softcap: float = 0.0) -> Tensor:
-    """The scores by functions of a score. softcap > 0: Gemma 2's (2024)."""
+    """Functions of single scores. softcap > 0: Gemma 2's (2024)."""
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     return scores
@@ -438,15 +417,12 @@ def _scores(
 ) -> Tensor:
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
-    # The query heads that share a KV head become rows of one matrix, so k is never repeated.
+    # The query heads that share a KV head become rows of one matrix, so k is not repeated.
     rows = heads * q_length // max(kv_heads, 1)
     grouped = q.reshape(batch, kv_heads, rows, head_dim)
-    scores = (
-        torch.matmul(grouped, k.transpose(-1, -2))
-        .mul(scale)
-        .view(batch, heads, q_length, kv_length)
-    )
-    return (transformed(scores, **transform) + bias).masked_fill(~visible, -torch.inf)
+    products = torch.matmul(grouped, k.transpose(-1, -2)).mul(scale)
+    scores = transformed(products.view(batch, heads, q_length, kv_length), **transform)
+    return (scores + bias).masked_fill(~visible, -torch.inf)
 
 
 def _query_block(
@@ -460,22 +436,20 @@ def _query_block(
     sink: Tensor | None,
     dropout_factors: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` for queries whose scores all fit in memory, with everything in one dtype."""
+    """`attention` for a block of queries, with all operands in one dtype."""
     batch, heads, q_length, _ = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     rows = heads * q_length // max(kv_heads, 1)
     scores = _scores(q, k, scale, transform, bias, visible)
 
-    # Any number may be subtracted, so the maximum is a constant to derivatives.
-    row_max = (
-        scores.detach().amax(-1, keepdim=True)
-        if kv_length
-        else q.new_full((batch, heads, q_length, 1), -torch.inf)
-    )
+    # The result does not depend on the number that is subtracted, so the maximum is detached.
+    row_max = q.new_full((batch, heads, q_length, 1), -torch.inf)
+    if kv_length:
+        row_max = scores.detach().amax(-1, keepdim=True)
     if sink is not None:
         sink = sink[:, None, None]
         row_max = torch.maximum(row_max, sink.detach())
-    # -inf - -inf would be NaN: a row without keys subtracts 0 and keeps exp(-inf) = 0.
+    # -inf - -inf would be NaN, so a row without keys subtracts 0 and keeps exp(-inf) = 0.
     row_max = row_max.masked_fill(row_max == -torch.inf, 0.0)
     weights = torch.exp(scores - row_max)
     row_sum = weights.sum(-1, keepdim=True)
@@ -483,11 +457,10 @@ def _query_block(
         row_sum = row_sum + torch.exp(sink - row_max)
     if dropout_factors is not None:
         weights = weights * dropout_factors
-    out = torch.matmul(weights.view(batch, kv_heads, rows, kv_length), v).view(
-        batch, heads, q_length, v.shape[-1]
-    )
-    # log's derivative is infinite at 0: a row of no sum has gradients of 0, not of NaN.
-    nothing = row_sum == 0.0
-    row_sum = row_sum.masked_fill(nothing, 1.0)
-    lse = (row_max + row_sum.log()).masked_fill(nothing, -torch.inf)
+    out = torch.matmul(weights.view(batch, kv_heads, rows, kv_length), v)
+    out = out.view(batch, heads, q_length, v.shape[-1])
+    # log's derivative is infinite at 0, so a sum of 0 is replaced to give gradients of 0, not NaN.
+    empty = row_sum == 0.0
+    row_sum = row_sum.masked_fill(empty, 1.0)
+    lse = (row_max + row_sum.log()).masked_fill(empty, -torch.inf)
     return out / row_sum, lse.squeeze(-1)

@@ -7,10 +7,10 @@ float32 (dim / 2), and the factor of cos and sin that goes with them.
     cos, sin = rope.tables(inv_freq, 8192, attention_factor=factor)
     q, k = torch.ops.metal_attn.rope(q, k, cos, sin, seqlen_offset=cached_length)
 
-They raise ValueError for a number that is out of range, and TypeError for what is no number.
+They raise ValueError for a number out of range, and TypeError for an argument that is no number.
 
-The frequencies are rounded as transformers' `ROPE_INIT_FUNCTIONS` round them, because models were
-trained with those. Kinds that are not here are theirs: their results are given to `tables`.
+The frequencies have the rounding of transformers' `ROPE_INIT_FUNCTIONS`, because models were
+trained with these. For kinds of scaling that are not here, pass their results to `tables`.
 """
 
 import math
@@ -55,8 +55,7 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
     base = as_positive("base", base)
     device = None if device is None else on_device(device)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
-    powers: Tensor = base**exponents
-    return powers
+    return base**exponents
 
 
 def default(dim: int, base: float = 10000.0, *, device: Any = None) -> Frequencies:
@@ -107,7 +106,7 @@ def dynamic_ntk(
 
     base * (factor * s / m - (factor - 1)) ** (dim / (dim - 2)), with s = max(seq_len, m) and m =
     `max_position_embeddings`. emozilla, "Dynamically Scaled RoPE" (Reddit, 2023); Peng et al.,
-    "YaRN" (2023), appendix B.2. `seq_len` None stands for m.
+    "YaRN" (2023), appendix B.2. `seq_len` None means m.
     """
     factor = as_positive("factor", factor)
     max_position_embeddings = as_positive("max_position_embeddings", max_position_embeddings)
@@ -136,12 +135,12 @@ def yarn(
     The ramp is linear over the index of the pair. It begins at the pair that rotates `beta_fast`
     times within `original_max_position_embeddings`, and ends at the pair that rotates `beta_slow`
     times. Pair d rotates L / (2 pi base ** (2 d / dim)) times within L. With `truncate` the ramp's
-    ends are rounded outwards to whole indices. The attention factor is 0.1 ln(factor) + 1 unless
-    given; with both `mscale` and `mscale_all_dim` (DeepSeek), the ratio of 0.1 mscale ln(factor) +
-    1 to that of `mscale_all_dim`.
+    ends are rounded outwards to integers. The attention factor is 0.1 ln(factor) + 1 by default;
+    with both `mscale` and `mscale_all_dim` (DeepSeek), the ratio of 0.1 mscale ln(factor) + 1 to
+    that of `mscale_all_dim`.
 
     Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023),
-    equations 17 to 22, whose code has the ramp over the index, as here.
+    equations 17 to 22. The ramp is over the index, as in the authors' code.
     """
     factor = as_positive("factor", factor)
     original_max_position_embeddings = as_positive(
@@ -172,7 +171,7 @@ def yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # a step, where a ramp would divide by 0
+        high += 0.001  # a ramp of width 0 would divide by 0
 
     ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / (high - low)
     kept = 1 - ramp.clamp(0, 1)
@@ -220,11 +219,9 @@ def llama3(
         )
     inv_freq = _inv_freq(dim, base, device)
     wavelength = 2 * math.pi / inv_freq
-    longest = original_max_position_embeddings / low_freq_factor
-    shortest = original_max_position_embeddings / high_freq_factor
-    smooth = (original_max_position_embeddings / wavelength - low_freq_factor) / (
-        high_freq_factor - low_freq_factor
-    )
+    length = original_max_position_embeddings
+    longest, shortest = length / low_freq_factor, length / high_freq_factor
+    smooth = (length / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
     between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
     scaled = torch.where(wavelength > longest, inv_freq / factor, between)
     return torch.where(wavelength < shortest, inv_freq, scaled), 1.0
@@ -254,10 +251,7 @@ def tables(
         raise TypeError(f"dtype is {value_text(dtype)}; it must be a torch.dtype or None")
     if not isinstance(positions, Tensor):
         as_int("positions", positions, "an int or a tensor")
-        positions = torch.arange(
-            as_int_at_least("positions", positions, 0, INT32_MAX), device=inv_freq.device
-        )
-    cos, sin = torch.ops.metal_attn.rope_tables(
-        inv_freq, positions, attention_factor=attention_factor, dtype=dtype
-    )
-    return cos, sin
+        length = as_int_at_least("positions", positions, 0, INT32_MAX)
+        positions = torch.arange(length, device=inv_freq.device)
+    options = {"attention_factor": attention_factor, "dtype": dtype}
+    return torch.ops.metal_attn.rope_tables(inv_freq, positions, **options)

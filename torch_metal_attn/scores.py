@@ -1,8 +1,8 @@
 """Ready-made score_mods for `flex_attention`.
 
-Tensors that they are made from are looked up by the kernels, so make them on the device of the
-attention. They can be pickled, and a copy of a model by `deepcopy` has its own tensors in them.
-TypeError and ValueError name an argument of another type or shape, or out of range.
+Kernels read the tensors that you pass, so these must be on the device of the attention. score_mods
+can be pickled, and `deepcopy` of a model also copies their tensors. TypeError and ValueError name
+an argument of another type or shape, or out of range.
 """
 
 import math
@@ -30,15 +30,13 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def relative_bias(bias: Tensor) -> ScoreMod:
-    """Adds bias[h, kv_idx - q_idx]; the middle column is distance 0, far keys have the end ones.
+    """Adds bias[h, kv_idx - q_idx]. The middle column is distance 0; far keys use the end ones.
 
     bias: (H, 2 * farthest + 1).
     """
     check_tensor("bias", bias)
     if bias.dim() != 2 or bias.shape[1] % 2 == 0:
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; it must be (heads, 2 * farthest + 1)"
-        )
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be (H, 2 * farthest + 1)")
     return partial(_relative_bias, bias, bias.shape[1] // 2)
 
 
@@ -48,9 +46,9 @@ def soft_cap(cap: float) -> ScoreMod:
 
 
 def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
-    """Adds table[bucket, h], T5's bias: near distances have a bucket each, far ones share.
+    """Adds table[bucket, h], T5's bias: each near distance has a bucket, far distances share one.
 
-    table: (buckets, H). max_distance: from there on all share the last bucket.
+    table: (buckets, H). max_distance: distances from here on share the last bucket.
     """
     check_rank("table", table, "(buckets, H)")
     bidirectional = as_bool("bidirectional", bidirectional)
@@ -63,51 +61,42 @@ def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 12
             f"be (buckets, heads) with {4 if bidirectional else 2} buckets at least, and more than "
             f"{exact}"
         )
-    # By distance, computed as T5 does: a logarithm in the kernel could round to another bucket.
+    # The bucket of each distance, computed as in T5. A kernel's logarithm could round differently.
     distance = torch.arange(max_distance + 1, device="cpu")
     far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    of_distance = torch.where(
-        distance < exact,
-        distance,
-        (exact + (far * (buckets - exact)).long()).clamp(max=buckets - 1),
-    )
-    of_distance = of_distance.int().to(table.device)
-    return partial(_t5_buckets, table, of_distance, buckets if bidirectional else 0)
+    far_bucket = (exact + (far * (buckets - exact)).long()).clamp(max=buckets - 1)
+    by_distance = torch.where(distance < exact, distance, far_bucket).int().to(table.device)
+    return partial(_t5_buckets, table, by_distance, buckets if bidirectional else 0)
 
 
-def _alibi(
-    slopes: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    return score - slopes[h] * (q_idx - kv_idx).abs()
+def _alibi(slopes: Tensor, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score - slopes[h] * (q - kv).abs()
 
 
 def _relative_bias(
-    bias: Tensor, farthest: int, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+    bias: Tensor, farthest: int, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor
 ) -> Tensor:
-    distance = (kv_idx - q_idx).clamp(-farthest, farthest)
-    return score + bias[h, distance + farthest]
+    return score + bias[h, (kv - q).clamp(-farthest, farthest) + farthest]
 
 
-def _soft_cap(
-    cap: float, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
+def _soft_cap(cap: float, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return cap * torch.tanh(score / cap)
 
 
 def _t5_buckets(
     table: Tensor,
-    of_distance: Tensor,
+    buckets: Tensor,
     later: int,
     score: Tensor,
     b: Tensor,
     h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
+    q: Tensor,
+    kv: Tensor,
 ) -> Tensor:
-    """later: the first bucket of keys after the query, or 0 if these count as distance 0."""
-    behind = q_idx - kv_idx
-    distance = behind.abs() if later else behind.clamp(min=0)
-    bucket = of_distance[distance.clamp(max=of_distance.shape[0] - 1)]
+    """buckets: by distance. later: the first bucket of later keys; 0 if they are at distance 0."""
+    before = q - kv
+    distance = before.abs() if later else before.clamp(min=0)
+    bucket = buckets[distance.clamp(max=buckets.shape[0] - 1)]
     if later:
-        bucket = bucket + torch.where(behind < 0, later, 0)
+        bucket = bucket + torch.where(before < 0, later, 0)
     return score + table[bucket, h]

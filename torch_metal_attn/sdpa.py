@@ -29,7 +29,7 @@ from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.refusals import as_value_errors
 from torch_metal_attn.wording import count_text, type_text, value_text
 
-# Our names of the op's arguments, for errors.
+# The names of the op's arguments here, for errors.
 NAMES = ArgumentNames({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
 
 
@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
 def _run_without_plan(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> Tensor | None:
-    """Run a plain call without a plan, which takes longer; None for all that the op refuses."""
+    """Run a plain call without the time of a plan; None for calls that the op refuses."""
     if not (
         type(is_causal) is bool
         and (scale is None or type(scale) is float)
@@ -150,13 +150,13 @@ class Problem:
     value: Tensor
     attn_mask: Tensor | None
     is_causal: bool
-    q_offset: int | None  # the key of query 0's diagonal, 0 for top left; None: bottom right
+    q_offset: int | None  # the key on query 0's diagonal, 0 for top-left; None: bottom-right
     scale: float | None
     dropout_p: float
     leading: tuple[int, ...]  # of the result: all but its last two dimensions
 
     def run(self) -> Tensor:
-        """Run the op. Its errors name torch's arguments."""
+        """Run the op, with torch's names of arguments in errors."""
         op = torch.ops.metal_attn.flash_fwd
         operands, options = self._arguments(
             philox.draw_rng_state(self.dropout_p, self.query.device)
@@ -186,8 +186,8 @@ class Problem:
         return None
 
     def launches(self) -> list[dict[str, Any]]:
-        """The launches of the op. Raises ValueError with the op's own names."""
-        # Any state will do, and drawing one would advance the generator.
+        """The launches of the op. Raises ValueError with the op's names of arguments."""
+        # Any state gives the same launches, and drawing one would advance the generator.
         rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
         operands, options = self._arguments(rng_state)
         with as_value_errors():
@@ -207,7 +207,7 @@ class Problem:
 
 
 def plan(arguments: Arguments) -> Problem:
-    """The op's arguments for a call, or its error. Leaves large sizes and numbers to the op."""
+    """The op's arguments for a call, or its error. The op checks large sizes and numbers."""
     for name in ("dropout_p", "scale"):
         value = getattr(arguments, name)
         refuse_gradient(name, value)
@@ -252,8 +252,8 @@ def is_causal_bias(attn_mask: object) -> bool:
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
-# The types of each argument, and their name in an error. Not unions of types, which
-# the compiler of torch 2.10 cannot trace.
+# The types of each argument, and their name in errors. torch.compile of torch 2.10 cannot trace
+# unions of types.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("query", "key", "value"), ((Tensor,), "a tensor")),
     "attn_mask": ((Tensor, type(None)), "a tensor or None"),
@@ -393,7 +393,7 @@ def _fold(
     batch: tuple[int, ...],
     heads: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Views (B, H, L, D), with as many leading dimensions as possible in B, the others in H."""
+    """Views (B, H, L, D). B has as many leading dimensions as possible, and H the rest."""
     named = {"query": query, "key": key, "value": value}
     views = {
         name: x.expand((*batch, count, *x.shape[-2:]))
@@ -436,7 +436,7 @@ def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
 
 
 def _folded(tensor: Tensor, split: int) -> Tensor | None:
-    """The dimensions before and after `split` merged each; None if there is no such view."""
+    """A view that merges the dimensions before `split`, and those after it; None if impossible."""
     rows = tensor.dim() - 2
     if tensor.numel() > 0 and not (
         _merges(tensor, range(split)) and _merges(tensor, range(split, rows))
@@ -448,7 +448,7 @@ def _folded(tensor: Tensor, split: int) -> Tensor | None:
 
 def _merges(tensor: Tensor, dims: range) -> bool:
     """True if a view of `tensor` can merge `dims` into one."""
-    inner: int | None = None  # the next dimension inwards that has a stride to agree with
+    inner: int | None = None  # the next inner dimension, whose stride must agree
     for dim in reversed(dims):
         if tensor.shape[dim] == 1:
             continue

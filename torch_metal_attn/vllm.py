@@ -65,10 +65,10 @@ def reshape_and_cache_flash(
             raise ValueError(
                 f"slot_mapping has {slot_mapping.max().item()}; key_cache has {slots} slots"
             )
-        # On mps the kernel skips them: their block is -1.
+        # On mps the kernel skips padding tokens, as their block is -1.
         written = slot_mapping >= 0
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    # Each token is a sequence of one new row, in a cache of which it sees one block.
+    # Each token is a sequence with one new row and one block.
     slot_mapping = slot_mapping.long().clamp(-1, slots)
     rows = (slot_mapping % block_size).int()
     options = {"block_table": (slot_mapping // block_size).int()[:, None], **scales}
@@ -79,7 +79,7 @@ def reshape_and_cache_flash(
 def _format(
     kv_cache_dtype: str, keys: Tensor, values: Tensor, k_scale: Tensor, v_scale: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The cache in the dtype that the ops know, and their scales."""
+    """The cache in a dtype of the ops, and its scales."""
     if kv_cache_dtype == "auto":
         return keys, values, {}
     if kv_cache_dtype not in _FP8:
@@ -102,6 +102,6 @@ def _format(
             raise ValueError(
                 f"{name}_scale has {count_text(scale.numel(), 'element')}; it must have 1"
             )
-        # The ops have a scale per head.
+        # The ops take one scale per head.
         scales[f"{name}_scale"] = scale.reshape(1).repeat(cache.shape[1])
     return keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn), scales

@@ -44,12 +44,12 @@ _CACHED_NAMES = ArgumentNames(
     blhd=True,
 )
 
-# Calls with one of these are a step even if there are no new rows.
+# Calls with one of these options are a step even if there are no new rows.
 _STEP_ALONE = frozenset(("cu_seqlens_q", "parents", "tree_mask"))
-# With up to this many queries per sequence reading the keys takes the time: flash_decode reads each
+# Up to this many queries per sequence, reading the keys limits the speed. flash_decode reads each
 # key once, and splits the keys over the GPU.
 DECODE_QUERIES = 32
-# The same of queries after a cache, as speculative decoding verifies them.
+# The same limit for attention to a cache, as in the verification of speculative decoding.
 VERIFY_QUERIES = 64
 _MAX_SPLITS = 1024  # kMaxSplits of csrc/
 
@@ -88,9 +88,9 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
 
-    If k and v are given, they are first written IN PLACE after each sequence's keys. With up to 64
-    queries per sequence everything is one dispatch, or two if the keys are split over the GPU. The
-    last query is at the last key, new keys included: query i is at key index i + length - Lq.
+    If k and v are passed, they are first written IN PLACE after each sequence's keys. With up to 64
+    queries per sequence the call is one dispatch, or two if the keys are split over the GPU. The
+    last query is at the last key, including new keys: query i is at key index i + length - Lq.
 
     Args:
         q: (B, Lq, Hq, D) in float32, float16 or bfloat16.
@@ -105,10 +105,10 @@ def flash_attn_with_kvcache(
             cache_seqlens on, even if cache_leftpad is given. If causal or with a window, q
             is rotated by the same rows; otherwise all of q is rotated by the first of them.
         cache_seqlens: int or (B,) int32: the number of keys in the cache before the call. None is
-            the whole cache, and not allowed with k.
-        cache_batch_idx: (B,) int32: the row of the cache that each sequence has.
-        cache_leftpad: (B,) int32: the number of keys to leave out at the start. With
-            attention_chunk the first chunk begins after them.
+            the entire cache, and is not allowed with k.
+        cache_batch_idx: (B,) int32: the row of the cache of each sequence.
+        cache_leftpad: (B,) int32: the number of keys to skip at the start. With attention_chunk the
+            first chunk begins after them.
         block_table: (B, max_blocks) int32: key i of sequence b is row i % page of page
             block_table[b, i // page].
         rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).
@@ -117,20 +117,20 @@ def flash_attn_with_kvcache(
         return_softmax_lse: also return the log-sum-exp.
         k_scale, v_scale: scales of a quantised cache: (Bc, Lk, Hkv, D/32), or for fp8_e4m3 (Hkv,)
             or (B, Hkv).
-        cu_seqlens_q: (B + 1,) int32: sequences differ in their number of queries, which are packed:
-            q is (T, Hq, D), and k and v are (Tnew, Hkv, D). Sequence b has the rows from
-            cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. It may have none.
-        cu_seqlens_k_new: (B + 1,) int32: the same of k and v. None: they are packed as q is.
+        cu_seqlens_q: (B + 1,) int32: the sequences' numbers of queries differ, and queries are
+            packed: q is (T, Hq, D), and k and v are (Tnew, Hkv, D). Sequence b has the rows from
+            cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and may be empty.
+        cu_seqlens_k_new: (B + 1,) int32: the same for k and v. None: they are packed as q is.
         max_seqlen_q: the most queries of a sequence, with cu_seqlens_q.
-        parents: (Lq,) or (B, Lq) int32, or packed as q is, (T,): the queries are those of the last
-            keys, new ones included, and form a tree: each query sees all keys before these, itself
-            and its ancestors. A parent is an earlier query of the sequence, or -1. At most 64
-            queries of a sequence.
+        parents: (Lq,) or (B, Lq) int32, or packed like q, (T,): the queries belong to the last
+            keys, including new ones, and form a tree. Each query sees all keys before the tree,
+            itself and its ancestors. A parent is an earlier query of the sequence, or -1. A
+            sequence has at most 64 queries.
         tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents:
-            which of the last keys a query sees: itself, and all that its parent sees. New tokens of
-            a tree are rotated by their depth, and windows count by it; `causal` changes nothing.
-        hadamard: 32, 64 or 128: rows of the quantised cache are rotated in blocks of as many
-            columns, as are new ones; see `quantisation`. 0: they are not.
+            the last keys that a query sees: itself, and all that its parent sees. New tokens of a
+            tree are rotated by their depth, and windows count by depth. `causal` has no effect.
+        hadamard: 32, 64 or 128: rows of the quantised cache, including new ones, are rotated in
+            blocks of this many columns; see `quantisation`. 0: they are not rotated.
         The other arguments are those of `flash_attn_func`.
 
     Returns:
@@ -140,13 +140,13 @@ def flash_attn_with_kvcache(
     Raises: as `flash_attn_func`. There is no backward through a cache. If a tensor requires grad,
         `backward` raises NotImplementedError. The call itself raises it under torch.compile, in
         torch.func's transforms, and if new rows require grad and autograd cannot track the cache: a
-        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. All is
-        checked before a row is written. Lengths, indices and pages are checked on the CPU, also
-        that no row is written by one sequence and written or read by another. On mps, invalid ones
-        give NaN rows, and nothing outside the cache is read or written; a row that two sequences
-        use holds, and gives, the value of either.
+        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. All checks
+        precede the first write. Lengths, indices and pages are checked on the CPU, including that
+        no row is written by one sequence and written or read by another. On mps, invalid ones give
+        NaN rows, and no memory outside the cache is read or written. If a sequence writes a row
+        that another one uses, the row has the value of either.
     """
-    # Plain calls have an op of few arguments. A function for this test would cost time.
+    # Plain calls run an op with fewer arguments. A function for this test would cost time.
     one_length = None is cu_seqlens_q is cu_seqlens_k_new and max_seqlen_q is None
     no_tree = None is parents is tree_mask
     no_scores = not newer and alibi_slopes is None and type(softcap) is float and softcap == 0.0
@@ -233,7 +233,7 @@ class _Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         if not self.few:
-            self._check_options_of_few()
+            self._check_decode_options()
         if self._is_one_step():
             out, lse = self._step(_DECODE_STEP)
             return swapped(out), lse
@@ -251,7 +251,7 @@ class _Call:
             return False
         return self.new[0].numel() > 0 or not _STEP_ALONE.isdisjoint(self.options)
 
-    def _check_options_of_few(self) -> None:
+    def _check_decode_options(self) -> None:
         if not 0 <= self.num_splits <= _MAX_SPLITS:
             raise ValueError(
                 f"num_splits is {self.num_splits}; it must be 0 (chosen for you) or in "
@@ -272,21 +272,21 @@ class _Call:
         q = self.operands[0]
         forward_refusal(*_FORWARD_ONLY, self._named(q))
         if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
-            return  # a graph's ops check shapes as they are traced, and there are no values
+            return  # the ops of a graph check shapes while they are traced
         if self.new[0].numel() > 0:
-            # One op that writes and reads knows which rows one sequence writes and another reads.
+            # Only this op checks that no sequence reads rows that another one writes.
             self._step(_EXPLAIN.decode_step)
         check_writes("append_kv", *self._append(_EXPLAIN.append_kv, q))
         self._attention(_EXPLAIN.flash_fwd, q, after, self.cache)
 
     def _step(self, op: Any) -> Any:
-        """Run `decode_step`, or its checks alone."""
+        """Run `decode_step`, or only its checks."""
         q, *caches = self.operands
-        options = self.options | self.rotary | self._options_of_decode()
+        options = self.options | self.rotary | self._decode_options()
         return _CACHE_NAMES.run(op, (*map(swapped, (q, *self.new, *caches)), self.seqlens), options)
 
     def _append(self, op: Any, q: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run `append_kv`, which rotates q in place, or its checks alone; returns its arguments."""
+        """Run `append_kv`, which rotates q in place, or only its checks. Returns its arguments."""
         arguments = (*map(swapped, (*self.new, *self.operands[1:])), self.seqlens)
         options = self.rotary | self.cache | _unless_zero(hadamard=self.hadamard)
         if self.rotary.get("rotary_cos") is not None:
@@ -295,8 +295,8 @@ class _Call:
         return arguments, options
 
     def _attend(self, q: Tensor, seqlens: Any) -> tuple[Tensor, Tensor]:
-        """Attention to rows that are there: q is rotated by now."""
-        op, cache, blocks = _FLASH_DECODE, self._options_of_decode(), 0
+        """Attention to the rows in the cache. q is already rotated."""
+        op, cache, blocks = _FLASH_DECODE, self._decode_options(), 0
         if not self.few:
             op, cache, blocks = _FLASH_FWD, self.cache, self.hadamard
         q = rotated_in_blocks(q, blocks) if blocks else q
@@ -311,10 +311,9 @@ class _Call:
 
     def _named(self, q: Tensor) -> dict[str, Any]:
         _, k_cache, v_cache = self.operands
-        named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-        return named | self.options | self.cache
+        return {"q": q, "k_cache": k_cache, "v_cache": v_cache} | self.options | self.cache
 
-    def _options_of_decode(self) -> dict[str, Any]:
+    def _decode_options(self) -> dict[str, Any]:
         return self.cache | _unless_zero(hadamard=self.hadamard, num_splits=self.num_splits)
 
 
@@ -325,7 +324,7 @@ def _unless_zero(**options: int) -> dict[str, int]:
 def _checked_query(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor | None
 ) -> Tensor:
-    """q as autocast casts it. Caches are not cast, so they must have its dtype."""
+    """q, cast by autocast. Caches are not cast, so they must have its dtype."""
     check_rank("q", q, "(B, L, H, D)" if cu_seqlens_q is None else "(T, H, D)")
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     for name, cache in caches.items():
@@ -367,7 +366,7 @@ def _fast_with_kvcache(
     first: tuple[Any, ...],
     rotary_interleaved: bool,
 ) -> Tensor | None:
-    """The call by a plain op; None if it is not plain. caches: q, k_cache and v_cache."""
+    """Run a plain call by an op of `fast_path`; None for others. caches: q, k_cache, v_cache."""
     q, k_cache, v_cache = caches
     pages = () if block_table is None else (block_table,)
     if (
@@ -382,8 +381,7 @@ def _fast_with_kvcache(
     if type(seqlens) is not Tensor:
         seqlens = lengths_tensor(cache_seqlens, q)
     if not new:
-        out: Tensor = fast_path.flash_attn_cached(*caches, seqlens, block_table, *first)
-        return out
+        return fast_path.flash_attn_cached(*caches, seqlens, block_table, *first)
     if tables:
         interleaved = as_bool("rotary_interleaved", rotary_interleaved)
         scale, causal, left, right = first or (None, False, *NO_WINDOW)

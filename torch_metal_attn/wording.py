@@ -1,4 +1,4 @@
-"""Values, types and counts in English, as the simulator has them: it imports nothing from here."""
+"""The simulator's wording of values, types and counts. It imports no module of this level."""
 
 from .simulator.wording import count_text, type_text, value_text, with_article
 

@@ -33,7 +33,7 @@ MADE = [
     ({"head_dim": 576}, r"v_head_dim is 576; it must be in 1\.\.512"),
     ({"layout": "BHD"}, "layout is 'BHD'; it must be NHD or HND"),
     ({"dtype": torch.int8}, r"dtype is torch.int8; it must be float32, float16 or bfloat16"),
-    ({"device": "gpu"}, "device is 'gpu'; it must be a device that torch knows"),
+    ({"device": "gpu"}, "device is 'gpu'; it must be a device of torch"),
     ({"device": "meta"}, "device is meta, where tensors have no values"),
     ({"format": "q5"}, "format is 'q5'; it must be one of q8_0"),
     ({"v_format": "q4_g32"}, "v_format is 'q4_g32' with no format; leave it"),

@@ -8,8 +8,7 @@ from tests.flex.flex_check import home
 from tests.helpers.mutants import plant
 from torch_metal_attn import SimulatorFault, explain, flex_attention, simulate
 from torch_metal_attn.flex import block_mask as block_masks
-from torch_metal_attn.flex.block_mask import Blocks
-from torch_metal_attn.flex.order import longest_first
+from torch_metal_attn.flex.block_mask import Blocks, longest_first
 
 HEADS, QUERIES, KEYS, BLOCK = 4, 200, 160, 32  # the last block of queries has 8
 NUMBER = (

@@ -42,7 +42,7 @@ def test_sdist_has_what_the_build_needs(tmp_path):
     ("name", "old", "new", "fault"),
     [
         (SHADER, b"", None, f"{SHADER} is missing"),
-        (SHADER, b"kernel", b"kernal", f"{SHADER} is not what the tree has"),
+        (SHADER, b"kernel", b"kernal", f"{SHADER} differs from the tree's"),
         ("torch_metal_attn/rope.py", b"", None, "torch_metal_attn/rope.py is missing"),
         ("torch_metal_attn/gone.py", b"", b"", "torch_metal_attn/gone.py does not belong there"),
         ("torch_metal_attn/_C.abi3.so", b"", None, "_C.abi3.so is missing"),

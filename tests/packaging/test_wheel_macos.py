@@ -141,7 +141,7 @@ def for_intel(binary):
 @pytest.mark.parametrize(
     ("edit", "fault"),
     [
-        (for_macos_13, "its oldest macOS is (13, 0, 0); the wheel's name says (14, 0, 0)"),
+        (for_macos_13, "its oldest macOS is (13, 0, 0); the wheel's name has (14, 0, 0)"),
         (for_intel, "it is for X86_64; it must be for ARM64"),
         (lambda binary: binary.remove_signature(), "it has no signature, without which a Mac"),
     ],

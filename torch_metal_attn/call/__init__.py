@@ -1,1 +1,1 @@
-"""Shared by the public functions: arguments, autocast and the random numbers of dropout."""
+"""Helpers of the public functions: arguments, autocast and the random numbers of dropout."""

@@ -10,49 +10,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.runtime.refusals import unmarked
+from torch_metal_attn.runtime.refusals import invalid, not_implemented
 from torch_metal_attn.wording import count_text, type_text, value_text
 
-# A limit on each side; negative or None (flash-attn 4) is no limit.
+# The limit on each side; a negative number or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
 
 NO_WINDOW = (-1, -1)
 
 INT32_MAX = 2**31 - 1  # kernels count rows, heads and columns in int32
-MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM = 576, 512  # of their rows
+MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM = 576, 512
 
-# Bounds of the normal numbers of float32.
+# Bounds of float32's normal numbers.
 _LEAST, _END = 2.0**-126, 2.0**128
 
-# A list takes 8 bytes and more for a number, also for those that an expanded tensor repeats.
+# A Python list takes at least 8 bytes per number, also for repeated numbers of expanded tensors.
 _MOST_ON_HOST = 2**27
 
 
 def refuse_layout(name: str, tensor: Tensor) -> None:
     """Raise NotImplementedError for a nested tensor, and ValueError for a sparse one."""
     if tensor.is_nested:
-        raise NotImplementedError(
-            unmarked(
-                f"`{name}` is a nested tensor: nested tensors are not implemented, use "
-                "flash_attn_varlen_func"
-            )
+        raise not_implemented(
+            f"`{name}` is a nested tensor: nested tensors are not implemented, use "
+            "flash_attn_varlen_func"
         )
     if tensor.layout != torch.strided:
-        raise ValueError(
-            unmarked(
-                f"`{name}` has layout {tensor.layout}; it must be strided: call "
-                f"`{name}`.to_dense() first"
-            )
+        raise invalid(
+            f"`{name}` has layout {tensor.layout}; it must be strided: call "
+            f"`{name}`.to_dense() first"
         )
 
 
 def refuse_dtensor(name: str, value: object) -> None:
     if is_dtensor(value):
-        raise NotImplementedError(
-            unmarked(
-                f"`{name}` is a DTensor, which is not implemented: pass `{name}`.to_local(), or "
-                "call the function through torch.distributed.tensor.experimental.local_map"
-            )
+        raise not_implemented(
+            f"`{name}` is a DTensor, which is not implemented: pass `{name}`.to_local(), or call "
+            "the function through torch.distributed.tensor.experimental.local_map"
         ) from None
 
 
@@ -79,13 +73,13 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def _check_storage(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that reaches past its storage: torch would read there, as csrc/ does not."""
+    """Refuse a tensor that extends past its storage, which csrc/ checks and torch's ops do not."""
     count = tensor.numel()
     if torch.compiler.is_compiling() or not isinstance(count, int) or count == 0:
         return
     try:
         size = tensor.untyped_storage().nbytes()
-    except NotImplementedError:  # of a transform of torch.func
+    except NotImplementedError:  # tensors of torch.func's transforms have no storage
         return
     steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     elements = tensor.storage_offset() + 1 + sum(steps)
@@ -120,13 +114,13 @@ def check_values(name: str, tensor: Tensor) -> None:
 
 
 def is_readable_on_host(tensor: Tensor) -> bool:
-    """True if the host can check a tensor's numbers without waiting for a device."""
+    """True if the host can read a tensor's numbers without waiting for a device."""
     fake = torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor)
     return tensor.device.type == "cpu" and not fake
 
 
 def check_indices(name: str, tensor: Tensor, layout: str, count: int, what: str) -> None:
-    """Integers in 0..count - 1, as far as the host knows them."""
+    """Check for integers, and on the host also that they are in 0..count - 1."""
     check_integers(name, tensor, layout)
     if is_readable_on_host(tensor):
         for index in tensor[(tensor < 0) | (tensor >= count)][:1].tolist():
@@ -134,11 +128,16 @@ def check_indices(name: str, tensor: Tensor, layout: str, count: int, what: str)
 
 
 def check_rank(name: str, tensor: Tensor, layout: str) -> None:
-    """layout: such as "(B, L)", or "(B, L, ...)" for any dimensions behind these."""
+    """layout: such as "(B, L)", or "(B, L, ...)" with any dimensions after these."""
     check_tensor(name, tensor)
     more = tensor.dim() - layout.count(",") - 1
     if more != 0 and (more < -1 or not layout.endswith("...)")):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
 
 
 def check_integers(name: str, tensor: Tensor, layout: str) -> None:
@@ -148,13 +147,13 @@ def check_integers(name: str, tensor: Tensor, layout: str) -> None:
 
 
 def check_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """The dtypes are the same, as in flash-attn. Keys of a cache need not meet this."""
+    """Check for one dtype, as flash-attn requires. Caches may have another."""
     dtype = q.dtype
     if k.dtype is dtype and v.dtype is dtype:
         return
     name, tensor = ("k", k) if k.dtype is not dtype else ("v", v)
     actual, wanted = (str(x.dtype).removeprefix("torch.") for x in (tensor, q))
-    raise ValueError(unmarked(f"`{name}` has dtype {actual} and `q` {wanted}; they must be alike"))
+    raise invalid(f"`{name}` has dtype {actual} and `q` {wanted}; they must be alike")
 
 
 def check_packed(name: str, tensor: Tensor, layout: str) -> None:
@@ -197,9 +196,7 @@ def on_device(device: Any) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise ValueError(
-            f"device is {value_text(device)}; it must be a device that torch knows"
-        ) from None
+        raise ValueError(f"device is {value_text(device)}; it must be a device of torch") from None
 
 
 def on_host(name: str, values: Any) -> Any:
@@ -233,7 +230,7 @@ def as_number(name: str, value: Any) -> Any:
 
 
 def as_op_number(number: Any) -> Any:
-    """`number`, or the float that stands for an int that no op takes."""
+    """`number`; an int that does not fit int64 becomes a float."""
     if type(number) is int and not -(2**63) <= number < 2**63:
         if abs(number) < 2**1023:
             return float(number)
@@ -244,11 +241,8 @@ def as_op_number(number: Any) -> Any:
 def as_positive(name: str, value: Any) -> Any:
     """A number whose float32 is positive, normal and finite."""
     number = as_python_number(name, value)
-    if (
-        isinstance(number, bool)
-        or not isinstance(number, int | float)
-        or not _LEAST <= number < _END
-    ):
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not _LEAST <= number < _END:
         raise ValueError(
             f"{name} is {value_text(value)}; it must be a positive, finite number, in float32 too"
         )
@@ -265,13 +259,13 @@ def as_bool(name: str, value: Any) -> bool:
 
 
 def _for_mask(name: str, value: object) -> str:
-    """Advice for a mask in the place of one of flash-attn's arguments, or nothing."""
+    """Advice for a mask passed as one of flash-attn's positional arguments; else ""."""
     is_mask = isinstance(value, Tensor) and value.dim() > 1 and name in ("causal", "dropout_p")
     return ": for a mask call scaled_dot_product_attention" if is_mask else ""
 
 
 def window(window_size: Any) -> tuple[int, int]:
-    """(left, right), -1 where there is no limit."""
+    """(left, right); -1 is no limit."""
     if type(window_size) is tuple and window_size == NO_WINDOW:
         return NO_WINDOW
     limits = on_host("window_size", window_size)
@@ -281,7 +275,7 @@ def window(window_size: Any) -> tuple[int, int]:
             n is None or (isinstance(n, int | torch.SymInt) and not isinstance(n, bool))
             for n in numbers
         ):
-            # Beyond every length is no limit, and must fit the op's int64.
+            # A limit above every length has no effect, and might not fit the op's int64.
             left, right = (-1 if n is None or n >= 2**31 else n for n in numbers)
             return max(left, -1), max(right, -1)
     raise TypeError(
@@ -296,7 +290,7 @@ def first_options(softmax_scale: object, causal: object, window_size: Any) -> tu
     if type(causal) is not bool or (softmax_scale is not None and type(softmax_scale) is not float):
         raise TypeError
     left, right = window(window_size)
-    # The op refuses two limits on the right; in flash-attn causal wins.
+    # The op refuses two limits on the right. In flash-attn causal overrides the window's.
     return softmax_scale, causal, left, -1 if causal else right
 
 

@@ -6,19 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Asked once: torch.compile of torch 2.10 cannot trace the question.
-_DEVICES = frozenset(
-    device for device in ("cpu", "cuda", "mps") if torch.amp.is_autocast_available(device)
-)
+# Computed once, as torch.compile of torch 2.10 cannot trace is_autocast_available.
+_DEVICES = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps")))
 
 
 def autocasts(device: str) -> bool:
-    """True if autocast is on for this device type; False for one without autocast, such as meta."""
+    """True if autocast is on for this device type. A type without it, such as meta, is allowed."""
     return device in _DEVICES and torch.is_autocast_enabled(device)
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """A context in which products are in the dtypes of their operands."""
+    """A context in which products have the dtypes of their operands."""
     return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
@@ -31,8 +29,6 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _cast(tensor: Tensor) -> Tensor:
     device = tensor.device.type
-    if not autocasts(device):
-        return tensor
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
+    if autocasts(device) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor

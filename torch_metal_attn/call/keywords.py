@@ -1,4 +1,4 @@
-"""Keywords of other libraries' attention functions, and what to pass here instead."""
+"""Keywords of other libraries' attention functions, and the advice for each."""
 
 import difflib
 import inspect
@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# One thing a row, by the names that torch, flash-attn, MLX, xformers, vLLM and FlashInfer have.
+# A row lists the names of one argument in torch, flash-attn, MLX, xformers, vLLM and FlashInfer.
 _SAME = [
     row.split()
     for row in (
@@ -36,7 +36,7 @@ _SAME = [
         "v_scale v_descale",
     )
 ]
-# A function's replacement for the argument that a row begins with.
+# By function: advice for the argument whose row begins with this name.
 _OTHERWISE = {
     "flex_attention": {
         "causal": "make a block_mask with torch's create_block_mask and masks.causal()",
@@ -63,7 +63,7 @@ _KNOWN: dict[str, list[str]] = {}
 
 
 def show_parameters(function: _Function, parameters: Iterable[inspect.Parameter]) -> _Function:
-    """Let help() and inspect.signature show these; `check_keywords` refuses all others."""
+    """Let help() and inspect.signature show these parameters, and `check_keywords` allow them."""
     signature = inspect.signature(function).replace(parameters=list(parameters))
     function.__signature__ = signature  # type: ignore[attr-defined]
     _KNOWN[function.__name__] = list(signature.parameters)
@@ -71,7 +71,7 @@ def show_parameters(function: _Function, parameters: Iterable[inspect.Parameter]
 
 
 def without_unknown(function: _Function) -> _Function:
-    """Show no `**unknown`, which only serves `check_keywords`."""
+    """Hide `**unknown`, which only `check_keywords` uses."""
     parameters = inspect.signature(function).parameters.values()
     return show_parameters(function, (p for p in parameters if p.kind is not p.VAR_KEYWORD))
 

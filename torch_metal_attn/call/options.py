@@ -1,8 +1,7 @@
 """The score options of flash-attn's functions, each described once.
 
-flash-attn 2's options are positional, so its functions here name them. Those of newer versions are
-keywords of every function: a name and a type in `NewerOptions` are all that an option needs, if the
-op has one of that name.
+flash-attn 2's options are positional, so each function names them. Options of newer versions are
+keywords of every function. To add one that the op has, add its name and type to `NewerOptions`.
 """
 
 import inspect
@@ -28,7 +27,7 @@ class NewerOptions(TypedDict, total=False):
 
 
 class ScoreOptions(NewerOptions, total=False):
-    """Options that change scores, by the op's names. 0 and None are off."""
+    """Options that change scores, with the op's names. 0 and None disable one."""
 
     softcap: float
     alibi_slopes: Tensor | None
@@ -45,8 +44,8 @@ class FlashAttnOptions(ScoreOptions, total=False):
     return_attn_probs: bool
 
 
-# Arguments of flash-attn 3 that choose between its kernels or have another name here: the values
-# that each may have, and what to do instead of passing others.
+# Arguments of flash-attn 3 that choose between its kernels or have another name here: the allowed
+# values, and advice for other values.
 _FLASH_ATTN_3: dict[str, tuple[tuple[int | None, ...], str]] = {
     "num_splits": ((0, 1), "only flash_attn_with_kvcache splits keys"),
     "pack_gqa": ((None,), "the kernels of grouped heads are chosen for you"),
@@ -61,7 +60,7 @@ _FLASH_ATTN_3: dict[str, tuple[tuple[int | None, ...], str]] = {
         for x in "qkv"
     },
 }
-# By name: the type of a number; None for a tensor.
+# The type of each numeric option; None for a tensor.
 _TYPES = {
     name: kind if kind in (int, float) else None
     for name, kind in get_type_hints(ScoreOptions).items()
@@ -78,12 +77,12 @@ _NEWER = [
 
 
 def check_newer(function: str, newer: Iterable[str]) -> None:
-    """`check_keywords`, but for flash-attn 3's, whose values `score_options` checks."""
+    """`check_keywords` that allows flash-attn 3's, whose values `score_options` checks."""
     check_keywords(function, (name for name in newer if name not in _FLASH_ATTN_3))
 
 
 def score_options(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """The op's keywords for these options, without those that are off: each costs time."""
+    """The op's keywords for these options. Disabled ones are left out, as each costs time."""
     options: dict[str, Any] = {}
     for name, value in scores.items():
         if name in _FLASH_ATTN_3:
@@ -102,7 +101,7 @@ def score_options(scores: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def limit_options(causal: bool, left: int, right: int) -> dict[str, Any]:
-    """The op's keywords for these limits, -1 where there is none; causal wins over `right`."""
+    """The op's keywords for these limits; -1 is no limit, and causal overrides `right`."""
     options: dict[str, Any] = {"causal": True} if causal else {}
     if left >= 0:
         options["window_size_left"] = left
@@ -119,7 +118,7 @@ def op_options(
     limits: tuple[int, int],
     score: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All of the op's keywords, without those at their defaults; draws random numbers."""
+    """The op's keywords that differ from their defaults, with dropout's random state drawn."""
     options = score_options(score)
     if softmax_scale is not None:
         if type(softmax_scale) is not float:
@@ -147,7 +146,7 @@ def named_options(function: _Function) -> _Function:
 def options_of(
     other: Callable[..., Any], operands: int, without: str = ""
 ) -> Callable[[_Function], _Function]:
-    """Let help() show the parameters of `other` from number `operands` on, but not `without`."""
+    """Let help() also show `other`'s parameters after the first `operands`, except `without`."""
     parameters = list(inspect.signature(other).parameters.values())[operands:]
     passed_on = [p for p in parameters if p.name != without]
 

@@ -1,4 +1,4 @@
-"""Dropout's random numbers: which weights are kept, bit for bit as in shaders/dropout.h.
+"""The weights that dropout keeps, bit for bit as in shaders/dropout.h.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a function of a
 counter, so whether a weight is kept depends only on its position.
@@ -23,13 +23,12 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Four random 32-bit words, as int64 tensors, for each counter; the shapes broadcast."""
     a, b, c, d = counter
-    first_key, second_key = key
+    k0, k1 = key
     for _ in range(_ROUNDS):
-        high, low = _product(_MULTIPLIERS[0], a)
-        other_high, other_low = _product(_MULTIPLIERS[1], c)
-        a, b, c, d = other_high ^ b ^ first_key, other_low, high ^ d ^ second_key, low
-        first_key = (first_key + _KEY_STEPS[0]) & _WORD
-        second_key = (second_key + _KEY_STEPS[1]) & _WORD
+        high_a, low_a = _product(_MULTIPLIERS[0], a)
+        high_c, low_c = _product(_MULTIPLIERS[1], c)
+        a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return a, b, c, d
 
 
@@ -47,7 +46,7 @@ def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
     _check_probability(dropout_p)
     if dropout_p == 0.0:
         return None
-    # mps draws integers of 32 bits with a sign, whatever the dtype is.
+    # mps draws signed 32-bit integers, whatever the dtype is.
     return torch.randint(2**31 - 1, (2,), dtype=torch.int64, device=device)
 
 
@@ -86,9 +85,7 @@ def dropout_mask(
         )
     _check_probability(dropout_p)
     sizes = {"batch": batch, "heads": heads, "q_length": q_length, "kv_length": kv_length}
-    batch, heads, q_length, kv_length = (
-        as_int_at_least(name, size) for name, size in sizes.items()
-    )
+    batch, heads, q_length, kv_length = (as_int_at_least(name, n) for name, n in sizes.items())
     return keep_mask(rng_state, dropout_p, range(batch), heads, range(q_length), kv_length)
 
 
@@ -102,9 +99,9 @@ def keep_mask(
 ) -> Tensor:
     """`dropout_mask` for some sequences and queries: (len(batch), heads, len(queries), kv_length).
 
-    Philox's key is the first two words of philox4x32((offset, 0, 0), seed); 64-bit numbers are two
-    words, the low one first. The counter is (key // 4, query, head, sequence), and word key % 4 of
-    the result belongs to the key. A weight is kept if word / 2**32 >= dropout_p.
+    Philox's key is the first two words of philox4x32((offset, 0, 0), seed), where a 64-bit number
+    is two words, the low one first. The counter is (key // 4, query, head, sequence); the key uses
+    word key % 4 of the result. A weight is kept if word / 2**32 >= dropout_p.
     """
     seed, offset = rng_state[0], rng_state[1]
     zero = torch.zeros_like(seed)

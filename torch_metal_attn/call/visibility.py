@@ -53,7 +53,7 @@ def in_window(
 
 
 def _listed_keys(entries: Tensor, kv_block_size: int) -> Tensor:
-    """(..., entries) as (..., keys) int64: the keys of each block; of -1 they are below 0."""
+    """The keys of the listed blocks, (..., keys) int64; those of entry -1 are negative."""
     first = entries.long()[..., None] * kv_block_size
     return (first + torch.arange(kv_block_size, device=entries.device)).flatten(-2)
 
@@ -66,10 +66,10 @@ def times_listed(
     q_length: int,
     kv_length: int,
 ) -> Tensor:
-    """How often each key is in each query's list: (B or 1, Hkv or 1, rows, Lk) int32."""
+    """How often each query's list contains each key: (B or 1, Hkv or 1, rows, Lk) int32."""
     queries = torch.arange(q_length, device=indices.device)[rows]
     keys = _listed_keys(indices[:, :, queries // q_block_size], kv_block_size)
-    # Entries after the last key, and -1, are counted in one more column.
+    # An extra column counts entry -1 and entries after the last key.
     keys = keys.where(keys >= 0, kv_length).clamp(max=kv_length)
     times = torch.zeros(*keys.shape[:3], kv_length + 1, dtype=torch.int32, device=indices.device)
     return times.scatter_add_(3, keys, torch.ones_like(keys, dtype=torch.int32))[..., :kv_length]
@@ -91,16 +91,14 @@ def visible_listed(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Listed keys (B, H, lists, K) int64, and who sees them: (B, H, lists, q_block_size, K)."""
+    """Listed keys (B, H, lists, K) int64; if queries see them (B, H, lists, q_block_size, K)."""
     keys = _listed_keys(indices[:, :, lists], kv_block_size)
     batch, heads, count, _ = keys.shape
-    queries = torch.arange(
-        lists.start * q_block_size, lists.stop * q_block_size, device=keys.device
-    )
+    query = torch.arange(lists.start * q_block_size, lists.stop * q_block_size, device=keys.device)
     first = positions_of(1, kv_length, q_offset, seqused_k, keys.device)
     first = first if q_offset is not None else first + 1 - q_length
-    # Each list as a sequence.
-    position = (first + queries).expand(batch, -1).unflatten(1, (count, q_block_size))
+    # Each list is a sequence.
+    position = (first + query).expand(batch, -1).unflatten(1, (count, q_block_size))
     position = position[:, None].expand(-1, heads, -1, -1).flatten(0, 2)[..., None]
     listed = keys.flatten(0, 2)[:, None]
     ends, pads = (
@@ -112,14 +110,14 @@ def visible_listed(
     seen = seen & (listed >= 0) & (listed < kv_length)
     seen = seen & _exist(listed, *(x if x is None else x[:, None, None] for x in (ends, pads)))
     seen = seen.view(batch, heads, count, q_block_size, keys.shape[3])
-    return keys, seen & (queries < q_length).view(count, q_block_size, 1)
+    return keys, seen & (query < q_length).view(count, q_block_size, 1)
 
 
 def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
-    """The new tokens that each one sees: bool (B or 1, L, L), or None without a tree.
+    """The new tokens that each new token sees: bool (B or 1, L, L), or None without a tree.
 
-    parents: (L,) or (B, L): a token sees itself and what its parent sees, an earlier token; -1 is
-    none. tree_mask: (L, L) or (B, L, L).
+    parents: (L,) or (B, L): a token sees itself and the tokens that its parent sees, an earlier
+    token or -1 for no parent. tree_mask: (L, L) or (B, L, L).
     """
     if tree_mask is not None:
         return tree_mask if tree_mask.dim() == 3 else tree_mask[None]
@@ -129,21 +127,21 @@ def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None
     batch, length = tree.shape
     seen = torch.eye(length, dtype=torch.bool, device=tree.device).repeat(batch, 1, 1)
     for i in range(length):
-        of_parent = seen[torch.arange(batch, device=tree.device), tree[:, i].clamp(min=0)]
-        seen[:, i] |= of_parent & (tree[:, i, None] >= 0)
+        by_parent = seen[torch.arange(batch, device=tree.device), tree[:, i].clamp(min=0)]
+        seen[:, i] |= by_parent & (tree[:, i, None] >= 0)
     return seen
 
 
 def depths(seen: Tensor) -> Tensor:
-    """The depth of each token: how many other tokens it sees before itself."""
+    """The depth of each token, which is the number of earlier tokens that it sees."""
     return seen.tril(-1).sum(-1)
 
 
 def tree_keys(seen: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys that a tree shows to queries, and how many new tokens are seen before each key.
+    """The keys that the queries of a tree see, and the number of new tokens seen before each key.
 
-    seen: (B or 1, rows, L). new: (B or 1, Lk), the keys counted from the first new one. Both
-    results are (B, rows, Lk).
+    seen: (B or 1, rows, L). new: (B or 1, Lk), the index of each key relative to the first new one.
+    Both results are (B, rows, Lk).
     """
     (batch,), (_, rows, length) = torch.broadcast_shapes(seen.shape[:1], new.shape[:1]), seen.shape
     before = seen.cumsum(-1) - seen.long()

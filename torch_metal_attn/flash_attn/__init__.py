@@ -1,4 +1,4 @@
-"""flash-attn's package, with its import paths, on our kernels.
+"""flash-attn's functions and import paths on the kernels of this package.
 
 Use `import torch_metal_attn.flash_attn as flash_attn`, or, for code that cannot be changed,
 `torch_metal_attn.install_flash_attn()`.
@@ -6,5 +6,5 @@ Use `import torch_metal_attn.flash_attn as flash_attn`, or, for code that cannot
 
 from torch_metal_attn.flash_attn.flash_attn_interface import *  # noqa: F403
 
-# The version of flash-attn that has these signatures, for code that asks.
+# The version of flash-attn with these signatures, for code that checks it.
 __version__ = "2.8.4"

@@ -1,4 +1,4 @@
-"""`flash_attn.bert_padding`: from padded batches to packed tokens, and back."""
+"""`flash_attn.bert_padding`: padded batches to packed tokens and back."""
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch_metal_attn.call.arguments import (
     check_indices,
     check_one_device,
     check_rank,
+    check_shape,
     check_values,
 )
 from torch_metal_attn.wording import count_text
@@ -57,7 +58,7 @@ def unpad_input(
     Returns: (hidden, indices, cu_seqlens, max_seqlen_in_batch, seqused): hidden (T, ...), with T
         the number of tokens; indices (T,), int64, the tokens' rows in (B * L, ...); cu_seqlens (B +
         1,), int32; the longest sequence; seqused (B,), int32: the number of tokens in
-        attention_mask. The host waits for the device, to know how many tokens there are.
+        attention_mask. The host waits for the device, as T depends on the values of the masks.
 
     Raises:
         ValueError: a mask whose shape is not (B, L).
@@ -69,8 +70,7 @@ def unpad_input(
         masks["unused_mask"] = unused_mask
     for name, mask in masks.items():
         check_values(name, mask)
-        if mask.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(mask.shape)}; it must be {tuple(shape)}")
+        check_shape(name, mask, shape)
     check_one_device(hidden_states=hidden_states, **masks)
     used = attention_mask != 0
     packed = used if unused_mask is None else used | (unused_mask != 0)
@@ -104,10 +104,7 @@ def unpad_input_for_concatenated_sequences(
     check_values("attention_mask_in_length", lengths)
     check_one_device(hidden_states=hidden_states, attention_mask_in_length=lengths)
     shape = hidden_states.shape[:2]
-    if lengths.shape != shape:
-        raise ValueError(
-            f"attention_mask_in_length has shape {tuple(lengths.shape)}; it must be {tuple(shape)}"
-        )
+    check_shape("attention_mask_in_length", lengths, shape)
     if lengths.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
         raise ValueError(f"attention_mask_in_length has dtype {lengths.dtype}; it must be integers")
     tokens = lengths.sum(dim=1)

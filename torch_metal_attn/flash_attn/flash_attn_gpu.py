@@ -1,7 +1,7 @@
-"""The module that `flash_attn.flash_attn_interface` calls flash_attn_gpu, `flash_attn_2_cuda`.
+"""The functions of `flash_attn_2_cuda`, flash_attn_gpu in `flash_attn.flash_attn_interface`.
 
-Arguments are in flash-attn 2.8's order. The caller computes gradients, with `bwd` and `varlen_bwd`.
-A query without keys has the log-sum-exp -inf, not flash-attn's +inf.
+Arguments are in flash-attn 2.8's order. Callers compute gradients with `bwd` and `varlen_bwd`. A
+query without keys has the log-sum-exp -inf, not flash-attn's +inf.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import as_bool, as_int, only_given, window
+from torch_metal_attn.call.arguments import as_bool, as_int, check_shape, only_given, window
 from torch_metal_attn.call.options import op_options
 from torch_metal_attn.ops.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.ops.fast_path import call_bhld
@@ -25,8 +25,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, softmax_d
 
 _OPS = torch.ops.metal_attn
 _NAMES = ArgumentNames(blhd=True)
-# flash-attn 2.8.4's own tests look for these words about the generator.
-_WHY_NONE = {
+# flash-attn 2.8.4's tests expect this text about the generator.
+_REASON = {
     "out": "results are new tensors",
     "gen": "the RNG `generator` argument is no longer supported, as dropout is drawn from torch's "
     "default generator",
@@ -36,13 +36,9 @@ _SCORES = "is_causal window_size_left window_size_right softcap"
 
 def in_order(names: str, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a function of keywords these parameters, by position or by name."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(name, kind, default=defaults.get(name, inspect.Parameter.empty))
-            for name in names.split()
-        ]
-    )
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    parameters = [inspect.Parameter(n, kind, default=defaults.get(n, empty)) for n in names.split()]
+    signature = inspect.Signature(parameters)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -110,9 +106,9 @@ def varlen_fwd(
     f"{_SCORES} deterministic gen rng_state"
 )
 def bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **named: Any) -> Gradients:
-    """The gradients of `fwd`, whose rng_state says which weights were dropped.
+    """The gradients of `fwd`. Its rng_state determines the weights that were dropped.
 
-    Returns: dq, dk, dv: copied into those that are given; softmax_d (B, Hq, Lq).
+    Returns: dq, dk, dv, copied into those that are passed; softmax_d (B, Hq, Lq).
     """
     options = _options_of_backward(q, named)
     operands = (x.transpose(1, 2) for x in (q, named["k"], named["v"], named["out"]))
@@ -155,21 +151,18 @@ def fwd_kvcache(
         "is_causal": "causal",
         "is_rotary_interleaved": "rotary_interleaved",
     }
-    result: tuple[Tensor, Tensor] = flash_attn_with_kvcache(  # type: ignore[assignment]
+    return flash_attn_with_kvcache(  # type: ignore[return-value]
         q,
         window_size=(window_size_left, window_size_right),
         return_softmax_lse=True,
         **{renamed.get(name, name): value for name, value in named.items()},
     )
-    return result
 
 
 def _check_none(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} is {type_text(value)}; it must be None: {_WHY_NONE[name]}"
-            )
+    for name, x in arguments.items():
+        if x is not None:
+            raise NotImplementedError(f"{name} is {type_text(x)}; it must be None: {_REASON[name]}")
 
 
 def _options(q: Tensor, named: dict[str, Any], *must_be_none: str) -> dict[str, Any]:
@@ -186,14 +179,12 @@ def _options(q: Tensor, named: dict[str, Any], *must_be_none: str) -> dict[str, 
 
 def _options_of_backward(q: Tensor, named: dict[str, Any]) -> dict[str, Any]:
     options = _options(q, named | {"p_dropout": 0.0}, "gen")
-    p_dropout, rng_state = named["p_dropout"], named["rng_state"]
-    if p_dropout == 0.0:
+    p, rng_state = named["p_dropout"], named["rng_state"]
+    if p == 0.0:
         return options
     if rng_state is None:
-        raise ValueError(
-            f"rng_state is None and p_dropout {p_dropout}; give the rng_state of the forward"
-        )
-    return options | {"dropout_p": p_dropout, "rng_state": rng_state}
+        raise ValueError(f"rng_state is None and p_dropout {p}; give the rng_state of the forward")
+    return options | {"dropout_p": p, "rng_state": rng_state}
 
 
 def _packing(named: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
@@ -205,24 +196,15 @@ def _forward(
     q: Tensor, out: Tensor, lse: Tensor, weights: Tensor | None, options: dict[str, Any]
 ) -> Forward:
     state = options.get("rng_state")
-    return (
-        out,
-        lse,
-        q.new_empty(0) if weights is None else weights,
-        q.new_zeros(2, dtype=torch.int64) if state is None else state,
-    )
+    weights = q.new_empty(0) if weights is None else weights
+    return out, lse, weights, q.new_zeros(2, dtype=torch.int64) if state is None else state
 
 
 def _into(named: dict[str, Any], gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients, copied into those of dq, dk and dv that are given."""
-    targets = {name: named[name] for name in ("dq", "dk", "dv")}
-    for (name, target), gradient in zip(targets.items(), gradients, strict=True):
-        if target is not None and target.shape != gradient.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(target.shape)}; it must be {tuple(gradient.shape)}"
-            )
-    dq, dk, dv = (
-        gradient if target is None else target.copy_(gradient)
-        for target, gradient in zip(targets.values(), gradients, strict=True)
-    )
+    """The gradients, copied into those of dq, dk and dv that are passed."""
+    pairs = [*zip((named[name] for name in ("dq", "dk", "dv")), gradients, strict=True)]
+    for name, (target, gradient) in zip(("dq", "dk", "dv"), pairs, strict=True):
+        if target is not None:
+            check_shape(name, target, gradient.shape)
+    dq, dk, dv = (x if target is None else target.copy_(x) for target, x in pairs)
     return dq, dk, dv

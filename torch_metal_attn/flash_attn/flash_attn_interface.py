@@ -1,7 +1,7 @@
-"""`flash_attn.flash_attn_interface`: the functions that `torch_metal_attn` has too.
+"""`flash_attn.flash_attn_interface`: the public functions, and private ones that others import.
 
-It also has the private functions that other packages import: sequence and ring parallelism combine
-the results of `_flash_attn_forward` and `_flash_attn_backward` themselves.
+Packages for sequence and ring parallelism combine results of `_flash_attn_forward` and
+`_flash_attn_backward`.
 """
 
 import functools
@@ -31,26 +31,26 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-# flash-attn's tests and others ask it whether AMD's kernels run.
+# flash-attn's tests and other code read this to find out if AMD's kernels run.
 USE_TRITON_ROCM = False
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Keys per block in S_dmask, as flash-attn has them on an A100."""
+    """Keys per block in S_dmask, as in flash-attn on an A100."""
     return block_size(head_dim, is_dropout)
 
 
-# By flash_attn_gpu's names, what its functions call these functions' arguments.
+# The names of arguments here, by their names in flash_attn_gpu.
 _RENAMED = {"p_dropout": "dropout_p", "is_causal": "causal"}
 
 
 def _private(function: Callable[..., Any], names: str, **defaults: Any) -> Callable[..., Any]:
-    """A function of flash_attn_gpu with flash-attn's names and order of its own interface."""
+    """A function of flash_attn_gpu, with the names and order of flash-attn's private interface."""
     needed = inspect.signature(function).parameters
 
     @flash_attn_gpu.in_order(names, **defaults)
     def call(**named: Any) -> Any:
-        # Only out and gen are missing, which must be None.
+        # Only out and gen are missing, and they must be None.
         return function(**{name: named.get(_RENAMED.get(name, name)) for name in needed})
 
     call.__doc__ = function.__doc__
@@ -58,7 +58,7 @@ def _private(function: Callable[..., Any], names: str, **defaults: Any) -> Calla
 
 
 def _softmax_d_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward of flash_attn_gpu that only returns softmax_d, as dq, dk and dv are given."""
+    """A backward of flash_attn_gpu that returns only softmax_d, as it writes dq, dk and dv."""
 
     @functools.wraps(function)
     def call(**named: Any) -> Any:

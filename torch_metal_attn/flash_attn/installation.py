@@ -13,7 +13,7 @@ from torch_metal_attn.integrations.imports import when_imported
 _MODULES = (flash_attn, bert_padding, flash_attn_interface, layers, rotary)
 _NAME = "flash_attn"
 _DIFFUSERS = "diffusers.models.attention_dispatch"
-# Names that diffusers' attention backends "flash" and "flash_varlen" look up.
+# Names that diffusers' attention backends "flash" and "flash_varlen" use.
 _LOOKED_UP = {
     "_CAN_USE_FLASH_ATTN": True,
     "flash_attn_func": flash_attn.flash_attn_func,
@@ -25,17 +25,17 @@ def install_flash_attn(*, transformers: bool = False) -> contextlib.ExitStack:
     """Make `import flash_attn` find `torch_metal_attn.flash_attn` in this process.
 
     Call it before a model imports flash-attn by its name. If you can change the import, write
-    `import torch_metal_attn.flash_attn as flash_attn` instead. No distribution `flash-attn` is
-    installed, so code that looks for its metadata finds none. diffusers is one: its attention
-    backends "flash" and "flash_varlen" are told of this one.
+    `import torch_metal_attn.flash_attn as flash_attn` instead. Code that looks for the metadata of
+    a distribution `flash-attn` finds none. diffusers does so, and its attention backends "flash"
+    and "flash_varlen" are enabled here.
 
     Args: transformers: also let transformers run its attn_implementation="flash_attention_2", which
         it allows only on CUDA. This replaces transformers' checks of packages and devices.
         "metal_attn" (`torch_metal_attn.integrations.transformers`) needs no such change, and
         supports masks that flash-attn does not, such as PaliGemma's.
 
-    Returns: a context that undoes all of it when its `with` ends, or by `close()`. Ignore it to
-        keep the change. What was installed before stays in both cases.
+    Returns: a context whose end, or `close()`, undoes the installation. Ignore it to keep the
+        installation. Changes by earlier calls are kept in both cases.
 
     Raises:
         ImportError: transformers=True, and transformers is missing or too old.
@@ -69,12 +69,12 @@ def _take_name(undo: contextlib.ExitStack) -> None:
         name = module.__name__.removeprefix("torch_metal_attn.")
         sys.modules[name] = module
         undo.callback(sys.modules.pop, name, None)
-    when_imported(_DIFFUSERS, _tell_diffusers)
+    when_imported(_DIFFUSERS, _enable_in_diffusers)
     undo.callback(_restore_diffusers)
 
 
-def _tell_diffusers() -> None:
-    """diffusers decides on its import whether it can use flash-attn, by what is installed."""
+def _enable_in_diffusers() -> None:
+    """Enable flash-attn in diffusers, which checks on import for an installed distribution."""
     names = vars(sys.modules[_DIFFUSERS])
     if sys.modules.get(_NAME) is flash_attn and not names["_CAN_USE_FLASH_ATTN"]:
         names.update(_LOOKED_UP)

@@ -39,15 +39,15 @@ def flex_attention(
             in float16 or bfloat16 with float32 queries, without gradients.
         value: (B, Hkv, Lk, Dv), or (1, Hkv, Lk, Dv); Dv up to 512.
         score_mod: a function (score, b, h, q_idx, kv_idx) of scalar tensors, float32 and int32,
-            which returns the score that goes into the softmax. It is traced, and again if
+            which returns the score for the softmax. It is traced on the first call, and again when
             anything that it depends on has changed.
         block_mask: torch's BlockMask, with block sizes that are multiples of 8 from 8 to 1024.
-            mask_mod is applied in partial blocks, and blocks that are not listed cost nothing.
+            mask_mod is applied in partial blocks. Blocks that are not listed are not visited.
         scale: factor of the scores; D ** -0.5 if None.
         enable_gqa: let Hkv be a divisor of Hq.
         return_lse: return (out, lse), with the log-sum-exp of each row (B, Hq, Lq), float32.
-        kernel_options: torch's FlexKernelOptions; what tunes other GPUs' kernels is ignored, with
-            one warning.
+        kernel_options: torch's FlexKernelOptions. Options that tune other GPUs' kernels are
+            ignored, with one warning.
         return_aux: torch's AuxRequest; lse only. The result is then (out, AuxOutput).
 
     Returns:
@@ -59,7 +59,7 @@ def flex_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices, block sizes and lengths that have no kernel.
-        TypeError: a score_mod or mask_mod of other arguments or of another result dtype.
+        TypeError: a score_mod or mask_mod with other arguments or another result dtype.
         NotImplementedError: an op without Metal text in score_mod or mask_mod; nested tensors;
             max_scores of return_aux.
         RuntimeError: control flow on values of scalars; a sliced block_mask without its mask_mod.
@@ -84,12 +84,12 @@ def flex_attention(
 
 @untraced
 def _attend(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """out and the log-sum-exp of a call that is not part of a graph, such as after its break."""
+    """out and the log-sum-exp of a call that is not in a graph, for example after a graph break."""
     return plan(*arguments, **options).run()
 
 
 def planned(*arguments: Any, **options: Any) -> Call:
-    """The plan of a call of `flex_attention`, or its error. Runs nothing."""
+    """The plan of a call of `flex_attention`, or its error. It runs no kernel."""
     bound = inspect.signature(flex_attention).bind(*arguments, **options)
     bound.apply_defaults()
     results = {name: bound.arguments.pop(name) for name in ("return_lse", "return_aux")}

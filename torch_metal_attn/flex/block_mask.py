@@ -1,6 +1,7 @@
 """torch's BlockMask as the op's arguments."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,11 +9,10 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor, integers
-from torch_metal_attn.flex.order import longest_first, order_shape
 from torch_metal_attn.ops.flex import LISTS
 from torch_metal_attn.wording import count_text, type_text
 
-# As torch's own, for which there is a list of one block that holds everything.
+# The block size of torch's BlockMask whose only block contains all scores.
 NO_BLOCKS = 1 << 30
 SMALLEST, LARGEST = 8, 1024
 
@@ -33,7 +33,7 @@ class Blocks:
         return kept | {"q_block_size": self.q_size, "kv_block_size": self.kv_size}
 
     def ordered(self, over_keys: bool, over_queries: bool) -> dict[str, Tensor]:
-        """The orders of the walks, computed once: if lists change later, only the speed suffers."""
+        """The orders of the walks, computed once. Later changes of the lists only cost speed."""
         results = {}
         if over_keys:
             results["kv_order"] = self._order("kv", 1)
@@ -44,17 +44,17 @@ class Blocks:
     def _order(self, side: str, group: int) -> Tensor | None:
         names = (f"{side}_num_blocks", f"full_{side}_num_blocks")
         counts = [self.lists[name] for name in names if name in self.lists]
-        shape = order_shape(counts, group)
+        shape = _order_shape(counts, group)
         if shape is None or math.prod(shape) <= 1:
             return None
-        # A size of a graph has no hash. Then nothing was kept either.
+        # A symbolic size has no hash, so no order was kept for it.
         known = self.orders.get((side, group)) if isinstance(group, int) else None
         if known is not None and known.shape[1:] == shape and known.device == counts[0].device:
             return known
-        # Tensors of inference mode could not be saved for a backward.
+        # Tensors made in inference mode cannot be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
             order = longest_first(counts, group)
-        if type(order) is Tensor:  # of a trace it would be no more than a part of it
+        if type(order) is Tensor:  # a traced tensor must not be kept
             self.orders[side, group] = order
         return order
 
@@ -68,7 +68,7 @@ class Blocks:
                 continue
             indices = self.lists[f"{full}kv_indices"].long()
             entry = torch.arange(indices.shape[-1], device=indices.device)
-            # Entries past the count stand for a block behind the last.
+            # Entries past the count are set to an extra block after the last.
             last = -(-keys // self.kv_size)
             listed = torch.where(entry < counts[..., None], indices, last)
             listed = listed.broadcast_to(torch.broadcast_shapes(listed.shape, (1, 1, 1, 1)))
@@ -83,7 +83,7 @@ _TRANSPOSED = ("q_num", "q_ind", "full_q_")
 
 
 def mask_mod_of(block_mask: Any) -> Any:
-    """The mask_mod, which a slice of a BlockMask has lost."""
+    """The mask_mod of a BlockMask. Slices of one have no mask_mod and are refused."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(
             f"block_mask is {type_text(block_mask)}; it must be a BlockMask: make one with "
@@ -124,22 +124,40 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
         )
     attributes = {name: getattr(block_mask, name) for name in LISTS}
     lists = {name: tensor for name, tensor in attributes.items() if tensor is not None}
-    for name, tensor in lists.items():
-        check_tensor(f"block_mask.{name}", tensor)
-        if tensor.dtype not in (torch.int32, torch.int64):
+    for name, x in lists.items():
+        check_tensor(f"block_mask.{name}", x)
+        if x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"block_mask.{name} has dtype {x.dtype}; it must be int32 or int64")
+        if x.device != query.device:
             raise ValueError(
-                f"block_mask.{name} has dtype {tensor.dtype}; it must be int32 or int64"
-            )
-        if tensor.device != query.device:
-            raise ValueError(
-                f"block_mask is on {tensor.device} and query on {query.device}; call "
+                f"block_mask is on {x.device} and query on {query.device}; call "
                 f"block_mask.to({str(query.device)!r})"
             )
-        if tensor.dim() != (4 if name.endswith("indices") else 3):
+        if x.dim() != (4 if name.endswith("indices") else 3):
             raise ValueError(
-                f"block_mask.{name} has shape {tuple(tensor.shape)}; it must have the dimensions "
-                "(batch, heads, blocks of queries" + (", blocks)" if tensor.dim() == 3 else ")")
+                f"block_mask.{name} has shape {tuple(x.shape)}; it must have the dimensions "
+                "(batch, heads, blocks of queries" + (", blocks)" if x.dim() == 3 else ")")
             )
     group = query.shape[1] // max(key.shape[1], 1)
     orders = block_mask.__dict__.setdefault("_metal_attn_orders", {})
     return Blocks(lists, q_size=sizes[0], kv_size=sizes[1], group=group, orders=orders)
+
+
+def longest_first(counts: Sequence[Tensor], group: int = 1) -> Tensor:
+    """Row indices, longest list first, and their inverse: (2, B or 1, H / group or 1, rows)."""
+    total = sum(counts[1:], counts[0])
+    if total.shape[1] > 1:
+        total = total.unflatten(1, (-1, group)).sum(2)
+    order = total.flatten().argsort(descending=True, stable=True).int()
+    return torch.stack((order, order.argsort().int())).view(2, *total.shape)
+
+
+def _order_shape(counts: Sequence[Tensor], group: int) -> tuple[int, int, int] | None:
+    """The order's last dimensions; None for counts that the op refuses."""
+    try:
+        batch, heads, rows = torch.broadcast_shapes(*(x.shape for x in counts))
+    except RuntimeError:
+        return None
+    if heads > 1 and heads % group != 0:
+        return None
+    return batch, heads if heads == 1 else heads // group, rows

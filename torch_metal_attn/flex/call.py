@@ -23,12 +23,12 @@ from torch_metal_attn.sdpa import NAMES
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 from torch_metal_attn.wording import count_text, value_text
 
-# Promises about the mask, and choices between kernels of which there is one here.
+# Promises about the mask, and choices between kernels where there is only one here.
 _KEPT_OPTIONS = frozenset(
     ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "WRITE_DQ")
 )
-# They tune torch's kernels for other GPUs: its FlexKernelOptions, which are the same in torch 2.10
-# to 2.15, and those that only its templates name. No result depends on them but by rounding.
+# Options that tune torch's kernels for other GPUs and change results only by rounding: those of
+# FlexKernelOptions, which are the same in torch 2.10 to 2.15, and those that only templates name.
 _IGNORED_OPTIONS = frozenset(
     "BACKEND BLOCK_M BLOCK_M1 BLOCK_M2 BLOCK_N BLOCK_N1 BLOCK_N2 PARTITION_SIZE PRESCALE_QK "
     "SPLIT_KV USE_TMA kpack matrix_instr_nonkdim num_buffers_warp_spec num_consumer_groups "
@@ -41,7 +41,7 @@ _warned: list[str] = []
 
 @dataclass(frozen=True)
 class Call:
-    """A call whose functions are traced, checked except for what the op checks."""
+    """A call whose functions are traced, and which has passed all checks except the op's."""
 
     query: Tensor
     key: Tensor
@@ -55,7 +55,7 @@ class Call:
         return self.query, self.key, self.value
 
     def options(self, backward: bool = False) -> dict[str, Any]:
-        """The op's. backward: query, key and value have gradients, whether they require them."""
+        """The op's options. backward: as if query, key and value required gradients."""
         options = self.program.options() | {"softmax_scale": self.scale}
         inputs = (*self.operands, *options["captures"])
         required = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -67,7 +67,7 @@ class Call:
                     "block_mask has no q_num_blocks, which gradients need: make it with "
                     "compute_q_blocks=True"
                 )
-            # flash_decode's threadgroups share the lists evenly.
+            # Short calls run flash_decode, whose threadgroups share the lists evenly.
             many = self.query.shape[2] > DECODE_QUERIES
             options |= self.blocks.ordered(over_keys=many, over_queries=differentiated)
         return options
@@ -81,10 +81,7 @@ class Call:
             if self.query.dtype == self.key.dtype or not torch.is_grad_enabled():
                 return reference.attention(*arguments)
             inputs = (*self.operands, *self.program.captures)
-            mixed: tuple[Tensor, Tensor] = of_two_dtypes(
-                inputs, lambda: reference.attention(*arguments)
-            )
-            return mixed
+            return of_two_dtypes(inputs, lambda: reference.attention(*arguments))
         out, lse = self.launch(options)
         if on_cpu and self.program.captures and bool(lse.isnan().any()):
             shape = (*self.query.shape[:3], self.key.shape[2])
@@ -92,10 +89,7 @@ class Call:
         return out, lse
 
     def launch(self, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = NAMES.run(
-            torch.ops.metal_attn.flex_fwd, self.operands, options
-        )
-        return result
+        return NAMES.run(torch.ops.metal_attn.flex_fwd, self.operands, options)
 
 
 def plan(
@@ -108,7 +102,7 @@ def plan(
     enable_gqa: bool,
     kernel_options: dict[str, Any] | None,
 ) -> Call:
-    """The call with these arguments, or its error. Runs nothing."""
+    """The call with these arguments, or its error. It runs no kernel."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
     if transforming():
@@ -116,7 +110,7 @@ def plan(
     _check_options(kernel_options)
     query, key, value = autocast(query, key, value)
     key, value = _check_shapes(query, key, value, enable_gqa)
-    # As torch's own function, which takes any strides; out's order is query's.
+    # torch's function accepts any strides, and out has query's memory order.
     query, key, value = (
         x if x.stride(-1) == 1 or x.shape[-1] <= 1 else with_contiguous_rows(x)
         for x in (query, key, value)
@@ -129,8 +123,7 @@ def plan(
     if block_mask is not None:
         mask_mod = mask_mod_of(block_mask)
         blocks = blocks_of(block_mask, query, key)
-    program = compiled(score_mod, mask_mod, query.device)
-    return Call(query, key, value, scale, program, blocks)
+    return Call(query, key, value, scale, compiled(score_mod, mask_mod, query.device), blocks)
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
@@ -151,11 +144,10 @@ def _refuse_vmap() -> None:
 def _check_shapes(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor]:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, "
-                "head_dim)"
+                f"{name} has shape {tuple(x.shape)}; it must be (batch, heads, length, head_dim)"
             )
     heads, kv_heads = query.shape[1], key.shape[1]
     if not as_bool("enable_gqa", enable_gqa) and heads != kv_heads:

@@ -16,9 +16,9 @@ class Captured:
 
     tensors: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    # By number: of which tensor it is a view, whose gradient it adds to.
+    # By number: the tensor that it is a view of, which gets its gradient.
     sources: dict[int, Tensor] = field(default_factory=dict)
-    # Those made of numbers of a graph of torch.compile that may change from call to call.
+    # Tensors made from symbolic numbers of torch.compile, which may change from call to call.
     numbers: dict[str, Tensor] = field(default_factory=dict)
     # True if results may depend on more than the functions' code and indexed tensors.
     depends_on_values: bool = False
@@ -35,7 +35,7 @@ class Captured:
         return len(self.tensors) - 1
 
     def finish(self) -> None:
-        """View again what was viewed while tracing, where autograd saw nothing."""
+        """Repeat the views of the trace, which autograd did not record."""
         for i, source in self.sources.items():
             if source.requires_grad:
                 x = self.tensors[i]
@@ -44,7 +44,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Part:
-    """A captured tensor that has fewer indices than dimensions, or a view of `source`."""
+    """A captured tensor with fewer indices than dimensions, or a view of `source`."""
 
     tensor: Tensor
     name: str
@@ -56,12 +56,12 @@ class Part:
         return Part(tensor, self.name, self.indices, source)
 
     def rest(self) -> Tensor:
-        """A meta tensor that stands for the dimensions without an index."""
+        """A meta tensor with the dimensions that have no index."""
         size, stride = (x[len(self.indices) :] for x in (self.tensor.shape, self.tensor.stride()))
         return torch.empty_strided(size, stride, dtype=loaded_dtype(self.tensor), device="meta")
 
     def as_in(self, rest: Tensor) -> "Part":
-        """The view whose `rest` is a view of this one's."""
+        """The part whose `rest()` is `rest`, a view of this part's."""
         n, x = len(self.indices), self.tensor
         size, stride = (*x.shape[:n], *rest.shape), (*x.stride()[:n], *rest.stride())
         return self.view(x.as_strided(size, stride, x.storage_offset() + rest.storage_offset()))
@@ -75,24 +75,18 @@ class Row:
 
 
 def loaded_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of its loads: Metal has no float64, so it is converted to float32 first."""
+    """The dtype of a tensor's loads. float64, which Metal lacks, is first cast to float32."""
     return torch.float32 if tensor.dtype == torch.float64 else tensor.dtype
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """True if two views have the same elements and graph; tensors of a graph have no address."""
+    """True if two views have the same elements and no graph. Traced tensors have no address."""
     plain = (Tensor, torch.nn.Parameter)
-    return (
-        type(a) in plain
-        and type(b) in plain
-        and not a.requires_grad
-        and not b.requires_grad
-        and a.dtype == b.dtype
-        and a.device == b.device
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.data_ptr() == b.data_ptr()
-    )
+    if any(type(x) not in plain or x.requires_grad for x in (a, b)):
+        return False
+    if a.dtype != b.dtype or a.device != b.device or a.shape != b.shape:
+        return False
+    return a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
 
 
 def name_in(function: Any, tensor: Tensor) -> str:

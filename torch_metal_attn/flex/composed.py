@@ -1,4 +1,4 @@
-"""Ops that the table lacks: PyTorch says how they are composed of others."""
+"""Ops that the table lacks, computed by PyTorch's decompositions into other ops."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch_metal_attn.flex.graph import Node
 
 
 class _Slot:
-    """Stands for an argument that is a node."""
+    """A placeholder for an argument that is a node."""
 
     def __repr__(self) -> str:
         return "slot"
@@ -23,7 +23,7 @@ SLOT = _Slot()
 
 @dataclass(frozen=True)
 class Composed:
-    """A composed node's op and arguments (SLOT for a node), and `body`, which kernels run."""
+    """A composed node's op and arguments (SLOT for a node). body: the node that kernels compute."""
 
     function: Callable[..., Any]
     constants: tuple[Any, ...]
@@ -32,12 +32,11 @@ class Composed:
     body: Node
 
     def evaluate(self, *arguments: Tensor) -> Tensor:
-        left = iter(arguments)
-        flat = [next(left) if x is SLOT else x for x in self.constants]
+        tensors = iter(arguments)
+        flat = [next(tensors) if x is SLOT else x for x in self.constants]
         args, kwargs = tree_unflatten(flat, self.spec)
         result = self.function(*args, **kwargs)
-        chosen: Tensor = result if self.item is None else result[self.item]
-        return chosen
+        return result if self.item is None else result[self.item]
 
 
 def _hypot(a: Tensor, b: Tensor) -> Tensor:
@@ -53,7 +52,7 @@ def _shrunk(gradient: Tensor, x: Tensor, width: float) -> Tensor:
     return torch.where((x >= -width) & (x <= width), 0.0, gradient)
 
 
-# Those that PyTorch has no decomposition of, by aten's names.
+# Decompositions that PyTorch lacks, by aten's names.
 _OURS: dict[str, Callable[..., Any]] = {
     "hypot": _hypot,
     "softshrink_backward": _shrunk,
@@ -65,7 +64,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def decomposition(function: Any, name: str) -> Callable[..., Any] | None:
-    """A function that computes the same of simpler ops, or None."""
+    """A function that computes the op from simpler ones, or None."""
     if name in _OURS:
         return _OURS[name]
     from torch._decomp import decomposition_table

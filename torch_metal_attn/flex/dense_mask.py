@@ -16,23 +16,23 @@ def block_mask(
     block: int | tuple[int, int] = 128,
     lengths: tuple[int, int] | None = None,
 ) -> Any:
-    """A BlockMask of a bool mask, for `flex_attention`: blocks that are wholly hidden are skipped.
+    """A BlockMask of a bool mask, with which `flex_attention` skips fully hidden blocks.
 
     Args:
         attn_mask: bool, False where the key is masked out; with up to 4 dimensions, broadcastable
             to (B, Hq, Lq, Lk), and any strides. It is not copied: partial blocks look it up.
         block: rows and columns of a block, or one number for both; multiples of 8 from 8 to 1024.
-        lengths: (Lq, Lk). None: those of attn_mask. Give it if attn_mask has one query or key that
-            stands for all, or no dimension for queries.
+        lengths: (Lq, Lk). None: those of attn_mask. Pass it if attn_mask broadcasts over queries or
+            keys.
 
     Returns:
-        torch's BlockMask on attn_mask's device. Blocks that are wholly seen are full ones. Nothing
-        is read back to the host.
+        torch's BlockMask on attn_mask's device. Fully visible blocks are full ones. The host does
+        not wait for the device.
 
     Raises:
         TypeError: attn_mask is no tensor; block or lengths that are not integers.
-        ValueError: another dtype, more dimensions, sizes that do not broadcast to lengths, block
-            sizes and lengths that cannot be had.
+        ValueError: another dtype, more dimensions, sizes that do not broadcast to lengths, invalid
+            block sizes or lengths.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -51,8 +51,8 @@ def block_mask(
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     rows, columns = -(-q_length // q_block), -(-kv_length // kv_block)
     padding = (0, columns * kv_block - kv_length, 0, rows * q_block - q_length)
-    whole = torch.nn.functional.pad(mask.expand(-1, -1, q_length, kv_length), padding)
-    seen = whole.unflatten(3, (columns, kv_block)).unflatten(2, (rows, q_block)).sum((3, 5))
+    padded = torch.nn.functional.pad(mask.expand(-1, -1, q_length, kv_length), padding)
+    seen = padded.unflatten(3, (columns, kv_block)).unflatten(2, (rows, q_block)).sum((3, 5))
     # Blocks over the edge of the mask are partial, as in create_block_mask.
     full = seen == q_block * kv_block
 
@@ -66,12 +66,12 @@ def block_mask(
 
 
 def _seen(mask: Tensor, *places: Tensor) -> Tensor:
-    """The mask_mod, in a form that can be pickled. places: b, h, q_idx and kv_idx."""
+    """The mask_mod, which can be pickled. places: b, h, q_idx and kv_idx."""
     return mask[tuple(i if n > 1 else 0 * i for i, n in zip(places, mask.shape, strict=True))]
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts of blocks that are True, along the last dimension, and their indices first."""
+    """Counts of True blocks along the last dimension, and block indices, True ones first."""
     flags = blocks.int()
     indices = flags.argsort(dim=-1, descending=True, stable=True)
     return flags.sum(-1, dtype=torch.int32), indices.int()
@@ -99,9 +99,7 @@ def _lengths(attn_mask: Tensor, lengths: tuple[int, int] | None) -> tuple[int, i
         raise ValueError(
             f"attn_mask has shape {shape} and lengths are {sizes}; there must be a query and a key"
         )
-    if any(
-        n not in (1, length) for n, length in zip(shape[-2:], sizes[-len(shape) :], strict=True)
-    ):
+    if any(n not in (1, size) for n, size in zip(shape[-2:], sizes[-len(shape) :], strict=True)):
         raise ValueError(
             f"attn_mask has shape {shape}, which does not broadcast to lengths {sizes}"
         )

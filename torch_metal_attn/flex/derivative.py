@@ -1,4 +1,4 @@
-"""Derivatives of a score_mod as graphs: from the result back to its inputs."""
+"""Derivatives of a score_mod as graphs, by reverse-mode differentiation."""
 
 import functools
 
@@ -17,9 +17,9 @@ def slope(graph: Graph, result: Node) -> Node:
 
 
 def derivative(graph: Graph, result: Node, by: Node) -> Node:
-    """d result / d by, float32; constant 0 where `by` has no part in it."""
+    """d result / d by, float32; the constant 0 if result does not depend on `by`."""
     nodes = list(ordered(result))
-    varies = {id(by)}  # nodes that depend on it through floating numbers
+    varies = {id(by)}  # nodes that depend on it through floating-point nodes
     for node in nodes:
         if node.dtype.is_floating_point and any(id(a) in varies for a in node.args):
             varies.add(id(node))
@@ -35,10 +35,9 @@ def derivative(graph: Graph, result: Node, by: Node) -> Node:
         for argument, part in zip(node.args, parts, strict=True):
             if part is None or part is zero or id(argument) not in varies:
                 continue
-            before = gradients.get(id(argument))
-            gradients[id(argument)] = (
-                part if before is None else graph.node("add", (before, part), torch.float32)
-            )
+            if (before := gradients.get(id(argument))) is not None:
+                part = graph.node("add", (before, part), torch.float32)
+            gradients[id(argument)] = part
     return zero
 
 
@@ -72,25 +71,24 @@ def parts_of(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...
 def _of_row(
     op: str, dtypes: tuple[torch.dtype, ...], result: torch.dtype
 ) -> tuple[Node | None, ...]:
-    """`by_autograd` of an op with numbered inputs, the gradient last. Autograd takes long."""
+    """`by_autograd` of an op with numbered inputs, the gradient last. Cached, as it is slow."""
     graph = Graph()
-    *args, gradient = (
-        graph.node("input", (), dtype, i) for i, dtype in enumerate((*dtypes, torch.float32))
-    )
+    inputs = enumerate((*dtypes, torch.float32))
+    *args, gradient = (graph.node("input", (), dtype, i) for i, dtype in inputs)
     return by_autograd(graph, graph.node(op, args, result), gradient)
 
 
 class _Backward(Tracer):
-    """Traces autograd, which detaches the results that it has saved."""
+    """Traces autograd, which detaches saved results."""
 
     same_value = Tracer.same_value | {"detach"}
 
 
 def by_autograd(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...]:
-    """The arguments' gradients, which PyTorch's own backward of the op computes of scalars."""
+    """The gradients of a node's arguments, traced from PyTorch's backward of the op."""
     row = node.value if node.op == "composed" else OPS[node.op]
     tracer = _Backward("score_mod", row.evaluate, graph, Captured(), torch.device("cpu"))
-    # Whatever the call is in, such as inference_mode, or a mode whose tensors have no values.
+    # The call may be in inference mode, or in a mode whose tensors have no values.
     with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
         leaves = []
         for argument in node.args:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Metal's names of the dtypes that it has and that captured tensors may hold.
+# Metal's names of the dtypes of captured tensors.
 TYPES = {
     torch.bool: "bool",
     torch.int8: "char",
@@ -34,7 +34,7 @@ class Node:
 
 
 class Graph:
-    """Makes nodes; equal ones are the same, and a product with 1.0 is the other factor."""
+    """Makes nodes. Equal nodes are one object, and a product with 1.0 is the other factor."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[Any, ...], Node] = {}
@@ -45,14 +45,14 @@ class Graph:
             for one, other in (args, args[::-1]):
                 if one.op == "constant" and one.value == 1.0:
                     return other
-        # The text of a number tells 1 from True and 0.0 from -0.0, and NaN is itself.
+        # repr distinguishes 1 from True and 0.0 from -0.0, and is equal for NaNs.
         key = (op, *map(id, args), dtype, repr(value))
         return self._nodes.setdefault(key, Node(op, args, dtype, value))
 
     def constant(self, value: bool | int | float, dtype: torch.dtype) -> Node:
-        """The number as a kernel of this dtype would hold it."""
+        """The number, rounded to this dtype."""
         wide = torch.float64 if dtype.is_floating_point else None
-        with _disable_current_modes():  # in a graph of torch 2.10 the number would be unknown
+        with _disable_current_modes():  # torch.compile of torch 2.10 would make it symbolic
             number = torch.tensor(value, dtype=wide, device="cpu").to(dtype).item()
         return self.node("constant", (), dtype, number)
 

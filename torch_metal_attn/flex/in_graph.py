@@ -1,8 +1,8 @@
 """flex_attention inside a graph of torch.compile.
 
-Dynamo traces score_mod and mask_mod into graphs and finds the tensors that they capture, as for
-torch's own higher-order operator. From then on they are traced here, and the op's call with their
-texts is what AOTAutograd and Inductor see.
+Dynamo traces score_mod and mask_mod into graphs and lifts the tensors that they capture, as for
+torch's own higher-order operator. When these graphs run, they are traced here into Metal text, so
+AOTAutograd and Inductor see a call of the op with these texts.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def _identity(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 
 
 def _of_float32(score_mod: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo's score has query's dtype, which score_mod may ask for or cast to."""
+    """score_mod with a float32 score, as Dynamo passes one in query's dtype."""
 
     def mod(score: Tensor, *position: Tensor) -> Any:
         return score_mod(score.float(), *position)
@@ -38,11 +38,11 @@ def _everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 class _FlexAttention(HigherOrderOperator):
-    """The operator in a graph of Dynamo. It dispatches nothing: it calls the op."""
+    """The operator in a graph of Dynamo, which calls the op without dispatch."""
 
     def __init__(self) -> None:
         super().__init__("torch_metal_attn_flex")
-        # Dynamo looks up by this name how functions are traced; FX by the module what is called.
+        # Dynamo finds the tracing rule by this name, and FX finds the function by its module.
         self.__name__ = "flex_attention"
         self.__module__ = __name__
 
@@ -68,9 +68,8 @@ class _FlexAttention(HigherOrderOperator):
 
         blocks = None
         if lists:
-            blocks = SimpleNamespace(
-                **dict(zip((*_BLOCKS, *LISTS), lists, strict=True)), mask_mod=mask
-            )
+            named = dict(zip((*_BLOCKS, *LISTS), lists, strict=True))
+            blocks = SimpleNamespace(**named, mask_mod=mask)
         return _launched(query, key, value, score, blocks, scale, **options)
 
 
@@ -79,7 +78,7 @@ _flex_attention = _FlexAttention()
 
 @untraced
 def _launched(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The op's call. Where Dynamo could not make a graph of it, it would trace this library."""
+    """The op's call, untraced: after a graph break Dynamo would trace this library's code."""
     call = plan(*arguments, **options)
     return call.launch(call.options())
 
@@ -96,5 +95,4 @@ def attend(
         lists = tuple(getattr(block_mask, name) for name in (*_BLOCKS, *LISTS))
         blocks = (*lists, block_mask.mask_mod)
     score = _identity if score_mod is None else _of_float32(score_mod)
-    result: tuple[Tensor, Tensor] = _flex_attention(*operands, score, blocks, scale, options)
-    return result
+    return _flex_attention(*operands, score, blocks, scale, options)

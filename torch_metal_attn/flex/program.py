@@ -1,4 +1,4 @@
-"""A call's score_mod and mask_mod, compiled to texts and the tensors that they index."""
+"""A call's score_mod and mask_mod, compiled to Metal texts and the tensors that they index."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from torch_metal_attn.flex.traces import Parts, Unknown
 from torch_metal_attn.flex.tracing import POSITIONS, trace
 from torch_metal_attn.ops.differentiation import transforming
 
+Mod = Callable[..., Any]
 # The sizes of arrays in shaders/params/attention.h.
 MAX_CAPTURES = 12
 MAX_DIMENSIONS = 24
@@ -23,7 +24,7 @@ MAX_DIMENSIONS = 24
 
 @dataclass(frozen=True)
 class Share:
-    """The gradient of one load, as a body. place: its element. owners: bits of its positions."""
+    """The gradient of one load. text: its body. place: the element. owners: bits of positions."""
 
     capture: int
     text: str
@@ -33,7 +34,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Program:
-    """Graphs, None where there is nothing to do, and their texts by the op's options."""
+    """Graphs, None for an identity score or a mask that hides no key; texts by op option."""
 
     score: Node | None
     mask: Node | None
@@ -46,11 +47,9 @@ class Program:
         return self.captured.tensors
 
     def options(self) -> dict[str, Any]:
-        """The op's. Captured tensors that no derivative reaches are detached."""
-        differentiated = torch.is_grad_enabled()
-        shares = [
-            x for x in self.shares if differentiated and self.captures[x.capture].requires_grad
-        ]
+        """The op's options. Captured tensors without a derivative are detached."""
+        shares = self.shares if torch.is_grad_enabled() else ()
+        shares = tuple(x for x in shares if self.captures[x.capture].requires_grad)
         reached = {x.capture for x in shares}
         captures = [x if i in reached else x.detach() for i, x in enumerate(self.captures)]
         captures = [x if x.dtype is loaded_dtype(x) else x.float() for x in captures]
@@ -81,27 +80,23 @@ def _shares(graph: Graph, score: Node, ranks: list[int]) -> tuple[Share, ...]:
 
 
 def _index(node: Node) -> Node:
-    """An index without the casts to wider integers, which change no position."""
+    """An index without casts to wider integers, which do not change its value."""
     while node.op == "cast" and node.dtype in (torch.int32, torch.int64):
         (node,) = node.args
     return node
 
 
-# By what the functions depend on: a program, and which of the tensors that they reach are captured.
+# A program by its functions' key (`Parts`), and the numbers of the reachable tensors it captures.
 _known: dict[Any, tuple[Program, list[int]]] = {}
 _MOST_KNOWN = 256
 
 
-def compiled(
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
-    device: torch.device,
-) -> Program:
-    """The functions' program. They are traced unless nothing that they depend on has changed."""
+def compiled(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Program:
+    """The functions' program. They are traced again only if anything they depend on has changed."""
     if transforming():
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-        # Scalars without values are no part of a transform of torch.func.
+        # The meta scalars of a trace must not enter a transform of torch.func.
         with temporarily_clear_interpreter_stack():
             return traced(score_mod, mask_mod, device)
     try:
@@ -120,18 +115,14 @@ def compiled(
     if not used.depends_on_values and all(id(x) in reached for x in used.tensors):
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        # Without its tensors, which would be kept alive.
+        # Kept without its tensors, so that these can be freed.
         empty = dataclasses.replace(program, captured=Captured([], used.names))
         _known[key] = empty, [reached[id(x)] for x in used.tensors]
     return program
 
 
-def traced(
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
-    device: torch.device,
-) -> Program:
-    """Trace the functions, which run once. Errors are those of `flex_attention`."""
+def traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Program:
+    """Trace the functions by running each once. Errors are those of `flex_attention`."""
     graph, captured = Graph(), Captured()
     score = mask = None
     if score_mod is not None:

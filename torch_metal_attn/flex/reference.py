@@ -1,4 +1,4 @@
-"""Flex attention of CPU tensors without kernels, and the values of a program's graphs."""
+"""Flex attention on CPU tensors without kernels, and the evaluation of a program's graphs."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch_metal_attn.flex.program import Program
 from torch_metal_attn.flex.table import OPS
 from torch_metal_attn.ops.layout import empty_like_query
 
-# Positions whose indices are checked at a time.
+# Positions per chunk of the check of indices.
 _CHUNK = 1 << 20
 
 
@@ -32,7 +32,7 @@ def evaluate(
             row = each.value if each.op == "composed" else OPS[each.op]
             value = row.evaluate(*arguments)
         if seen is not None and value.requires_grad and each.op in ("input", "load"):
-            # Chosen, not multiplied: the derivative may be infinite where nothing is seen.
+            # A product with 0 would be NaN where a hidden score has an infinite derivative.
             value = torch.where(seen, value, value.detach())
         values[id(each)] = value
     return values[id(node)]
@@ -72,12 +72,12 @@ def attention(
         scores = evaluate(program.score, arguments, program, seen).expand(scores.shape)
     scores = scores.masked_fill(~seen, -torch.inf)
     sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    # A row of -inf has the softmax of zeros, which nothing is left of.
+    # A row of -inf is replaced by zeros, whose softmax is then masked.
     safe = scores.masked_fill(sees_nothing, 0.0)
     weights = safe.softmax(-1).masked_fill(sees_nothing, 0.0)
     lse = safe.logsumexp(-1) if scores.shape[-1] > 0 else scores.new_zeros(scores.shape[:-1])
     lse = lse.masked_fill(sees_nothing[..., 0], -torch.inf)
-    # Laid out as the kernels' result.
+    # In the memory order of the kernels' result.
     return empty_like_query(query, value.shape[-1]).copy_(weights @ values), lse
 
 
@@ -85,15 +85,12 @@ def positions(shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
     """The position of every score, (B, H, Lq, Lk), as tensors that broadcast."""
     results = {}
     for dim, (name, size) in enumerate(zip(("b", "h", "q_idx", "kv_idx"), shape, strict=True)):
-        results[name] = torch.arange(size, device=device).view(
-            [-1 if i == dim else 1 for i in range(4)]
-        )
+        sizes = [-1 if i == dim else 1 for i in range(4)]
+        results[name] = torch.arange(size, device=device).view(sizes)
     return results
 
 
-def check_indices(
-    shape: tuple[int, int, int, int], program: Program, blocks: Blocks | None
-) -> None:
+def check_indices(shape: tuple[int, ...], program: Program, blocks: Blocks | None) -> None:
     """Raise IndexError for an index past a captured tensor, where the kernels give NaN."""
     batch, heads, queries, keys = shape
     rows = max(_CHUNK // max(batch * heads * keys, 1), 1)

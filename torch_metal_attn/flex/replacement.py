@@ -1,7 +1,7 @@
 """`flex_replaced()`: run torch's own `flex_attention` on our kernels in a block.
 
-Code holds torch's function under many names and inside `torch.compile`, so the function itself is
-changed while a block is open: its body calls ours.
+Code refers to torch's function by many names and inside `torch.compile`, so while a block is open
+the code of the function itself is replaced by a call of ours.
 """
 
 import threading
@@ -18,7 +18,7 @@ from torch_metal_attn.wording import type_text
 
 _TORCH = torch_flex.flex_attention
 _TORCH_CODE = _TORCH.__code__
-# torch's own, whatever its function is at the moment.
+# torch's original function, also while its code is replaced.
 _original = types.FunctionType(
     _TORCH_CODE, _TORCH.__globals__, _TORCH.__name__, _TORCH.__defaults__, _TORCH.__closure__
 )
@@ -89,7 +89,7 @@ def _body(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """The new body of torch's function. Its globals are torch's module's, so it imports ours."""
+    """The new code of torch's function. It runs with torch's globals, so it imports `called`."""
     from torch_metal_attn.flex.replacement import called
 
     return called(

@@ -1,14 +1,14 @@
-"""Every op that a score_mod or mask_mod may be made of: its Metal text and its value.
+"""The ops that a score_mod or mask_mod may use: the Metal text and the torch function of each.
 
-One row an op. Texts are templates of the arguments' names; {T} is Metal's name of an integer type
-and {U} that of the unsigned type of its size, in which arithmetic wraps around. float16 and
-bfloat16 are computed in float32 and rounded, as PyTorch does on the CPU. In a template `impossible`
-is what a kernel sets where there is no value.
+Texts are templates of the arguments' names. {T} is Metal's name of an integer type, and {U} that of
+the unsigned type of its size, in which arithmetic wraps around. float16 and bfloat16 are computed
+in float32 and rounded, as PyTorch does on the CPU. `impossible` is a flag that a kernel sets where
+an op has no value.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,9 +35,8 @@ def _wrapping(sign: str) -> str:
 
 def _comparison(sign: str, evaluate: Callable[..., Tensor]) -> Op:
     text = f"{{0}} {sign} {{1}}"
-    return Op(
-        text, text, text if sign in ("==", "!=") else f"int({{0}}) {sign} int({{1}})", evaluate
-    )
+    boolean = text if sign in ("==", "!=") else f"int({{0}}) {sign} int({{1}})"
+    return Op(text, text, boolean, evaluate)
 
 
 def _function(text: str, evaluate: Callable[..., Tensor]) -> Op:
@@ -60,11 +59,9 @@ OPS: dict[str, Op] = {
     "sub": Op("{0} - {1}", _wrapping("-"), None, torch.sub),
     "mul": Op("{0} * {1}", _wrapping("*"), "{0} && {1}", torch.mul),
     "div": Op("{0} / {1}", None, None, torch.div),
-    "floor_divide": _quotient(
-        "flex_floor_divide", functools.partial(torch.div, rounding_mode="floor")
-    ),
+    "floor_divide": _quotient("flex_floor_divide", partial(torch.div, rounding_mode="floor")),
     "truncating_divide": _quotient(
-        "flex_truncating_divide", functools.partial(torch.div, rounding_mode="trunc")
+        "flex_truncating_divide", partial(torch.div, rounding_mode="trunc")
     ),
     "remainder": _quotient("flex_remainder", torch.remainder),
     "fmod": _quotient("flex_truncating_remainder", torch.fmod),
@@ -73,12 +70,8 @@ OPS: dict[str, Op] = {
     "sign": Op("flex_sign({0})", _SIGNS, None, torch.sign),
     "maximum": Op("flex_max({0}, {1})", "max({0}, {1})", "{0} || {1}", torch.maximum),
     "minimum": Op("flex_min({0}, {1})", "min({0}, {1})", "{0} && {1}", torch.minimum),
-    "clamp_min": Op(
-        "flex_max({0}, {1})", "max({0}, {1})", None, lambda a, b: torch.clamp(a, min=b)
-    ),
-    "clamp_max": Op(
-        "flex_min({0}, {1})", "min({0}, {1})", None, lambda a, b: torch.clamp(a, max=b)
-    ),
+    "clamp_min": Op("flex_max({0}, {1})", "max({0}, {1})", None, lambda a, b: a.clamp(min=b)),
+    "clamp_max": Op("flex_min({0}, {1})", "min({0}, {1})", None, lambda a, b: a.clamp(max=b)),
     "where": Op("({0} ? {1} : {2})", "({0} ? {1} : {2})", "({0} ? {1} : {2})", torch.where),
     "eq": _comparison("==", torch.eq),
     "ne": _comparison("!=", torch.ne),
@@ -128,7 +121,7 @@ OPS: dict[str, Op] = {
     "round": _rounding("rint", torch.round),
 }
 
-# The ops that compute in the dtype their arguments promote to and give a bool.
+# Ops that compute in the promoted dtype of their arguments and return a bool.
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isnan"))
-# Those of truth values.
+# Ops on truth values.
 LOGICAL = frozenset(("logical_and", "logical_or", "logical_xor", "logical_not"))

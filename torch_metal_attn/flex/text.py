@@ -1,6 +1,6 @@
 """The Metal text of a graph, for shaders/flex.h: the body of a function, on one line.
 
-Only words of this file and of the table are in it, and numbers. No name or string of a user's is.
+It consists of text from this file and the table, and numbers. It has no names or strings of users.
 """
 
 import math
@@ -11,24 +11,17 @@ import torch
 from torch_metal_attn.flex.graph import TYPES, Node, ordered
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
 
-_UNSIGNED = {
-    torch.int8: "uchar",
-    torch.uint8: "uchar",
-    torch.int16: "ushort",
-    torch.int32: "uint",
-    torch.int64: "uint64_t",
-}
 _INPUTS = {"score": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key"}
 
 
 def body(result: Node, ranks: list[int]) -> str:
-    """The statements that compute and return `result`. ranks: of the captured tensors, in order."""
+    """Statements that compute and return `result`. ranks: dimensions of each captured tensor."""
     statements, names = _statements([result], ranks)
     return " ".join([*statements, f"return {names[id(result)]};"])
 
 
 def place(load: Node, ranks: list[int]) -> str:
-    """The same for the number of the element that `load` reads, of a contiguous tensor."""
+    """Statements that return the index of the element that `load` reads, in contiguous order."""
     statements, names = _statements(load.args, ranks)
     first = sum(ranks[: load.value])
     number = "0"
@@ -40,7 +33,7 @@ def place(load: Node, ranks: list[int]) -> str:
 
 
 def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], dict[int, str]]:
-    """The statements that compute nodes, and the nodes' names by identity."""
+    """Statements that compute nodes, and the nodes' names by id."""
     first_dimension = [sum(ranks[:i]) for i in range(len(ranks))]
     names: dict[int, str] = {}
     statements: list[str] = []
@@ -54,13 +47,12 @@ def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], d
         else:
             arguments = [names[id(a)] for a in node.args]
             name = f"t{len(statements)}"
-            value = (
-                _load(node, arguments, first_dimension[node.value])
-                if node.op == "load"
-                else _cast(node.args[0], arguments[0], node.dtype)
-                if node.op == "cast"
-                else _row(node, arguments)
-            )
+            if node.op == "load":
+                value = _load(node, arguments, first_dimension[node.value])
+            elif node.op == "cast":
+                value = _cast(node.args[0], arguments[0], node.dtype)
+            else:
+                value = _row(node, arguments)
             statements.append(f"const {TYPES[node.dtype]} {name} = {value};")
             names[id(node)] = name
     return statements, names
@@ -70,7 +62,7 @@ def _number(value: bool | int | float, dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         return "true" if value else "false"
     if not dtype.is_floating_point:
-        # The lowest integer has no literal of its own.
+        # The lowest integer cannot be written as a literal.
         suffix = "L" if dtype == torch.int64 else ""
         lowest = value == torch.iinfo(dtype).min
         text = f"{int(value) + 1}{suffix} - 1" if lowest else f"{int(value)}{suffix}"
@@ -113,8 +105,7 @@ def _cast(node: Node, name: str, dtype: torch.dtype) -> str:
 
 
 def _as_float(node: Node, name: str) -> str:
-    narrow = node.dtype in (torch.float16, torch.bfloat16)
-    return f"float({name})" if narrow else name
+    return f"float({name})" if node.dtype in (torch.float16, torch.bfloat16) else name
 
 
 def _row(node: Node, arguments: list[str]) -> str:
@@ -125,6 +116,7 @@ def _row(node: Node, arguments: list[str]) -> str:
     if dtype.is_floating_point:
         arguments = [_as_float(a, name) for a, name in zip(node.args, arguments, strict=True)]
     assert template is not None, f"the tracer refuses {node.op} in {dtype}"
-    text = template.format(*arguments, T=TYPES[dtype], U=_UNSIGNED.get(dtype, ""))
+    unsigned = f"u{TYPES[dtype].removeprefix('u')}"  # only integers have templates with it
+    text = template.format(*arguments, T=TYPES[dtype], U=unsigned)
     narrow = node.dtype in (torch.float16, torch.bfloat16) and node.op not in COMPARISONS
     return f"{TYPES[node.dtype]}({text})" if narrow else text

@@ -1,7 +1,7 @@
-"""A key of everything that a function's result can depend on, to use a trace again.
+"""A key of everything that a function's result can depend on, to reuse a trace.
 
-What is not known to be part of the key, such as the attributes of an object, makes a function
-unknown, and it is traced on each call.
+A function that depends on anything else, such as attributes of an object, has no key and is traced
+on each call.
 """
 
 import builtins
@@ -20,9 +20,9 @@ from torch_metal_attn.masks import Mask
 
 _NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _SEQUENCES = (tuple, list, torch.Size)
-# Their attributes do not change, and are functions of their arguments, apart from `_changes`.
+# Modules whose functions depend only on their arguments, except those of `_changes`.
 _MODULES = (torch, math, torch.nn.functional)
-# Builtins whose result depends on their arguments alone.
+# Builtins whose result depends only on their arguments.
 _PURE = frozenset(
     "abs all any bool divmod enumerate float int isinstance len list map max min pow range "
     "reversed round sorted sum tuple zip".split()
@@ -31,11 +31,11 @@ _MOST_PARTS = 200
 
 
 class Unknown(Exception):
-    """A function's result may depend on something that is not looked at."""
+    """A function's result may depend on something that is not in the key."""
 
 
 class Parts:
-    """tensors: all that the functions can reach. key: everything else that they depend on."""
+    """tensors: all that the functions can reach. key: all other dependencies of the functions."""
 
     def __init__(self, *functions: Callable[..., Any] | None) -> None:
         self.tensors: list[Tensor] = []
@@ -53,9 +53,9 @@ class Parts:
             raise Unknown
         if isinstance(value, Tensor):
             return self._tensor(value)
-        # Exact types: one that is derived from these may have attributes.
+        # Exact types, as objects of derived types may have attributes.
         if type(value) in _NUMBERS:
-            # The text of a number tells 1 from True, 0.0 from -0.0, and NaN is itself.
+            # repr distinguishes 1 from True and 0.0 from -0.0, and is equal for NaNs.
             return type(value), repr(value)
         if id(value) in self._seen:
             return "again", self._seen[id(value)]
@@ -67,12 +67,8 @@ class Parts:
         if isinstance(value, types.MethodType):
             return "method", self._part(value.__func__), self._part(value.__self__)
         if type(value) is functools.partial and not value.__dict__:
-            arguments = (
-                self._part(value.args),
-                tuple(value.keywords),
-                *map(self._part, value.keywords.values()),
-            )
-            return "partial", self._part(value.func), arguments
+            keywords = (tuple(value.keywords), *map(self._part, value.keywords.values()))
+            return "partial", self._part(value.func), self._part(value.args), keywords
         if type(value) is Mask and len(value.__dict__) == 1:
             return "mask", self._part(value.mask_mod)
         name = getattr(value, "__name__", "")
@@ -113,11 +109,11 @@ class Parts:
         for i, known in enumerate(self.tensors):
             if known is tensor:
                 return "tensor", i
-        alike = [i for i, known in enumerate(self.tensors) if same_memory(known, tensor)]
+        aliases = [i for i, known in enumerate(self.tensors) if same_memory(known, tensor)]
         self.tensors.append(tensor)
         return (
             *("tensor", tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device),
-            *(tensor.requires_grad, tuple(alike)),
+            *(tensor.requires_grad, tuple(aliases)),
         )
 
 
@@ -127,13 +123,9 @@ def _changes(name: str) -> bool:
     value = getattr(torch, name, None)
     if isinstance(value, types.ModuleType):
         return value not in (*_MODULES, torch.nn, torch.functional)
+    is_function = callable(value) and not isinstance(value, type)
     overridable = torch.overrides.get_overridable_functions()[torch]
-    return (
-        name not in _PURE
-        and callable(value)
-        and not isinstance(value, type)
-        and value not in overridable
-    )
+    return name not in _PURE and is_function and value not in overridable
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Runs a score_mod or mask_mod once on scalars without values, and records its ops.
 
-As with torch's flex_attention, a function sees scalar tensors, and indexing a captured tensor with
-them is one more op. Values that depend on captured tensors alone are computed at once.
+As in torch's flex_attention, a function gets scalar tensors, and indexing a captured tensor with
+them is one more op. Values that depend only on captured tensors are computed immediately.
 """
 
 import functools
@@ -26,13 +26,13 @@ from torch_metal_attn.flex.graph import DTYPE_NAMES, DTYPES, Graph, Node
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
 from torch_metal_attn.wording import count_text, type_text
 
-# The most elements of a captured row in a pointwise op: each is one load.
+# The most elements of a captured row in a pointwise op, as each element is a load.
 MOST_ELEMENTS = 32
 
 _of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
 
-# aten's names for rows of the table, where they differ.
+# aten's names of ops, where they differ from the table's.
 _NAMES = {
     "max": "maximum",
     "min": "minimum",
@@ -55,7 +55,7 @@ def trace(
     captured: Captured,
     device: torch.device,
 ) -> Node:
-    """The graph of "score_mod" or "mask_mod", or an error that shows the user's line."""
+    """The graph of a "score_mod" or "mask_mod", or an error that shows the user's line."""
     tracer = Tracer(name, function, graph, captured, device)
     dtypes = dict.fromkeys(POSITIONS, torch.int32)
     if name == "score_mod":
@@ -64,19 +64,16 @@ def trace(
         inspect.signature(function).bind(*dtypes)
     except TypeError:
         raise TypeError(f"{name} must be a function of ({', '.join(dtypes)})") from None
-    inputs = [
-        tracer.scalar(graph.node("input", (), dtype, argument))
-        for argument, dtype in dtypes.items()
-    ]
+    inputs = [tracer.scalar(graph.node("input", (), dtype, n)) for n, dtype in dtypes.items()]
     with tracer, _Indexing(tracer):
         result = function(*inputs)
     return tracer.result(result, torch.float32 if name == "score_mod" else torch.bool)
 
 
 class Tracer(Traced, TorchDispatchMode):
-    """Makes nodes of the ops that run on its scalars; what these index goes into `captured`."""
+    """Records the ops on its scalars as nodes, and the tensors that these index in `captured`."""
 
-    # Ops that return their argument, in another dtype or place of memory.
+    # Ops that return their argument, in another dtype or memory.
     same_value = frozenset(
         "_to_copy clone alias lift_fresh lift_fresh_copy view reshape squeeze expand to "
         "convert_element_type real".split()
@@ -94,7 +91,7 @@ class Tracer(Traced, TorchDispatchMode):
         self.graph = graph
         self.captured = captured
         self.device = device
-        # By identity, which lasts as long as the tensors: they are kept here.
+        # By id, which stays valid as the tensors are kept here.
         self.traced: dict[int, tuple[Tensor, Node | Part | Row]] = {}
         self.constants: dict[int, Tensor] = {}
 
@@ -127,7 +124,7 @@ class Tracer(Traced, TorchDispatchMode):
             return self.indexed(args[0], list(args[1]))
         result = self.viewed(name, func, args, kwargs)
         if result is None:
-            result = self.of_rows(name, func, args, kwargs, tensors)
+            result = self.row_op(name, func, args, kwargs, tensors)
         if result is not None:
             return result
         if name in _FILLED or name in ("full_like", "new_full"):
@@ -141,11 +138,11 @@ class Tracer(Traced, TorchDispatchMode):
         return tuple(map(self.scalar, node)) if isinstance(node, list) else self.scalar(node)
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """Run what depends on no score and no position."""
+        """Run an op that depends on neither the score nor a position."""
         is_constant = all(id(x) in self.constants for x in tensors)
         self.captured.depends_on_values |= not is_constant
         if getattr(kwargs.get("device"), "type", None) == "meta":
-            # Asked for on the device of a scalar, which stands for the device of the call.
+            # The device of a scalar is replaced by the device of the call.
             kwargs = kwargs | {"device": self.device}
         if not is_constant and func._schema.is_mutable:
             raise self.unsupported(func._schema.name, "it would write into a captured tensor")
@@ -220,8 +217,8 @@ class Tracer(Traced, TorchDispatchMode):
         return self.row(name, nodes, result)
 
     def composed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The nodes of an op that has no row: its decomposition runs on scalars in its place."""
-        if func._schema.is_mutable:  # the op that it is in place of
+        """The nodes of an op that the table lacks, by a trace of its decomposition."""
+        if func._schema.is_mutable:  # the op that is not in place
             func = getattr(getattr(torch.ops.aten, name), func._overloadname)
         refusal = self.unsupported(func._schema.name.removeprefix("aten::"))
         body = decomposition(func, name)
@@ -239,7 +236,7 @@ class Tracer(Traced, TorchDispatchMode):
         except (NotImplementedError, RuntimeError, ValueError):
             raise refusal from None
 
-        def whole(result: Tensor, item: int | None) -> Node:
+        def composed_node(result: Tensor, item: int | None) -> Node:
             node = self.operand(result)
             if not node.dtype.is_floating_point:
                 return node
@@ -247,8 +244,8 @@ class Tracer(Traced, TorchDispatchMode):
             return self.graph.node("composed", nodes, node.dtype, value)
 
         if isinstance(results, Tensor):
-            return whole(results, None)
-        return [whole(result, item) for item, result in enumerate(results)]
+            return composed_node(results, None)
+        return [composed_node(result, item) for item, result in enumerate(results)]
 
     def common_dtype(self, operands: list[Any]) -> torch.dtype:
         """The dtype in which torch compares scalars and numbers."""
@@ -272,7 +269,7 @@ class Tracer(Traced, TorchDispatchMode):
         return self.graph.node(name, condition + rest, result)
 
     def power(self, base: Node, exponent: Node, result: torch.dtype) -> Node:
-        """Whole powers are products, as in PyTorch for squares; others of integers do not exist."""
+        """Squares and cubes are products, as PyTorch computes squares; pow has no integer text."""
         number = exponent.value if exponent.op == "constant" else None
         if number in (2, 3):
             square = self.row("mul", [base, base], result)
@@ -295,7 +292,7 @@ class Tracer(Traced, TorchDispatchMode):
                 return _any_value(x)
             return torch.empty((), dtype=_wide(x.dtype, numbers), device="meta")
 
-        kwargs = {name: x for name, x in kwargs.items() if name != "device"}  # a scalar has none
+        kwargs = {name: x for name, x in kwargs.items() if name != "device"}  # the result is meta
         with torch.no_grad():
             result: Tensor = func(*tree_map(meta, args), **tree_map(meta, kwargs))
         return result
@@ -307,7 +304,7 @@ class Tracer(Traced, TorchDispatchMode):
         return result.dtype
 
     def operand(self, x: Any) -> Node:
-        """The node of an argument: a scalar, a number, or a captured scalar."""
+        """The node of an argument: a traced scalar, a number, or a captured scalar."""
         if isinstance(x, torch.SymInt | torch.SymFloat):
             return self.changing_number(x)
         if not isinstance(x, Tensor):
@@ -331,15 +328,14 @@ class Tracer(Traced, TorchDispatchMode):
         return self.load(self.capture(x))
 
     def changing_number(self, x: torch.SymInt | torch.SymFloat) -> Node:
-        """A number that a graph of torch.compile leaves open becomes a captured tensor."""
+        """A symbolic number of torch.compile becomes a captured tensor."""
         name = f"the number {x.node.expr}"
         if name not in self.captured.numbers:
             dtype = torch.int64 if isinstance(x, torch.SymInt) else torch.float32
             one = torch.ones((), dtype=dtype, device=self.device)
-            # A product is what torch.compile does not specialise on a float's value.
+            # torch.compile does not specialise a product on a float's value.
             self.captured.numbers[name] = torch.mul(one, x)  # type: ignore[arg-type]
-        tensor = self.captured.numbers[name]
-        return self.load(Part(tensor, name))
+        return self.load(Part(self.captured.numbers[name], name))
 
     def capture(self, tensor: Tensor) -> Part:
         name = self.name_of(tensor)
@@ -363,13 +359,13 @@ class Tracer(Traced, TorchDispatchMode):
         return self.graph.node("load", part.indices, loaded_dtype(part.tensor), number)
 
     def part(self, part: Part) -> Tensor:
-        """The scalar that a part is, or what stands for its dimensions without an index."""
+        """The scalar of a fully indexed part, or a meta tensor of its dimensions without index."""
         if part.indices and len(part.indices) == part.tensor.dim():
             return self.scalar(self.load(part))
         return self.known(part.rest(), part)
 
     def viewed(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A row's view, such as its transpose, or a selection; None for other ops."""
+        """A view of a part, such as its transpose, or a selection; None for other ops."""
         first, returns = args[0], func._schema.returns
         value = self.value(first)
         if name in ("index_select", "embedding"):
@@ -439,22 +435,21 @@ class Tracer(Traced, TorchDispatchMode):
             )
         return self.operand(result)
 
-    def of_rows(
+    def row_op(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Tensor | None:
-        """The result of a pointwise op or a sum of captured rows; None for other ops."""
+        """A pointwise op or a sum on captured rows; None for other ops."""
         if name not in _SUMS and torch.Tag.pointwise not in func.tags:
             return None
         rows = [x for x in tensors if x.dim() > 0]
         if len({x.shape for x in rows}) > 1 or any(x.numel() > MOST_ELEMENTS for x in rows):
-            return None  # for which the tracer has an error
+            return None  # the caller raises
         if name == "dot":
             with self:
                 product: Tensor = (args[0] * args[1]).sum()
             return product
         if name in _SUMS:
-            values = self.arguments(func, args, kwargs)
-            return self.summed(name, values)
+            return self.summed(name, self.arguments(func, args, kwargs))
         if not rows:
             return None
         nodes = {id(x): self.elements(x) for x in rows}
@@ -480,7 +475,7 @@ class Tracer(Traced, TorchDispatchMode):
         return tuple(self.load(replace(part, indices=(*part.indices, *each))) for each in indices)
 
     def summed(self, name: str, values: dict[str, Any]) -> Tensor:
-        """The sum or mean of all elements, in float32 or int64 as PyTorch's."""
+        """The sum or mean of all elements, in float32 or int64 as in PyTorch."""
         x = values["self"]
         dims = values.get("dim")
         if x.dim() > 0 and (values.get("keepdim") or (dims and len(dims) < x.dim())):
@@ -506,12 +501,12 @@ def _fits_int32(number: Any) -> bool:
 
 
 def _any_value(x: Any) -> Any:
-    """A number of the type of `x`, or `x` if it is no number without a value."""
+    """A constant of the type of a symbolic number; other values are returned unchanged."""
     return 1 if isinstance(x, torch.SymInt) else 1.0 if isinstance(x, torch.SymFloat) else x
 
 
 def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
-    """`dtype`, or int64 for an int32 that meets a larger number: torch's positions do not wrap."""
+    """`dtype`; int64 for int32 with a number that may not fit, as in torch no position wraps."""
     numbers = [x for x in operands if isinstance(x, int) and not isinstance(x, bool)]
     wide = any(isinstance(x, torch.SymInt) for x in operands)
     wide = wide or not all(map(_fits_int32, numbers))
@@ -524,7 +519,7 @@ def _arity(name: str) -> int:
 
 
 class _Indexing(TorchFunctionMode):
-    """Makes `captured[q_idx]` an op. PyTorch would ask for the index's value."""
+    """Makes `captured[q_idx]` an op, as PyTorch would read the index's value."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -534,6 +529,7 @@ class _Indexing(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         arguments = tree_flatten((args, kwargs))[0]
+        name = getattr(func, "__name__", "an op")
         if func is Tensor.__getitem__:
             tensor, index = args
             indices = list(index) if isinstance(index, tuple | list) else [index]
@@ -541,15 +537,12 @@ class _Indexing(TorchFunctionMode):
             plain = not any(scalars) and any(not isinstance(x, Tensor | int) for x in indices)
             if any(scalars) or (self.tracer.value(tensor) is not None and not plain):
                 return self.tracer.indexed(tensor, indices)
-        elif getattr(func, "__name__", "") in _CONVERSIONS and (
-            self.tracer.value(args[0]) is not None
-        ):
+        elif name in _CONVERSIONS and self.tracer.value(args[0]) is not None:
             raise self.tracer.control_flow()
         elif not any(self.tracer.value(x) is not None for x in arguments):
-            # Also of what dispatches nothing, such as tolist().
+            # This includes functions that dispatch no op, such as tolist().
             self.tracer.captured.depends_on_values = True
         if any(isinstance(x, Tensor) and _of_transform(x) for x in arguments):
-            name = getattr(func, "__name__", "an op")
             raise self.tracer.unsupported(
                 name, "torch.func sees no more of its tensors than what scalars index"
             )

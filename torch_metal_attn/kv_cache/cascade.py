@@ -1,4 +1,4 @@
-"""`CascadePlan`: a batch reads the pages that its sequences share once, not once a sequence."""
+"""`CascadePlan`: a batch reads pages that several sequences share only once."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _NAMES = ArgumentNames({"k": "k_cache", "v": "v_cache"}, blhd=True)
 
 @dataclass(frozen=True)
 class SharedPages:
-    """Pages [first, end) of the block table rows of `sequences`, in which these are equal."""
+    """Pages [first, end) of the block table rows of `sequences`, which are equal there."""
 
     sequences: tuple[int, ...]
     first: int
@@ -39,35 +39,36 @@ class SharedPages:
 
 @dataclass(frozen=True)
 class _Walk:
-    """One call of attention: which queries are rows together, and what they read."""
+    """One call of attention: the queries of each row of the block table."""
 
     block_table: Tensor  # (N, blocks)
     seqused_k: Tensor  # (N,)
-    gathered: Tensor | None = None  # (R,): the sequences of the rows; None for all, in order
-    packing: dict[str, Any] = field(default_factory=dict)  # which of them are of each table row
-    places: Tensor | None = None  # (B,): where in `gathered` each sequence is
-    mask: Tensor | None = None  # (B, Lq): which sequences are there
+    gathered: Tensor | None = None  # (R,): the sequences, packed by table row; None for all
+    packing: dict[str, Any] = field(default_factory=dict)  # the op's options for packed queries
+    places: Tensor | None = None  # (B,): the index in `gathered` of each sequence
+    mask: Tensor | None = None  # (B, Lq): True for queries of sequences in `gathered`
 
 
 class CascadePlan:
     """The pages that a step's batch reads once, and their readers; made once for all layers.
 
-    Sequences whose block tables begin with the same pages share a prefix, and some of them may
-    share more: a tree of prefixes. Each level of the tree is one call of `flash_decode`, in which
-    the queries of all sequences that share pages are packed as one sequence. One more call reads
-    the rest of each sequence, and `merge_state_` joins them (FlashInfer's MultiLevelCascade, vLLM's
-    cascade attention). Only whole pages that every query of every sharing sequence sees are shared.
+    Sequences whose block tables begin with the same pages share a prefix. Some of them may share
+    further pages, so prefixes form a tree. Each level of the tree is one call of `flash_decode`, in
+    which the queries of all sequences that share pages are packed as one sequence. One more call
+    reads the other pages of each sequence, and `merge_state_` merges the results (FlashInfer's
+    MultiLevelCascade, vLLM's cascade attention). A page is shared only if all queries of these
+    sequences see all of its keys.
 
-    Args: block_table: (B, max_blocks), ints. seqlens: (B,), the keys of each sequence, those of the
-        queries included. page_size: keys of a page. q_length: queries of each sequence. causal,
-        window_size: as of `flash_attn_with_kvcache`. Sequences that are longer than a window share
-        nothing. min_pages: pages that a prefix must have to be worth a call. device: of the
+    Args: block_table: (B, max_blocks), ints. seqlens: (B,), the keys of each sequence, including
+        those of the queries. page_size: keys of a page. q_length: queries of each sequence. causal,
+        window_size: as in `flash_attn_with_kvcache`. Sequences that are longer than a window share
+        no pages. min_pages: the fewest pages of a prefix that are worth a call. device: of the
         caches; None is block_table's, or the CPU. Tensors are copied to the host here, once.
 
     Attributes: levels: for each level its `SharedPages`. keys_read, keys_alone: keys of one KV head
         that a layer reads, and would read without sharing.
 
-    Raises: ValueError, TypeError: sizes that do not fit, naming what is wrong.
+    Raises: ValueError, TypeError: an invalid argument, or sizes that do not fit each other.
     """
 
     def __init__(
@@ -104,24 +105,21 @@ class CascadePlan:
         self.batch_size, self.q_length, self.page_size = len(lengths), q_length, page_size
         left, right = window(window_size)
         self._options = limit_options(as_bool("causal", causal), left, right)
-        # Raises once the rows of the cache that made the plan are no longer those of the plan.
+        # Raises if the cache that made the plan has changed since.
         self.check_current: Callable[[Tensor], None] | None = None
         right = 0 if causal else right
-        most = [_shareable(length, q_length, left, right) // page_size for length in lengths]
-        self.levels = _levels(pages, most, min_pages)
+        limits = [_shareable(length, q_length, left, right) // page_size for length in lengths]
+        self.levels = _levels(pages, limits, min_pages)
         starts = [0] * len(lengths)
-        for level in self.levels:
-            for shared in level:
-                for b in shared.sequences:
-                    starts[b] = shared.end
-        self.keys_alone = sum(lengths)
-        once = sum((s.end - s.first) * page_size for level in self.levels for s in level)
-        self.keys_read = once + sum(
-            length - start * page_size for length, start in zip(lengths, starts, strict=True)
-        )
-        self._walks = [self._shared_walk(level, pages, device) for level in self.levels]
+        shared = [one for level in self.levels for one in level]
+        for one in shared:
+            for b in one.sequences:
+                starts[b] = one.end
         rest = [row[start:] for row, start in zip(pages, starts, strict=True)]
         used = [n - start * page_size for n, start in zip(lengths, starts, strict=True)]
+        self.keys_alone = sum(lengths)
+        self.keys_read = sum(one.end - one.first for one in shared) * page_size + sum(used)
+        self._walks = [self._shared_walk(level, pages, device) for level in self.levels]
         self._rest = _Walk(block_table_of(rest, device), _ints(used, device))
 
     def attend(
@@ -143,14 +141,14 @@ class CascadePlan:
         Args: q: (B, q_length, Hq, D). k_cache, v_cache: (pages, page_size, Hkv, D) and Dv; they may
             be quantised, with k_scale, v_scale and hadamard; fp8_e4m3's scales are (Hkv,).
             learnable_sink: (Hq,), counted once. num_splits: of each call. The other options of
-            `flash_attn_with_kvcache` depend on a key's position, or on its sequence, and are not
-            here.
+            `flash_attn_with_kvcache` are not supported, as they depend on a key's position or
+            sequence.
 
         Returns: (B, q_length, Hq, Dv), in q's dtype.
 
-        Raises: as `flash_attn_with_kvcache`; ValueError if q or the caches are of other sizes than
-            the plan, or if the plan was made by a cache that has changed since. Other plans do not
-            know when their tables change.
+        Raises: as `flash_attn_with_kvcache`; ValueError if the sizes of q or the caches differ from
+            the plan's, or if a cache made the plan and has changed since. Changes of a block_table
+            that you passed are not noticed.
         """
         check_rank("q", q, "(B, L, H, D)")
         check_rank("k_cache", k_cache, "(pages, page, H, D)")
@@ -166,10 +164,8 @@ class CascadePlan:
             )
         if self.check_current is not None:
             self.check_current(k_cache)
-        scales = only_given(
-            k_scale=to_bhld("k_scale", k_scale), v_scale=to_bhld("v_scale", v_scale)
-        )
-        for name, scale in scales.items():
+        given = only_given(k_scale=to_bhld("k_scale", k_scale), v_scale=to_bhld("v_scale", v_scale))
+        for name, scale in given.items():
             if scale.dim() == 2:
                 raise ValueError(
                     f"{name} has shape {tuple(scale.shape)}; in a plan it must be (Hkv,), as "
@@ -179,9 +175,9 @@ class CascadePlan:
         score = only_given(softmax_scale=softmax_scale)
         score |= {"softcap": softcap, "num_splits": num_splits, "hadamard": hadamard}
         rest = self._options | only_given(learnable_sink=learnable_sink)
-        out, lse = self._decode(self._rest, q, caches, score | scales | rest)
+        out, lse = self._decode(self._rest, q, caches, score | given | rest)
         for walk in self._walks:
-            part, part_lse = self._decode(walk, q, caches, score | scales)
+            part, part_lse = self._decode(walk, q, caches, score | given)
             torch.ops.metal_attn.merge_state_(out, lse, part, part_lse, mask=walk.mask)
         return out.transpose(1, 2)
 
@@ -220,7 +216,7 @@ class CascadePlan:
 
 
 def _shareable(length: int, q_length: int, left: int, right: int) -> int:
-    """The first keys of a sequence that every one of its queries sees."""
+    """The number of first keys that all queries of a sequence see."""
     if left >= 0 and length - 1 > left:
         return 0
     # The first query is at key length - q_length.
@@ -228,22 +224,22 @@ def _shareable(length: int, q_length: int, left: int, right: int) -> int:
     return max(min(length, seen), 0)
 
 
-def _levels(pages: list[list[int]], most: list[int], min_pages: int) -> list[list[SharedPages]]:
-    """The tree of prefixes, by depth. most: pages of each sequence that may be shared."""
+def _levels(pages: list[list[int]], limits: list[int], min_pages: int) -> list[list[SharedPages]]:
+    """The tree of prefixes, by depth. limits: the most pages that each sequence may share."""
     levels: list[list[SharedPages]] = []
-    # Sequences that agree in their pages before `at`, those from `first` on not in a level yet.
+    # Sequences whose pages before `at` are equal, and those before `first` are in a level already.
     waiting = deque([(tuple(range(len(pages))), 0, 0, 0)])
     while waiting:
         group, first, at, depth = waiting.popleft()
         by_page: dict[int, list[int]] = {}
         for b in group:
-            if most[b] > at:
+            if limits[b] > at:
                 by_page.setdefault(pages[b][at], []).append(b)
         for sharing in by_page.values():
             if len(sharing) < 2:
                 continue
-            end = at + 1
-            while all(most[b] > end and pages[b][end] == pages[sharing[0]][end] for b in sharing):
+            end, row = at + 1, pages[sharing[0]]
+            while all(limits[b] > end and pages[b][end] == row[end] for b in sharing):
                 end += 1
             if end - first < min_pages:
                 waiting.append((tuple(sharing), first, end, depth))
@@ -254,17 +250,16 @@ def _levels(pages: list[list[int]], most: list[int], min_pages: int) -> list[lis
     return levels
 
 
-def filled_up(rows: list[list[int]]) -> list[list[int]]:
-    """Rows of a block table, at least one number wide."""
+def zero_padded(rows: list[list[int]]) -> list[list[int]]:
+    """Rows of a block table, padded to one width of at least 1."""
     width = max([1, *map(len, rows)])
     return [row + [0] * (width - len(row)) for row in rows]
 
 
 def block_table_of(rows: list[list[int]], device: torch.device) -> Tensor:
-    """(N, blocks) int32, rows filled up with zeros."""
-    table = torch.tensor(filled_up(rows), dtype=torch.int32, device=device)
+    table = _ints(zero_padded(rows), device)
     return table if rows else table.view(0, 1)
 
 
-def _ints(values: list[int], device: torch.device) -> Tensor:
+def _ints(values: Any, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)

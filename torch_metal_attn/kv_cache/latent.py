@@ -14,8 +14,8 @@ class LatentCache(PagedKVCache):
     A row has latent_dim columns, then rotary_dim columns that are rotated. All of them are the
     token's key, and the first latent_dim its value, so both are stored and read once. The queries
     are absorbed: those of a head are its unrotated columns times the keys' up-projection
-    (latent_dim), then its rotated columns. What comes out, (B, Hq, L, latent_dim), is multiplied by
-    the values' up-projection.
+    (latent_dim), then its rotated columns. Multiply the result, (B, Hq, L, latent_dim), by the
+    values' up-projection.
 
     The methods are those of `PagedKVCache`: `append(ids, rows)` and `decode_step(ids, q, rows,
     softmax_scale=...)` take rows (B, 1, L, latent_dim + rotary_dim). With rotary_cos and rotary_sin

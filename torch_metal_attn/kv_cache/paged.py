@@ -15,7 +15,8 @@ from torch_metal_attn.call.arguments import (
     on_device,
 )
 from torch_metal_attn.call.options import options_of
-from torch_metal_attn.kv_cache.cascade import CascadePlan, block_table_of, filled_up
+from torch_metal_attn.kv_cache import trees
+from torch_metal_attn.kv_cache.cascade import CascadePlan, block_table_of, zero_padded
 from torch_metal_attn.kv_cache.pages import (
     CacheFull,
     NewRows,
@@ -25,15 +26,7 @@ from torch_metal_attn.kv_cache.pages import (
 )
 from torch_metal_attn.kv_cache.recent import Batch, RecentRows
 from torch_metal_attn.kv_cache.storage import ExportedSequence, LayerCache, Storage
-from torch_metal_attn.kv_cache.trees import (
-    Rows,
-    check_layers_agree,
-    checked_paths,
-    each,
-    length_within,
-    moves,
-    rows_of_ints,
-)
+from torch_metal_attn.kv_cache.trees import Rows
 from torch_metal_attn.kv_cache.windows import first_seen
 from torch_metal_attn.kv_cache.writes import CacheStorage
 
@@ -45,24 +38,24 @@ class PagedKVCache:
     so the layers of a sequence may differ in length during a step. Shapes below: B sequences, L new
     rows, T new rows of all sequences, Hkv heads, head dims D and Dv.
 
-    Args: num_pages, page_size: pages, and rows of each. num_kv_heads, head_dim: Hkv and D;
-        v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16), and
-        of the cache if format is None. A cache in half precision also takes float32 keys and
+    Args: num_pages, page_size: number of pages, and rows of a page. num_kv_heads, head_dim: Hkv and
+        D; v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16),
+        and of the cache if format is None. A cache in half precision also takes float32 keys and
         values, and rounds them. format: None, or one of `torch_metal_attn.quantisation`'s, such as
-        "q8_0" or "q3_g64"; v_format: that of values, if it is another. hadamard: 32, 64 or 128
-        columns in whose blocks quantised rows are rotated, 0 for none. layout: "NHD", in memory
-        (pages, page_size, Hkv, D) as in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale,
-        v_scale: (Hkv,) float32, for fp8_e4m3 only; None is 1. values_in_keys: values are the first
-        Dv columns of the keys, and stored once, as in `LatentCache`. recent: as many of the last
-        rows of each sequence, or more, are also kept in dtype, and `decode_step` reads those in
-        place of the quantised ones; 0 for none. windows: for each layer how many keys before its
-        own a query sees (window_size_left), or -1 for all; None is -1. When all layers have the
-        rows of a step, pages that were outside of a layer's window before it are freed. Layers of
-        different windows have pages of their own in the same memory: a page has rows of as many
-        layers as have the rarest window.
+        "q8_0" or "q3_g64"; v_format: the values' format, if it differs. hadamard: quantised rows
+        are rotated in blocks of 32, 64 or 128 columns; 0 for none. layout: "NHD", in memory (pages,
+        page_size, Hkv, D) as in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale:
+        (Hkv,) float32, for fp8_e4m3 only; None is 1. values_in_keys: values are the first Dv
+        columns of the keys, and stored once, as in `LatentCache`. recent: at least this many of the
+        last rows of each sequence are also kept in dtype, and `decode_step` reads them in place of
+        the quantised rows; 0 for none. windows: for each layer how many previous keys a query sees
+        (window_size_left), or -1 for all; None is -1. When all layers have the rows of a step,
+        pages that were outside a layer's window before the step are freed. Layers with different
+        windows use different pages of the same memory. A page has the rows of as many layers as
+        have the rarest window.
 
-    Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
-        `CacheFull` if there are too few pages. Nothing is changed then.
+    Raises: ValueError for an unknown id or layer and for wrong shapes; `CacheFull` if there are too
+        few pages. Nothing is changed then.
     """
 
     @options_of(Storage.__init__, 3)
@@ -73,7 +66,7 @@ class PagedKVCache:
         self._pool = PagePool(num_pages, self.page_size)
         self._sequences: dict[int, PagedSequence] = {}
         self._next_id = 0
-        # The last tables made, by group: every layer of a step asks for the same ids.
+        # The ids and the block tables by group of the last call, as a step's layers share them.
         self._tables: tuple[list[int], dict[int, Tensor]] | None = None
 
     @property
@@ -103,11 +96,11 @@ class PagedKVCache:
     ) -> None:
         """Append k (B, Hkv, L, D) and v (B, Hkv, L, Dv) to the B sequences.
 
-        v may be None with values_in_keys. length: how many rows each sequence gets, or one number
-        for each; rows are then packed, concatenated by sequence: k (T, Hkv, D), v (T, Hkv, Dv) and
-        q (T, Hq, D). token_ids: (B, L) or a list for each sequence, the rows' tokens, for
-        `match_prefix` to find. Give them with any layer; the first ones given count. rotary: q,
-        rotary_cos, rotary_sin, rotary_interleaved and rotary_first_column of `append_kv`.
+        v may be None with values_in_keys. length: the number of new rows of each sequence, or one
+        number for all. Rows are then packed, concatenated by sequence: k (T, Hkv, D), v (T, Hkv,
+        Dv) and q (T, Hq, D). token_ids: (B, L) or a list for each sequence: the rows' tokens, for
+        `match_prefix`. Give them with any layer; the first ones given count. rotary: q, rotary_cos,
+        rotary_sin, rotary_interleaved and rotary_first_column of `append_kv`.
         """
         self._write("append_kv", ids, (k, v), layer, length, token_ids, rotary)
 
@@ -125,13 +118,14 @@ class PagedKVCache:
     ) -> Tensor:
         """Append the new rows and attend to the cache, by `metal_attn::decode_step`.
 
-        Args: q: (B, Hq, L, D), or packed (T, Hq, D). k, v, length, token_ids: as in `append`, L of
-            1 or more; with length a sequence may have none. Tokens of a tree are given to `accept`.
-            options: those of the op, such as causal, softmax_scale and parents, (T,) if packed, or
-            indices, kv_block_size and q_block_size of `flash_decode`. With values_in_keys
-            softmax_scale must be given: D is not what the model scales by. In a layer with a
-            window, window_size_left is the window, and may be less. With recent the options are
-            those that do not depend on a key's position, and L is at most 64 unless causal.
+        Args: q: (B, Hq, L, D), or packed (T, Hq, D). k, v, length, token_ids: as in `append`. L is
+            at least 1; with length a sequence may have no new row. Pass the tokens of a tree to
+            `accept`. options: those of the op, such as causal, softmax_scale and parents, (T,) if
+            packed, or indices, kv_block_size and q_block_size of `flash_decode`. With
+            values_in_keys softmax_scale is required, as the model does not scale by D. In a layer
+            with a window, window_size_left is the window by default, and may be less. With recent,
+            options that depend on a key's position are not supported, and L is at most 64 unless
+            causal.
 
         Returns: (B, Hq, L, Dv) or (T, Hq, Dv), in q's dtype.
 
@@ -143,9 +137,7 @@ class PagedKVCache:
                     f"token_ids is given with {name}, and the rows of a tree do not follow each "
                     "other; give the tree's tokens to accept"
                 )
-        new = q, k, v
-        out: Tensor = self._write("decode_step", ids, new, layer, length, token_ids, options)[0]
-        return out
+        return self._write("decode_step", ids, (q, k, v), layer, length, token_ids, options)[0]
 
     def _write(
         self,
@@ -157,10 +149,10 @@ class PagedKVCache:
         token_ids: Rows | None,
         options: dict[str, Any],
     ) -> Any:
-        """Run an op that writes new rows of each sequence, in pages of its own."""
+        """Run an op that writes new rows of each sequence into unshared pages."""
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
-        counts = None if length is None else each(length, len(ids))
+        counts = None if length is None else trees.per_sequence(length, len(ids))
         new, more = self._storage.checked(op, new, len(ids), options, counts)
         tokens = _as_lists(token_ids, more)
         written = [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, more, strict=True)]
@@ -180,20 +172,19 @@ class PagedKVCache:
         return result
 
     def reserve(self, ids: Sequence[int], length: int | Sequence[int], layer: int = 0) -> None:
-        """Reserve unshared pages for `length` more rows of each sequence, or one number for each.
+        """Reserve unshared pages for `length` more rows of each sequence, or one number for all.
 
-        For ops that write rows themselves, such as `flash_attn_with_kvcache` with k and v; then
-        call `advance`. Raises CacheFull before anything changes.
+        Use it before ops that write rows themselves, such as `flash_attn_with_kvcache` with k and
+        v, and call `advance` after them. Raises CacheFull before anything changes.
         """
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
-        lengths = each(length, len(ids))
-        self._unshare(
-            [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)]
-        )
+        lengths = trees.per_sequence(length, len(ids))
+        written = [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)]
+        self._unshare(written)
 
     def _unshare(self, written: list[NewRows]) -> None:
-        """Let each sequence have pages of its own for these rows, whose tokens are not known."""
+        """Give each sequence unshared pages for these rows, whose tokens are unknown."""
         if self._pool.missing(written) > 0:
             self._tables = None
         copies = self._pool.unshare(written)
@@ -213,7 +204,7 @@ class PagedKVCache:
         """
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
-        lengths = each(length, len(ids))
+        lengths = trees.per_sequence(length, len(ids))
         tokens = _as_lists(token_ids, lengths)
         for sequence, more in zip(sequences, lengths, strict=True):
             if self._pool.reserves(NewRows(sequence, sequence.lengths[layer], more)):
@@ -249,59 +240,51 @@ class PagedKVCache:
         *,
         token_ids: Rows | None = None,
     ) -> None:
-        """Keep one path of each sequence's tree of new tokens, and take the rest back.
+        """Keep one path of each sequence's tree of new tokens, and drop its other rows.
 
-        The path's rows are moved together in all layers, so that they are the last of the sequence.
-        If a fork shares them, they are copied first.
+        In all layers the path's rows are moved to directly follow the rows before the tree. If a
+        fork shares them, they are copied first.
 
-        Args: paths: for each sequence the tokens of its tree to keep, counted from the first of the
-            tree: a root, then a child of it, and so on; empty to take back the whole tree. parents:
-            for each sequence the parent of each token of its tree, which are its last rows: an
-            earlier token, or -1 for a root. token_ids: for each sequence the tokens of its tree;
-            those of the path are then known to `match_prefix`.
+        Args: paths: for each sequence the tokens of its tree to keep, counted from the first token
+            of the tree: a root, then a child of it, and so on; empty to drop the entire tree.
+            parents: the trees, which are the last rows of each sequence: for each token its parent,
+            an earlier token, or -1 for a root. token_ids: for each sequence the tokens of its tree;
+            `match_prefix` then knows those of the path.
 
-        Raises: ValueError: parents is no tree, or a path is no path of it; a tree has more tokens
+        Raises: ValueError: parents is not a tree, or a path is not in it; a tree has more tokens
             than rows were written since the last accept; the layers differ in length, as before the
-            end of a step; fewer rows than `recent` would be left. CacheFull: no page is left for
+            end of a step; fewer rows than `recent` would be left. CacheFull: no page is free for
             the copy of a shared one. Nothing is changed then.
         """
         ids, sequences = self._of(ids)
         for id, sequence in zip(ids, sequences, strict=True):
-            check_layers_agree(id, sequence.lengths, "accept")
+            trees.check_layers_agree(id, sequence.lengths, "accept")
         lengths, accepted = [s.length for s in sequences], [s.accepted for s in sequences]
-        kept, sizes = checked_paths(paths, parents, lengths, accepted)
+        kept, starts = trees.checked_paths(paths, parents, lengths, accepted)
+        sizes = [length - start for length, start in zip(lengths, starts, strict=True)]
         tokens = _as_lists(token_ids, sizes)
-        starts = [sequence.length - size for sequence, size in zip(sequences, sizes, strict=True)]
-        for id, sequence, start, path in zip(ids, sequences, starts, kept, strict=True):
-            self._check_window(id, sequence, start + len(path))
-        for sequence, start, path in zip(sequences, starts, kept, strict=True):
-            self._storage.recent.check_kept(
-                sequence.slot, start + len(path), f"the path ends at row {start + len(path)}", start
-            )
-        rounds = [moves(path) for path in kept]
-        firsts = [
-            steps[0][0][1] if steps else len(path) for steps, path in zip(rounds, kept, strict=True)
-        ]
+        ends = [start + len(path) for start, path in zip(starts, kept, strict=True)]
+        for id, sequence, start, end in zip(ids, sequences, starts, ends, strict=True):
+            self._check_window(id, sequence, end)
+            reason = f"the path ends at row {end}"
+            self._storage.recent.check_kept(sequence.slot, end, reason, start)
+        rounds = [*map(trees.moves, kept)]
+        written = []
+        for sequence, start, end, copies in zip(sequences, starts, ends, rounds, strict=True):
+            first = start + copies[0][0][1] if copies else end
+            written.append(NewRows(sequence, first, end - first))
         # A page that a fork shares is copied, and its rows are then read from the copy.
-        self._unshare(
-            [
-                NewRows(sequence, start + first, len(path) - first)
-                for sequence, start, first, path in zip(
-                    sequences, starts, firsts, kept, strict=True
-                )
-            ]
-        )
+        self._unshare(written)
         for group in range(len(self._storage.groups.by_group)):
             pages = [sequence.pages[group] for sequence in sequences]
             self._storage.move_paths(rounds, starts, partial(self._place, pages))
-        slots = [s.slot for s in sequences]
-        self._storage.recent.move_paths(rounds, starts, lengths, slots)
+        self._storage.recent.move_paths(rounds, starts, lengths, [s.slot for s in sequences])
         for i, (id, sequence, path) in enumerate(zip(ids, sequences, kept, strict=True)):
             start = starts[i]
             known = sequence.tokens[start:] if tokens is None else tokens[i]
             follows = len(sequence.tokens) >= start and len(known) == sizes[i]
-            self.truncate(id, start + len(path), keep_recent=False)
-            sequence.accepted = start + len(path)
+            self.truncate(id, ends[i], keep_recent=False)
+            sequence.accepted = ends[i]
             del sequence.tokens[start:]
             sequence.tokens += [known[token] for token in path] if follows else []
             del sequence.prefixes[1 + len(sequence.tokens) // self.page_size :]
@@ -310,9 +293,9 @@ class PagedKVCache:
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
         id, sequence = self._one(id)
-        check_layers_agree(id, sequence.lengths, "fork")
+        trees.check_layers_agree(id, sequence.lengths, "fork")
         end = self._pool.pages_of(sequence.length)
-        pages = [of_group[:end] for of_group in sequence.pages]
+        pages = [group_pages[:end] for group_pages in sequence.pages]
         self._pool.share_all(pages)
         copied = PagedSequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
         copied.accepted = sequence.accepted
@@ -330,14 +313,14 @@ class PagedKVCache:
     def truncate(self, id: int, length: int, *, keep_recent: bool = True) -> None:
         """Drop the rows from `length` on, as speculative decoding does with rejected tokens.
 
-        With `recent` a sequence can go back by 64 rows from its longest length, or to 0. Going
-        further back raises ValueError: fewer rows than `recent` would be left in full precision.
-        keep_recent=False allows it, and older rows are then read as codes. With windows, all rows
-        of the last step can be dropped, and more if no page that is then seen was freed; else it
-        raises ValueError.
+        With `recent` a sequence can be cut by up to 64 rows from its longest length, or to 0. Other
+        lengths raise ValueError, as fewer rows than `recent` would be left in full precision.
+        keep_recent=False allows it, and older rows are then read in quantised form. With windows,
+        it raises ValueError if a page that the next queries see was freed. The rows of the last
+        step can always be dropped.
         """
         id, sequence = self._one(id)
-        length = length_within(id, length, sequence.length)
+        length = trees.length_within(id, length, sequence.length)
         self._check_window(id, sequence, length)
         if as_bool("keep_recent", keep_recent):
             self._storage.recent.check_kept(sequence.slot, length, f"length is {length}")
@@ -354,19 +337,19 @@ class PagedKVCache:
     ) -> tuple[int, int]:
         """Create a sequence that shares the longest known prefix of `token_ids`.
 
-        Returns its id and the prefix's length. Only whole pages match, and only those whose tokens
-        were given to `append`. Of layers with a window, only the pages in it must be there. Leave
-        out the last token to have a query left to run.
+        Returns its id and the prefix's length. Only full pages match, and only those whose tokens
+        were given to `append`. Layers with a window need only the pages in it. Leave out the last
+        token, so that a query is left to run.
 
-        namespace: what keys and values depend on besides the tokens, such as an adapter, an image
-        or a tenant: None, a str, an int, bytes, or a tuple of these. A sequence, its forks and what
-        is appended to them have the namespace that it was created with, and match no other.
+        namespace: distinguishes keys and values that depend on more than the tokens, such as an
+        adapter, an image or a tenant: None, a str, an int, bytes, or a tuple of these. A sequence
+        and its forks keep the namespace of their creation, and match no other.
         """
         sequence = self._matched(integers("token_ids", token_ids), namespace)
         return self._add(sequence), sequence.length
 
     def _matched(self, tokens: list[int], namespace: Any) -> PagedSequence:
-        """A new sequence of the longest known prefix."""
+        """A new sequence with the pages of the longest known prefix."""
         root = self._pool.prefix(None, checked_namespace(namespace))
         groups = self._storage.groups
         prefixes = self._pool.match(root, tokens, groups)
@@ -379,9 +362,9 @@ class PagedKVCache:
         return PagedSequence(pages, [matched] * len(self.layers), tokens[:matched], prefixes)
 
     def export_sequence(self, id: int, device: Any = "cpu") -> ExportedSequence:
-        """A copy of a sequence's pages on `device`, to swap it out: then `free` the sequence.
+        """A copy of a sequence's pages on `device`. To swap the sequence out, `free` it then.
 
-        `import_sequence` of this cache, or of another with the same layout, takes it back.
+        `import_sequence` of this cache, or of another with the same layout, restores it.
         """
         device = on_device(device)
         _, sequence = self._one(id)
@@ -403,8 +386,8 @@ class PagedKVCache:
 
         It shares the pages of its known tokens that the cache still has.
 
-        Raises: ValueError: the cache that it comes from has another layout. CacheFull: too few
-            pages are free. Nothing is changed then.
+        Raises: ValueError: it was exported from a cache of another layout. CacheFull: too few pages
+            are free. Nothing is changed then.
         """
         self._storage.check_kind(exported)
         sequence = self._matched(exported.tokens[: min(exported.lengths)], exported.namespace)
@@ -452,8 +435,8 @@ class PagedKVCache:
     def block_table(self, ids: Sequence[int], layer: int = 0) -> Tensor:
         """(B, max_blocks) int32 on the cache's device: each sequence's pages, then zeros.
 
-        Pages that were freed as they are outside of the layer's window are -1. Do not write to it:
-        the next calls for the same ids use the same tensor.
+        Pages that were freed outside the layer's window are -1. Do not write to it, as the next
+        calls for the same ids use the same tensor.
         """
         self._storage.check_layer(layer)
         return self._table_of(*self._of(ids), self._storage.groups.groups[layer])
@@ -470,12 +453,12 @@ class PagedKVCache:
     def cascade(
         self, ids: Sequence[int], q_length: int = 1, layer: int = 0, **options: Any
     ) -> CascadePlan:
-        """The pages that these sequences share, for a step that attends to rows already written.
+        """A plan of the pages that these sequences share, for attention to rows already written.
 
-        Made once for all layers that have the pages of `layer`: of caches with windows, those of
+        It is valid for all layers that use the pages of `layer`: in caches with windows, those of
         its group. q_length: queries of each sequence. options: causal, window_size and min_pages
-        of `CascadePlan`. `attend` raises ValueError for a layer of other pages, and once the
-        sequences have other rows in the layer that is attended to.
+        of `CascadePlan`. `attend` raises ValueError for a layer with other pages, and if the
+        sequences have changed in that layer.
         """
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
@@ -486,11 +469,10 @@ class PagedKVCache:
             )
         windows = self._storage.groups
         group, options = windows.groups[layer], windows.cascade_options(layer, options)
-        pages = filled_up([sequence.pages[group] for sequence in sequences])
+        pages = zero_padded([sequence.pages[group] for sequence in sequences])
         lengths = [sequence.lengths[layer] for sequence in sequences]
-        plan = CascadePlan(
-            pages, lengths, self.page_size, q_length, device=self._storage.device, **options
-        )
+        options |= {"device": self._storage.device}
+        plan = CascadePlan(pages, lengths, self.page_size, q_length, **options)
         seen = []
         for row, length in zip(pages, lengths, strict=True):
             seen_from = max(length - plan.q_length, 0)
@@ -506,7 +488,7 @@ class PagedKVCache:
         layer: int,
         k_cache: Tensor,
     ) -> None:
-        """Raise ValueError if a plan is of other rows or pages than `k_cache` has now."""
+        """Raise ValueError if a plan's rows or pages are no longer those of `k_cache`."""
         group = self._storage.groups.groups[layer]
         layer = next((i for i, x in enumerate(self.layers) if x.k_cache is k_cache), layer)
         if self._storage.groups.groups[layer] != group:
@@ -537,7 +519,7 @@ class PagedKVCache:
         return [sequence.slot for sequence in self._of(ids)[1]]
 
     def _place(self, pages: list[list[int]], i: int, row: int) -> tuple[int, int]:
-        """The page of a row of sequence i, and which of its rows it is."""
+        """The page of a row of sequence i, and the row's index in it."""
         return pages[i][row // self.page_size], row % self.page_size
 
     def _of(self, ids: Sequence[int]) -> tuple[list[int], list[PagedSequence]]:
@@ -565,7 +547,7 @@ class PagedKVCache:
 def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | None:
     if token_ids is None:
         return None
-    lists = rows_of_ints("token_ids", token_ids, len(lengths))
+    lists = trees.rows_of_ints("token_ids", token_ids, len(lengths))
     counts = [len(row) for row in lists]
     if counts != lengths:
         raise ValueError(f"token_ids has rows of {counts} tokens; they must have {lengths}")

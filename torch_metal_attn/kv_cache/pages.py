@@ -1,4 +1,4 @@
-"""Bookkeeping of pages: free ones, their users, and pages that are found by their tokens."""
+"""Bookkeeping of pages: which are free, who uses them, and which can be found by their tokens."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -19,10 +19,10 @@ class CacheFull(RuntimeError):
 
 @dataclass(eq=False)
 class Prefix:
-    """As many tokens as a page has, after those of `parent`.
+    """The tokens of one page, which follow those of `parent`.
 
-    Keys and values depend on both. The root of a namespace has no parent, and the namespace in
-    place of tokens.
+    Keys and values depend on both. The root of a namespace has no parent, and its `tokens` is the
+    namespace.
     """
 
     parent: "Prefix | None"
@@ -30,18 +30,18 @@ class Prefix:
     pages: dict[int, int] = field(default_factory=dict)  # those that can be found, by group
 
     def __getstate__(self) -> dict[str, Any]:
-        # `PagePool` pickles the links: followed from page to page they are too deep for Python.
+        # `PagePool` pickles the links, as pickle would recurse too deeply along them.
         return self.__dict__ | {"parent": None}
 
 
 @dataclass
 class PagedSequence:
-    pages: list[list[int]]  # of each group of layers; -1 before its window
-    lengths: list[int]  # of each layer
-    tokens: list[int]  # as far as they are known
-    prefixes: list[Prefix]  # the namespace's, then those of the first pages of known tokens
+    pages: list[list[int]]  # by group of layers; -1 before the group's window
+    lengths: list[int]  # by layer
+    tokens: list[int]  # the known ones, from the first on
+    prefixes: list[Prefix]  # the namespace's root, then one for each page of known tokens
     slot: int = -1  # of its recent rows
-    accepted: int = 0  # the rows that the last accept left
+    accepted: int = 0  # the length after the last accept
 
     @property
     def length(self) -> int:
@@ -58,9 +58,9 @@ class NewRows:
 class PagePool:
     """Pages 0 to num_pages - 1.
 
-    A page is free, used by sequences, or idle: used by none, but found by its tokens. When no page
-    is free, the least recently used idle page is evicted. A prefix lives as long as a page, a
-    sequence or a longer prefix needs it.
+    A page is free, used by sequences, or idle: unused, but available to `match`. When no page is
+    free, the least recently used idle page is evicted. A prefix lives as long as a page, a sequence
+    or a longer prefix needs it.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -68,7 +68,7 @@ class PagePool:
         self.references = [0] * num_pages
         self._free = list(reversed(range(num_pages)))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._prefix_of: dict[int, tuple[int, Prefix]] = {}  # by page: its group, and its prefix
+        self._prefix_of: dict[int, tuple[int, Prefix]] = {}  # by page: its group and prefix
         self._prefixes: WeakValueDictionary[Hashable, Prefix] = WeakValueDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,9 +110,9 @@ class PagePool:
         return self._prefixes.setdefault((parent, tokens), Prefix(parent, tokens))
 
     def match(self, root: Prefix, tokens: list[int], groups: WindowGroups) -> list[Prefix]:
-        """The root, and the longest chain whose pages each group has as far as its window sees."""
+        """The root and the longest chain of prefixes that has every page in the groups' windows."""
         known, matched, page_size = [root], 0, self._page_size
-        runs = [0] * len(groups.by_group)  # pages that each group has, up to the last one known
+        runs = [0] * len(groups.by_group)  # by group: consecutive pages at the end of the chain
         for start in range(0, len(tokens) - page_size + 1, page_size):
             end = start + page_size
             prefix = self._prefixes.get((known[-1], tuple(tokens[start:end])))
@@ -126,7 +126,7 @@ class PagePool:
         return known[: matched + 1]
 
     def forget(self, page: int) -> None:
-        """Stop finding a page that is about to change."""
+        """Remove a page that is about to change from the prefixes."""
         if page not in self._prefix_of:
             return
         group, prefix = self._prefix_of.pop(page)
@@ -145,13 +145,13 @@ class PagePool:
         return range(first, min(end, count)), max(end - count, 0)
 
     def reserves(self, rows: NewRows) -> bool:
-        """True if `unshare` changes anything: it takes, copies or stops finding a page."""
+        """True if `unshare` has an effect: it takes, copies or forgets a page."""
         held, new = self._changed(rows)
         pages = (pages[i] for pages in rows.sequence.pages for i in held)
         return new > 0 or any(self.references[p] > 1 or p in self._prefix_of for p in pages)
 
     def missing(self, written: Sequence[NewRows]) -> int:
-        """How many pages the rows must take. Raises CacheFull if fewer are free."""
+        """The number of pages that the rows must take. Raises CacheFull if fewer are free."""
         missing = 0
         users: Counter[int] = Counter()
         for rows in written:
@@ -159,7 +159,7 @@ class PagePool:
             for pages in rows.sequence.pages:
                 missing += new
                 users.update(pages[i] for i in held)
-        # The last sequence that is left keeps a shared page.
+        # The last of a shared page's users keeps it.
         missing += sum(min(n, self.references[p] - 1) for p, n in users.items())
         if missing > self.available:
             raise CacheFull(
@@ -170,7 +170,7 @@ class PagePool:
         return missing
 
     def unshare(self, written: Sequence[NewRows]) -> dict[int, int]:
-        """Give each sequence unshared pages for its rows; returns what to copy, by the copy."""
+        """Give each sequence unshared pages for its rows; returns the original of each new copy."""
         copies: dict[int, int] = {}
         for rows in written:
             held, new = self._changed(rows)
@@ -188,7 +188,7 @@ class PagePool:
         return copies
 
     def pages_after(self, written: Sequence[NewRows], group: int) -> list[list[int]]:
-        """The pages of each sequence, as valid for the rows as those after `unshare`."""
+        """Pages of each sequence with which an op passes the same checks as after `unshare`."""
         unused, after = chain(reversed(self._free), self._idle), []
         copied: Counter[int] = Counter()
         self.missing(written)
@@ -203,20 +203,20 @@ class PagePool:
         return after
 
     def share_all(self, pages: list[list[int]]) -> None:
-        for page in (page for of_group in pages for page in of_group if page >= 0):
+        for page in (page for group_pages in pages for page in group_pages if page >= 0):
             self.share(page)
 
     def release_from(self, sequence: PagedSequence, first: int) -> None:
-        """Give back the pages from the one numbered `first` on."""
+        """Release the sequence's pages from number `first` on."""
         for pages in sequence.pages:
-            # The last first: a prefix must not be evicted before the pages that continue it.
+            # In reverse, as a prefix must not be evicted before the pages that continue it.
             for page in reversed(pages[first:]):
                 if page >= 0:
                     self.release(page)
             del pages[first:]
 
     def free_before(self, sequence: PagedSequence, firsts: list[int]) -> bool:
-        """Give back each group's pages before its first one in use; whether there were any."""
+        """Release each group's pages before its first one in use; True if there were any."""
         freed = False
         for first, pages in zip(firsts, sequence.pages, strict=True):
             for i in reversed(range(first)):
@@ -228,7 +228,7 @@ class PagePool:
         return freed
 
     def publish_full(self, sequence: PagedSequence) -> None:
-        """Let pages be found by their tokens once those are known and every layer is full."""
+        """Let `match` find pages whose tokens are known and which all layers have filled."""
         if _unwritten.get():
             return
         size = self._page_size
@@ -238,7 +238,7 @@ class PagePool:
             prefix = self.prefix(sequence.prefixes[-1], tokens)
             for group, pages in enumerate(sequence.pages):
                 page = pages[i]
-                # An equal page may be found already.
+                # The prefix may already have an equal page.
                 if page >= 0 and group not in prefix.pages and page not in self._prefix_of:
                     prefix.pages[group] = page
                     self._prefix_of[page] = group, prefix
@@ -264,7 +264,7 @@ _unwritten: ContextVar[bool] = ContextVar("torch_metal_attn_unwritten_pages", de
 
 @contextmanager
 def unwritten() -> Iterator[None]:
-    """A context in which ops write no page, so that none is found by its tokens afterwards."""
+    """A context in which ops write no page, so that no page is published as a prefix."""
     token = _unwritten.set(True)
     try:
         yield
@@ -276,9 +276,6 @@ def checked_namespace(namespace: Any) -> Hashable:
     """The argument `namespace`. Types are compared, as 1 equals True."""
     for part in namespace if type(namespace) is tuple else (namespace,):
         if part is not None and type(part) not in (str, int, bytes):
-            raise TypeError(
-                f"namespace is {namespace!r}; it must be None, a str, an int, bytes, or a tuple of "
-                "these"
-            )
-    checked: Hashable = namespace
-    return checked
+            must = "it must be None, a str, an int, bytes, or a tuple of these"
+            raise TypeError(f"namespace is {namespace!r}; {must}")
+    return namespace

@@ -1,4 +1,4 @@
-"""`recent` of the caches: the last rows of each sequence, also in full precision."""
+"""`recent` of the caches: each sequence's last rows are also stored in full precision."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,8 +15,8 @@ from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 from torch_metal_attn.wording import count_text
 
 _ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
-# Options of attention to older rows too, and options of attention to the newest rows alone: every
-# new query sees all older rows, and a sink counts once.
+# Options of attention to all rows, and options of attention to recent rows only: each new query
+# sees all older rows, and a sink counts once.
 _SHARED = ("softmax_scale", "softcap", "num_splits")
 _OWN = ("causal", "learnable_sink", "parents", "tree_mask", *_ROTARY, "rotate_q_by_token")
 
@@ -28,12 +28,12 @@ class Batch(NamedTuple):
     new: tuple[Tensor, ...]  # the op's operands before the caches
     lengths: list[int]  # of the sequences, without the new rows
     slots: list[int]  # of their recent rows
-    where: dict[str, Any]  # the op's options that tell where the sequences are
-    options: dict[str, Any]  # its other options
+    where: dict[str, Any]  # the op's options that locate the sequences
+    options: dict[str, Any]  # the op's other options
 
 
 class NoRecentRows:
-    """In place of `RecentRows` in caches that keep none."""
+    """`RecentRows` of a cache that keeps no recent rows."""
 
     def take(self) -> int:
         return -1
@@ -46,35 +46,35 @@ class NoRecentRows:
 
 
 class _Held(NamedTuple):
-    """The rows [first, end) that a slot has of its sequence. It once had those from `start` on."""
+    """A slot has the rows [first, end) of its sequence. `start` is the first row it ever had."""
 
     first: int = 0
     end: int = 0
     start: int = 0
 
-    def short(self, length: int, recent: int) -> bool:
-        """True if a sequence that goes back to `length` rows has fewer than `recent` here."""
+    def has_too_few(self, length: int, recent: int) -> bool:
+        """True if fewer than `recent` rows are left when the sequence is cut to `length`."""
         return max(length - self.first, 0) < min(recent, length - self.start)
 
-    def after(self, length: int, recent: int) -> "_Held":
-        """The rows that it has then; what is missing was not kept from there on."""
+    def cut(self, length: int, recent: int) -> "_Held":
+        """The rows that are left when it is cut. If these are too few, `start` becomes `first`."""
         first, end, start = (min(row, length) for row in self)
-        return _Held(first, end, first if self.short(length, recent) else start)
+        return _Held(first, end, first if self.has_too_few(length, recent) else start)
 
 
 class RecentRows:
-    """Copies of each sequence's last rows in the dtype of new ones, next to the quantised rows.
+    """Copies of each sequence's last rows in the dtype of new rows, next to the quantised ones.
 
-    Queries look at the rows just before them most (KIVI, Liu et al. 2024). Each sequence has a slot
-    for `recent` rows and those of a step. Row i is row i % length of the slot: for the ops, all
-    pages of the sequence are the slot. So rows never move, and keep their positions.
+    Queries attend most to the rows just before them (KIVI, Liu et al. 2024). Each sequence has a
+    slot for `recent` rows and those of a step. Row i is row i % length of the slot: in the ops'
+    block tables, all pages of the sequence are the slot. So rows never move.
     """
 
     def __init__(self, kept: Storage, recent: int) -> None:
         self.recent = recent
         self._kept = kept
         self._length = recent + VERIFY_QUERIES
-        self._rows = kept.plain(0, self._length)
+        self._rows = kept.without_format(0, self._length)
         self._held: list[list[_Held]] = [[] for _ in kept.layers]  # by layer and slot
         self._unused: list[int] = []
 
@@ -86,9 +86,9 @@ class RecentRows:
         return self._unused.pop()
 
     def grow(self, more: int) -> None:
-        """Add slots, which nobody has yet."""
+        """Add unused slots."""
         slots = len(self._held[0])
-        rows = self._kept.plain(slots + more, self._length)
+        rows = self._kept.without_format(slots + more, self._length)
         for old, new in zip(self._rows.layers, rows.layers, strict=True):
             for before, after in zip(old.by_block(), new.by_block(), strict=True):
                 after[:slots] = before
@@ -101,21 +101,20 @@ class RecentRows:
         self._unused.append(slot)
 
     def check_kept(self, slot: int, length: int, what: str, tree: int | None = None) -> None:
-        """Raise ValueError if too few rows of full precision are left. tree: its first row."""
-        for held in (of_layer[slot] for of_layer in self._held):
+        """Raise ValueError if too few rows in full precision are left. tree: its first row."""
+        for held in (by_slot[slot] for by_slot in self._held):
             first, end, start = held
-            missing = held.short(length, self.recent) or (tree is not None and tree < first)
+            missing = held.has_too_few(length, self.recent) or (tree is not None and tree < first)
             if missing and start < first and length <= end:
                 raise ValueError(
-                    f"{what}; recent keeps {self.recent} rows in full precision, and of the "
-                    f"sequence's only those from {first} on are left: it must be 0 or at least "
-                    f"{first + self.recent}. truncate with keep_recent=False reads older rows as "
-                    "codes"
+                    f"{what}; recent keeps {self.recent} rows in full precision, and only those "
+                    f"from {first} on are left: it must be 0 or at least {first + self.recent}. "
+                    "With keep_recent=False truncate reads older rows in quantised form"
                 )
 
     def truncate(self, slot: int, length: int) -> None:
         for held in self._held:
-            held[slot] = held[slot].after(length, self.recent)
+            held[slot] = held[slot].cut(length, self.recent)
 
     def copy(self, source: list[int], destination: list[int]) -> None:
         self._rows.copy(source, destination)
@@ -124,14 +123,14 @@ class RecentRows:
                 held[new] = held[old]
 
     def read(self, slot: int, device: torch.device) -> tuple[list[Tensor], list[_Held]]:
-        """A copy of a slot, and which rows it has in each layer."""
+        """A copy of a slot, and the rows that it has in each layer."""
         return self._rows.read([slot], device), [held[slot] for held in self._held]
 
     def fill_slot(self, slot: int, copied: tuple[list[Tensor], list[_Held]]) -> None:
         rows, held = copied
         self._rows.fill([slot], rows)
-        for of_layer, rows_there in zip(self._held, held, strict=True):
-            of_layer[slot] = rows_there
+        for by_slot, new in zip(self._held, held, strict=True):
+            by_slot[slot] = new
 
     def move_paths(
         self,
@@ -140,7 +139,7 @@ class RecentRows:
         lengths: Sequence[int],
         slots: Sequence[int],
     ) -> None:
-        """As `Storage.move_paths`. No row of a tree that another op wrote is kept."""
+        """`Storage.move_paths`; a slot is emptied if another op wrote the rows of the tree."""
         moved = [*rounds]
         for i, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
             for held in self._held:
@@ -149,7 +148,7 @@ class RecentRows:
         self._rows.move_paths(moved, starts, lambda i, row: (slots[i], row % self._length))
 
     def append(self, batch: Batch) -> None:
-        """Write new rows, of which the last ones stay, after the quantised ones were."""
+        """Write the last of the new rows, after the quantised rows have been written."""
         layer, new, lengths, slots, _, options = batch
         skipped = max(new[0].shape[2] - self._length, 0)
         last = tuple(x[:, :, skipped:] for x in new)
@@ -169,8 +168,7 @@ class RecentRows:
             def part(start: int, check_only: bool) -> Any:
                 rows = tuple(x[:, :, start : start + VERIFY_QUERIES] for x in new)
                 after = [n + start for n in lengths]
-                here = batch._replace(new=rows, lengths=after)
-                return self.step(here, check_only=check_only)
+                return self.step(batch._replace(new=rows, lengths=after), check_only=check_only)
 
             starts = range(0, more, VERIFY_QUERIES)
             for start in starts:
@@ -181,7 +179,7 @@ class RecentRows:
         held = self._after(layer, lengths, slots, more)
         step = partial(self._step, batch, held)
         if check_only or not torch.compiler.is_compiling():
-            # If one of the ops refuses the call, the other must not have written its rows.
+            # If one op refuses the call, the other must not write its rows.
             step(check_only=True)
         if check_only:
             return None
@@ -195,23 +193,15 @@ class RecentRows:
         q, k, v = new
         seqlens = self._rows.indices(lengths)
         appended = {name: x for name, x in options.items() if name.startswith("rota")}
-        attended = {name: x for name, x in options.items() if name != "num_splits"}
+        attend = dict(options)
         if appended.get("rotary_cos") is not None:
             q = appended["q"] = q.clone()  # which append_kv rotates
-            attended["rotary_from_leftpad"] = False
+            attend["rotary_from_leftpad"] = False
         quantised = where | appended
         self._kept.run("append_kv", layer, (k, v), seqlens, check_only=check_only, **quantised)
-        result = self._rows.run(
-            "decode_step",
-            layer,
-            new,
-            seqlens,
-            check_only=check_only,
-            block_table=self._table(held, slots),
-            leftpad_k=self._first(held),
-            num_splits=1,
-            **attended,
-        )
+        attend |= {"block_table": self._table(held, slots), "leftpad_k": self._first(held)}
+        attend["num_splits"] = 1
+        result = self._rows.run("decode_step", layer, new, seqlens, check_only=check_only, **attend)
         older = self._older(layer, q, held, where, options, check_only=check_only)
         if older is not None and not check_only:
             torch.ops.metal_attn.merge_state_(*result, *older)
@@ -226,7 +216,7 @@ class RecentRows:
         where: dict[str, Any],
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Attention to rows that are there; options must treat all older rows alike."""
+        """Attention to stored rows. Its options must not depend on an older row's position."""
         held = self._after(layer, lengths, slots, 0)
         pad, used, first = options.get("leftpad_k"), options.get("seqused_k"), self._first(held)
         near = options | {
@@ -236,8 +226,7 @@ class RecentRows:
             "num_splits": 1,
         }
         caches, _ = self._rows.operands(layer)
-        op = torch.ops.metal_attn.flash_decode
-        out, lse = ArgumentNames().run(op, (q, *caches), near)
+        out, lse = ArgumentNames().run(torch.ops.metal_attn.flash_decode, (q, *caches), near)
         older = self._older(layer, q, held, where, options)
         if older is not None:
             torch.ops.metal_attn.merge_state_(out, lse, *older)
@@ -253,7 +242,7 @@ class RecentRows:
         *,
         check_only: bool = False,
     ) -> Any:
-        """Attention to the rows before those that slots have; None if there are none."""
+        """Attention to the rows before those in the slots; None if there are no such rows."""
         if not check_only and not any(one.first for one in held):
             return None
         first = self._first(held)
@@ -267,18 +256,18 @@ class RecentRows:
         return ArgumentNames().run(ops.flash_decode, (q, *caches), kept | where | shared)
 
     def fill(self, layer: int, rows: Tensor, lengths: list[int], slots: list[int]) -> None:
-        """Put keys in full precision in their places in rows (B, H, L, D) of whole sequences."""
+        """Write the keys in full precision into rows (B, H, L, D) of entire sequences."""
         cache = self._rows.layers[layer].k_cache
         for b, (first, end, _) in enumerate(self._after(layer, lengths, slots, 0)):
             places = torch.arange(first, end, device=rows.device) % self._length
             rows[b, :, first:end] = cache[slots[b], places].transpose(0, 1)
 
     def _after(self, layer: int, lengths: list[int], slots: list[int], more: int) -> list[_Held]:
-        """The rows that slots have when `more` are written to sequences of these lengths."""
+        """The rows that slots have after `more` rows are written to sequences of these lengths."""
         held = []
         for length, slot in zip(lengths, slots, strict=True):
             first, end, start = self._held[layer][slot]
-            if end != length:  # rows after `end` were written without us
+            if end != length:  # another op wrote rows after `end`
                 first = start = length
             held.append(_Held(max(first, length + more - self._length), length + more, start))
         return held
@@ -297,14 +286,10 @@ class RecentRows:
 
 
 def _in_parts(q: Tensor, length: int, options: dict[str, Any]) -> bool:
-    """True if a step equals several shorter ones: no query sees a later row."""
+    """True if no query sees a later row, so that several shorter steps have the same result."""
     tree = any(options.get(name) is not None for name in ("parents", "tree_mask"))
-    return (
-        bool(options.get("causal") and options.get("rotate_q_by_token", True) and not tree)
-        and isinstance(q, Tensor)
-        and q.dim() == 4
-        and q.shape[2] == length
-    )
+    in_order = options.get("causal") and options.get("rotate_q_by_token", True) and not tree
+    return bool(in_order) and isinstance(q, Tensor) and q.dim() == 4 and q.shape[2] == length
 
 
 def _check_step(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:

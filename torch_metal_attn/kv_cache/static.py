@@ -7,17 +7,11 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import INT32_MAX, as_bool, as_int, as_int_at_least, integers
 from torch_metal_attn.call.options import options_of
+from torch_metal_attn.kv_cache import trees
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.recent import Batch
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
-from torch_metal_attn.kv_cache.trees import (
-    Rows,
-    check_layers_agree,
-    checked_paths,
-    each,
-    length_within,
-    moves,
-)
+from torch_metal_attn.kv_cache.trees import Rows
 from torch_metal_attn.kv_cache.writes import CacheStorage
 from torch_metal_attn.wording import count_text
 
@@ -29,8 +23,8 @@ class StaticKVCache:
     copies only rows that more than one sequence continues. The other arguments are those of
     `PagedKVCache`, with memory as (batch, max_length, Hkv, D) for "NHD".
 
-    Raises: ValueError for an unknown layer and for wrong shapes, naming what is wrong; `CacheFull`
-        if a sequence would exceed max_length; nothing is changed then.
+    Raises: ValueError for an unknown layer and for wrong shapes; `CacheFull` if a sequence would
+        exceed max_length. Nothing is changed then.
     """
 
     @options_of(Storage.__init__, 3, without="windows")
@@ -42,7 +36,7 @@ class StaticKVCache:
         self._storage = CacheStorage(self.batch_size, self.max_length, *sizes, **options)
         self._rows = list(range(self.batch_size))  # of the tensors, by sequence
         self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
-        self._accepted = [0] * self.batch_size  # the rows that the last accept left
+        self._accepted = [0] * self.batch_size  # the length after the last accept
         self._storage.recent.grow(self.batch_size)
 
     @property
@@ -78,8 +72,7 @@ class StaticKVCache:
         **options: Any,
     ) -> Tensor:
         """Append the new rows and attend to the cache, as `PagedKVCache.decode_step`."""
-        out: Tensor = self._write("decode_step", (q, k, v), layer, length, options)[0]
-        return out
+        return self._write("decode_step", (q, k, v), layer, length, options)[0]
 
     def _write(
         self,
@@ -90,7 +83,7 @@ class StaticKVCache:
         options: dict[str, Any],
     ) -> Any:
         self._storage.check_layer(layer)
-        counts = None if length is None else each(length, self.batch_size)
+        counts = None if length is None else trees.per_sequence(length, self.batch_size)
         new, more = self._storage.checked(op, new, self.batch_size, options, counts)
         lengths = self._lengths[layer]
         for before, count in zip(lengths, more, strict=True):
@@ -107,19 +100,17 @@ class StaticKVCache:
     def advance(self, length: int | Sequence[int], layer: int = 0) -> None:
         """Count rows that an op such as `flash_attn_with_kvcache` has written itself.
 
-        length: how many of each sequence, or one number for each.
+        length: the number of rows of each sequence, or one number for all.
         """
         self._storage.check_layer(layer)
-        lengths = each(length, self.batch_size)
+        lengths = trees.per_sequence(length, self.batch_size)
         for more, before in zip(lengths, self._lengths[layer], strict=True):
             if before + more > self.max_length:
                 raise ValueError(
                     f"length is {more}; a sequence has {before} of {self.max_length} rows, so it "
                     f"must be in 0..{self.max_length - before}"
                 )
-        self._lengths[layer] = [
-            before + more for before, more in zip(self._lengths[layer], lengths, strict=True)
-        ]
+        self._lengths[layer] = [a + b for a, b in zip(self._lengths[layer], lengths, strict=True)]
 
     def accept(self, indices: Sequence[int], paths: Rows, parents: Rows) -> None:
         """Keep one path of the tree of new tokens of these sequences, and take the rest back.
@@ -131,19 +122,18 @@ class StaticKVCache:
             raise ValueError(f"indices are {chosen}; each sequence may be there once")
         lengths = [max(lengths[b] for lengths in self._lengths) for b in chosen]
         for b in chosen:
-            check_layers_agree(b, [lengths[b] for lengths in self._lengths], "accept")
+            trees.check_layers_agree(b, [lengths[b] for lengths in self._lengths], "accept")
         accepted = [self._accepted[b] for b in chosen]
-        kept, sizes = checked_paths(paths, parents, lengths, accepted)
-        starts = [length - size for length, size in zip(lengths, sizes, strict=True)]
-        rounds, blocks = [moves(path) for path in kept], [self._rows[b] for b in chosen]
-        for slot, start, path in zip(blocks, starts, kept, strict=True):
-            end = start + len(path)
+        kept, starts = trees.checked_paths(paths, parents, lengths, accepted)
+        ends = [start + len(path) for start, path in zip(starts, kept, strict=True)]
+        rounds, blocks = [*map(trees.moves, kept)], [self._rows[b] for b in chosen]
+        for slot, start, end in zip(blocks, starts, ends, strict=True):
             self._storage.recent.check_kept(slot, end, f"the path ends at row {end}", start)
         self._storage.move_paths(rounds, starts, lambda i, row: (blocks[i], row))
         self._storage.recent.move_paths(rounds, starts, lengths, blocks)
-        for b, start, path in zip(chosen, starts, kept, strict=True):
-            self.truncate(b, start + len(path), keep_recent=False)
-            self._accepted[b] = start + len(path)
+        for b, end in zip(chosen, ends, strict=True):
+            self.truncate(b, end, keep_recent=False)
+            self._accepted[b] = end
 
     def reset(self, indices: Sequence[int] | None = None) -> None:
         """Empty these sequences, or all."""
@@ -154,7 +144,8 @@ class StaticKVCache:
         """Drop the rows of sequence `index` from `length` on, as `PagedKVCache.truncate`."""
         index = as_int("index", index)
         self._check_indices("index", [index])
-        length = length_within(index, length, max(lengths[index] for lengths in self._lengths))
+        longest = max(lengths[index] for lengths in self._lengths)
+        length = trees.length_within(index, length, longest)
         if as_bool("keep_recent", keep_recent):
             self._storage.recent.check_kept(self._rows[index], length, f"length is {length}")
         self._accepted[index] = min(self._accepted[index], length)
@@ -172,7 +163,7 @@ class StaticKVCache:
             )
         rows = [self._rows[origin] for origin in origins]
         unused = [row for row in self._rows if row not in rows]
-        copies: dict[int, int] = {}  # by the copy
+        copies: dict[int, int] = {}  # the original row of each copy
         for b, row in enumerate(rows):
             if row in rows[:b]:
                 rows[b] = unused.pop()
@@ -184,7 +175,7 @@ class StaticKVCache:
         self._accepted = [self._accepted[o] for o in origins]
 
     def cache_batch_idx(self) -> Tensor:
-        """(B,) int32 on the cache's device: the row of the tensors that each sequence has."""
+        """(B,) int32 on the cache's device: each sequence's row of the tensors."""
         return self._storage.indices(self._rows)
 
     def seqlens(self, layer: int = 0) -> Tensor:

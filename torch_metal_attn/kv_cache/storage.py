@@ -1,4 +1,4 @@
-"""The tensors of a cache, in blocks: pages, or whole sequences."""
+"""The tensors of a cache, in blocks: pages, or the rows of one sequence each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,13 +34,13 @@ from torch_metal_attn.wording import value_text
 Layout = Literal["NHD", "HND"]
 # Options of `append`.
 ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
-# More of `append_kv`'s, and those that attention has too.
+# Further options of `append_kv`, and options that it shares with attention.
 _Q_ROTARY = ("rotate_q_by_token", "rotary_from_leftpad")
 _BOTH = ("block_table", "cache_batch_idx", "leftpad_k", "k_scale", "v_scale", "hadamard")
 
-# `flash_decode` takes these in the place of a step (`_listed_step`).
+# Options of attention to listed keys, which `_listed_step` runs.
 LISTS = ("indices", "kv_block_size", "q_block_size")
-# More than any model has: each takes memory, and the host's time before any is used.
+# More than any model has. Each layer takes memory, and host time when the cache is made.
 _MOST_LAYERS = 2**16
 
 
@@ -73,7 +73,7 @@ class LayerCache:
         self.__post_init__()
 
     def by_block(self) -> list[Tensor]:
-        """The tensors that have blocks, each element once: not fp8_e4m3's scales per head."""
+        """The tensors that have blocks, without views of others and fp8_e4m3's scales per head."""
         tensors = [self.k_cache, self.k_scale]
         if not self.values_in_keys:
             tensors += [self.v_cache, self.v_scale]
@@ -82,7 +82,7 @@ class LayerCache:
 
 @dataclass
 class ExportedSequence:
-    """One sequence of a `PagedKVCache`, outside of it. It can be pickled."""
+    """A copy of one sequence of a `PagedKVCache`. It can be pickled."""
 
     layout: dict[str, Any]
     namespace: Any
@@ -133,11 +133,9 @@ class Storage:
         if v_format is not None and (format is None or values_in_keys):
             reason = "values_in_keys" if values_in_keys else "no format"
             raise ValueError(f"v_format is {value_text(v_format)} with {reason}; leave it out")
-        for name, value in (("format", format), ("v_format", v_format)):
-            if value is not None and value not in FORMATS:
-                raise ValueError(
-                    f"{name} is {value_text(value)}; it must be one of {', '.join(FORMATS)}"
-                )
+        for n, x in (("format", format), ("v_format", v_format)):
+            if x is not None and x not in FORMATS:
+                raise ValueError(f"{n} is {value_text(x)}; it must be one of {', '.join(FORMATS)}")
         hadamard = check_hadamard(hadamard, {"head_dim": head_dim, "v_head_dim": v_head_dim})
         if hadamard and format is None:
             raise ValueError(f"hadamard is {hadamard} with no format; leave it out")
@@ -160,15 +158,10 @@ class Storage:
                 f"recent is {recent} with no format, so that all rows are in full precision; leave "
                 "it out"
             )
-        for name, scale, scale_format in (
-            ("k_scale", k_scale, format),
-            ("v_scale", v_scale, v_format),
-        ):
+        for name, scale, kind in (("k_scale", k_scale, format), ("v_scale", v_scale, v_format)):
             if scale is not None:
-                if scale_format != "fp8_e4m3":
-                    raise ValueError(
-                        f"{name} is given and its format is {scale_format}; leave it out"
-                    )
+                if kind != "fp8_e4m3":
+                    raise ValueError(f"{name} is given and its format is {kind}; leave it out")
                 _check_scale(name, scale, num_kv_heads)
         self._new_dtypes = [dtype]
         if format is None and dtype != torch.float32:
@@ -221,17 +214,17 @@ class Storage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.layers = self._layers()  # as unpickled tensors share no memory
+        self.layers = self._layers()  # unpickled tensors do not share memory
 
     def _layers(self) -> list[LayerCache]:
-        """Each layer's tensors, each its own object: `CascadePlan.attend` knows the layer by it."""
+        """Each layer's tensors. k_cache is a distinct object, which tells a cascade the layer."""
         layers = [self._stored[place] for place in self.groups.places]
         if len(layers) == len(self._stored):
             return layers
         return [replace(layer, k_cache=layer.k_cache.detach()) for layer in layers]
 
-    def plain(self, blocks: int, rows: int) -> "Storage":
-        """Other blocks for the same rows, without a format."""
+    def without_format(self, blocks: int, rows: int) -> "Storage":
+        """Storage of the same kind of rows in full precision."""
         return Storage(blocks, rows, *self._sizes, values_in_keys=self.values_in_keys)
 
     def check_layer(self, layer: int) -> None:
@@ -248,7 +241,7 @@ class Storage:
         check_only: bool = False,
         **options: Any,
     ) -> Any:
-        """Run `append_kv` or `decode_step` on a layer; check_only: only raise what it would."""
+        """Run `append_kv` or `decode_step` on a layer, or with check_only only its checks."""
         ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
         caches, kept = self.operands(layer)
         if self.values_in_keys and options.get("rotary_cos") is not None:
@@ -262,7 +255,7 @@ class Storage:
         return result
 
     def operands(self, layer: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """k_cache and v_cache, heads second, and the options that say how they are kept."""
+        """k_cache and v_cache, (blocks, Hkv, rows, D), and the op's options for their format."""
         cache = self.layers[layer]
         kept: dict[str, Any] = {"hadamard": cache.hadamard} if cache.hadamard else {}
         kept |= {
@@ -277,55 +270,42 @@ class Storage:
         starts: Sequence[int],
         place: Callable[[int, int], tuple[int, int]],
     ) -> None:
-        """Move rows by the `trees.moves` of several trees. place: of a row of tree i."""
+        """Move rows by the `trees.moves` of several trees. place(i, row): the block and row."""
         for copies in zip_longest(*rounds, fillvalue=()):
-            self.move_rows(
-                [
-                    [place(i, starts[i] + row) for row in move]
-                    for i, of_one in enumerate(copies)
-                    for move in of_one
-                ]
-            )
+            moves = [(i, move) for i, tree in enumerate(copies) for move in tree]
+            self.move_rows([[place(i, starts[i] + row) for row in move] for i, move in moves])
 
     def move_rows(self, moves: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Copy rows (block, row) to others in all layers; none that is written is read."""
+        """Copy rows (block, row) to others in all layers. No row may be both read and written."""
         if not moves:
             return
-        numbers: dict[int, list[Tensor]] = {}  # by heads: of the rows read, and of those written
-        for layer in self._stored:
-            for tensor in layer.by_block():
-                # The heads of a row lie side by side, or each by itself.
-                by_row = self._layout == "NHD"
-                heads = 1 if by_row else tensor.shape[2]
-                rows = tensor.flatten(0, 1) if by_row else tensor.transpose(1, 2).flatten(0, 2)
-                if heads not in numbers:
-                    numbers[heads] = [
-                        self.indices(
-                            [
-                                (b * heads + h) * self._rows + r
-                                for b, r in side
-                                for h in range(heads)
-                            ]
-                        )
-                        for side in zip(*moves, strict=True)
-                    ]
-                torch.ops.metal_attn.copy_pages(rows, *numbers[heads])
+        by_row = self._layout == "NHD"  # the heads of a row are adjacent
+        numbers: dict[int, list[Tensor]] = {}  # by heads: source rows and destination rows
+        for tensor in self._tensors():
+            heads = 1 if by_row else tensor.shape[2]
+            rows = tensor.flatten(0, 1) if by_row else tensor.transpose(1, 2).flatten(0, 2)
+            if heads not in numbers:
+                sides = [[(b * heads, r) for b, r in side] for side in zip(*moves, strict=True)]
+                numbers[heads] = [
+                    self.indices([(b + h) * self._rows + r for b, r in side for h in range(heads)])
+                    for side in sides
+                ]
+            torch.ops.metal_attn.copy_pages(rows, *numbers[heads])
 
     def copy(self, source: list[int], destination: list[int]) -> None:
-        """Blocks `source` become blocks `destination`, of which none is a source, in all layers."""
+        """Copy blocks `source` to blocks `destination` in all layers. They must not overlap."""
         if not source:
             return
         src, dst = self.indices(source), self.indices(destination)
-        for layer in self._stored:
-            for tensor in layer.by_block():
-                torch.ops.metal_attn.copy_pages(tensor, src, dst)
+        for tensor in self._tensors():
+            torch.ops.metal_attn.copy_pages(tensor, src, dst)
 
     def kind(self) -> dict[str, Any]:
         """The properties that another cache must share to hold the same rows."""
         layer = self.layers[0]
         scales = (layer.k_scale, None if self.values_in_keys else layer.v_scale)
-        of_heads = [s.tolist() for s in scales if s is not None and s.dim() == 1]
-        return self._kind | {"scales of fp8_e4m3": of_heads}
+        per_head = [s.tolist() for s in scales if s is not None and s.dim() == 1]
+        return self._kind | {"scales of fp8_e4m3": per_head}
 
     def check_kind(self, exported: Any) -> None:
         if not isinstance(exported, ExportedSequence):
@@ -342,23 +322,24 @@ class Storage:
 
     def read(self, blocks: list[int], device: torch.device) -> list[Tensor]:
         places = self.indices(blocks)
-        tensors = [x for layer in self._stored for x in layer.by_block()]
-        return [x.detach()[places].to(device) for x in tensors]
+        return [x.detach()[places].to(device) for x in self._tensors()]
 
     def fill(self, blocks: list[int], rows: list[Tensor]) -> None:
         """Write what `read` returned to these blocks."""
         places = self.indices(blocks)
-        tensors = [x for layer in self._stored for x in layer.by_block()]
         with torch.no_grad():
-            for tensor, new in zip(tensors, rows, strict=True):
+            for tensor, new in zip(self._tensors(), rows, strict=True):
                 tensor[places] = new.to(tensor.device)
+
+    def _tensors(self) -> list[Tensor]:
+        return [x for layer in self._stored for x in layer.by_block()]
 
     def indices(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
 def _listed_step(tensors: tuple[Tensor, ...], options: dict[str, Any], check_only: bool) -> Any:
-    """A step whose queries see listed keys: no kernel reads lists of rows that it writes."""
+    """Append, then attend to listed keys: no kernel reads listed rows that it also writes."""
     q, k, v, k_cache, v_cache, cache_seqlens = tensors
     rotary = {name: options.pop(name) for name in (*ROTARY, *_Q_ROTARY) if name in options}
     if rotary.get("rotary_cos") is not None:

@@ -1,4 +1,4 @@
-"""Trees of new tokens, as speculative decoding verifies them, and the paths that it accepts."""
+"""Trees of new tokens that speculative decoding verifies, and the paths that it accepts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,8 @@ def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
     return lists
 
 
-def each(length: Any, count: int) -> list[int]:
+def per_sequence(length: Any, count: int) -> list[int]:
+    """The number of rows of each sequence. length: a sequence of these, or one for all."""
     if not isinstance(length, Sequence) and getattr(length, "ndim", 0) == 0:
         return [as_int_at_least("length", length)] * count
     lengths = integers("length", length)
@@ -36,7 +37,7 @@ def each(length: Any, count: int) -> list[int]:
 
 
 def check_layers_agree(id: int, lengths: Sequence[int], method: str) -> None:
-    """Raise ValueError in the middle of a step. lengths: of each layer."""
+    """Raise ValueError in the middle of a step. lengths: by layer."""
     if min(lengths) < max(lengths):
         raise ValueError(
             f"sequence {id} has layers of {min(lengths)} and of {max(lengths)} rows; append to all "
@@ -57,7 +58,10 @@ def length_within(id: int, length: int, longest: int) -> int:
 def checked_paths(
     paths: Rows, parents: Rows, lengths: Sequence[int], accepted: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """The paths and the sizes of the trees, or ValueError. accepted: rows that are of no tree."""
+    """The paths, and the row where each tree begins; or ValueError.
+
+    accepted: the rows of each sequence that cannot be part of its tree.
+    """
     chosen = rows_of_ints("paths", paths, len(lengths))
     trees = rows_of_ints("parents", parents, len(lengths))
     for b, (path, tree, length) in enumerate(zip(chosen, trees, lengths, strict=True)):
@@ -88,14 +92,14 @@ def checked_paths(
                     f"paths[{b}][{step}] must be {must}"
                 )
             before = token
-    return chosen, [len(tree) for tree in trees]
+    return chosen, [n - len(tree) for n, tree in zip(lengths, trees, strict=True)]
 
 
 def moves(path: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """The (from, to) that put the path's rows first, in rounds.
+    """Rounds of copies (from, to) that move a path's rows to the front.
 
-    The copies of a round may run in any order: none writes what another reads. A path increases, so
-    later rounds write only what earlier ones have read.
+    The copies of a round may run in any order, as none writes a row that another reads. A path
+    increases, so later rounds write only rows that earlier ones have read.
     """
     rounds: list[list[tuple[int, int]]] = []
     read: set[int] = set()

@@ -1,4 +1,4 @@
-"""`windows` of `PagedKVCache`: layers of one window share pages, which are freed outside of it."""
+"""`windows` of `PagedKVCache`: layers with one window share pages, which are freed outside it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from torch_metal_attn.call.arguments import as_int, as_int_at_least, window
 
 
 def first_seen(length: int, window: int) -> int:
-    """The first row that the queries after `length` rows see. window: -1 if it has no limit."""
+    """The first row that the queries after `length` rows see. window: -1 for no limit."""
     return max(length - window, 0) if window >= 0 else 0
 
 
@@ -28,30 +28,30 @@ class WindowGroups:
         size = min(map(len, layers.values()))
         self.by_group: list[int] = []
         self.groups, self.places = [0] * num_layers, [0] * num_layers
-        for limit, alike in layers.items():
-            for i, layer in enumerate(alike):
+        for limit, members in layers.items():
+            for i, layer in enumerate(members):
                 self.groups[layer] = len(self.by_group) + i // size
                 self.places[layer] = i % size
-            self.by_group += [limit] * -(-len(alike) // size)
+            self.by_group += [limit] * -(-len(members) // size)
 
     def first_pages(self, length: int, page_size: int) -> list[int]:
         """For each group the first page that the queries after `length` rows see."""
         return [first_seen(length, limit) // page_size for limit in self.by_group]
 
     def check_pages(self, id: int, pages: list[list[int]], length: int, page_size: int) -> None:
-        """Raise ValueError if pages that are seen after `length` rows were freed (-1)."""
+        """Raise ValueError if a page that queries after `length` rows see was freed (-1)."""
         end = -(-length // page_size)
         firsts = self.first_pages(length, page_size)
-        for limit, first, of_group in zip(self.by_group, firsts, pages, strict=True):
-            if any(page < 0 for page in of_group[first:end]):
-                least = of_group.count(-1) * page_size + limit
+        for limit, first, group_pages in zip(self.by_group, firsts, pages, strict=True):
+            if any(page < 0 for page in group_pages[first:end]):
+                least = group_pages.count(-1) * page_size + limit
                 raise ValueError(
                     f"sequence {id} cannot go back to {length} rows: pages outside of the window "
                     f"of {limit} were freed; it must keep at least {least} rows, or none"
                 )
 
     def step_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Options of a `decode_step` with the layer's window, of which the caller may use less."""
+        """Options of a `decode_step` with the layer's window. The caller may give a smaller one."""
         if (limit := self.windows[layer]) < 0:
             return options
         left = options.get("window_size_left", limit)
@@ -74,13 +74,11 @@ class WindowGroups:
         return {"window_size": size, **options}
 
 
-def _checked(windows: Any, num_layers: int) -> list[int]:
+def _checked(windows: Any, layers: int) -> list[int]:
     if windows is None:
-        return [-1] * num_layers
+        return [-1] * layers
     if isinstance(windows, str) or not isinstance(windows, Sequence):
         raise TypeError(f"windows is {windows!r}; it must be a sequence of ints, one a layer")
-    if len(windows) != num_layers:
-        raise ValueError(
-            f"windows has {len(windows)} numbers; it must have {num_layers}, one a layer"
-        )
+    if len(windows) != layers:
+        raise ValueError(f"windows has {len(windows)} numbers; it must have {layers}, one a layer")
     return [as_int_at_least(f"windows[{i}]", limit, -1) for i, limit in enumerate(windows)]

@@ -1,4 +1,4 @@
-"""`CacheStorage`: a cache's tensors, and how new rows of its sequences are written."""
+"""`CacheStorage`: the tensors of a cache, and the writes of new rows."""
 
 from collections.abc import Iterator
 from itertools import accumulate, groupby
@@ -11,10 +11,10 @@ from torch_metal_attn.call.arguments import check_tensor
 from torch_metal_attn.kv_cache.recent import Batch, NoRecentRows, RecentRows
 from torch_metal_attn.kv_cache.storage import LISTS, ROTARY, Storage
 
-# Options of the ops that a caller must not replace: he would read or write other rows.
+# Options that a caller must not replace, as the op would read or write other rows.
 _PLACES = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q")
-# Options that have a row for each new row, if those are packed.
+# Options with a row for each new row, if new rows are packed.
 _BY_ROW = ("q", "parents", "tree_mask")
 _ALL_OPTIONS = [x.name for x in torch.ops.metal_attn.decode_step.default._schema.arguments[5:]]
 _STEP_OPTIONS = [n for n in (*_ALL_OPTIONS, *LISTS) if n not in _PLACES and "seqlen" not in n]
@@ -47,23 +47,20 @@ class CacheStorage(Storage):
         check_tensor("k", k)
         length = k.shape[2] if k.dim() == 4 else -1
         v = k[..., : self._new_shapes["v"][1]] if v is None and k.dim() > 0 else v
-        for name, tensor in (("k", k), ("v", v)):
+        for name, x in (("k", k), ("v", v)):
             heads, columns = self._new_shapes[name]
             wanted: tuple[Any, ...] = batch, heads, length if length >= 0 else "L", columns
             if counts is not None:
                 wanted = sum(counts), heads, columns
-            check_tensor(name, tensor)
-            if tensor.shape != wanted:
+            check_tensor(name, x)
+            if x.shape != wanted:
                 text = ", ".join(map(str, wanted))
                 packed = "" if counts is None else ": length is given, so rows are packed"
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; it must be ({text}){packed}"
-                )
-            if tensor.dtype not in self._new_dtypes or tensor.device.type != self.device.type:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be ({text}){packed}")
+            if x.dtype not in self._new_dtypes or x.device.type != self.device.type:
                 allowed = " or ".join(map(str, self._new_dtypes))
                 raise ValueError(
-                    f"{name} is {tensor.dtype} on {tensor.device}; it must be {allowed} on "
-                    f"{self.device}"
+                    f"{name} is {x.dtype} on {x.device}; it must be {allowed} on {self.device}"
                 )
         if op == "decode_step" and self.values_in_keys and options.get("softmax_scale") is None:
             raise ValueError(
@@ -85,7 +82,7 @@ class CacheStorage(Storage):
     def write(
         self, op: str, batch: Batch, counts: list[int] | None, *, check_only: bool = False
     ) -> Any:
-        """Run an op that writes, on all rows. counts: new rows of each, if they are packed."""
+        """Run an op that writes rows. counts: new rows of each sequence, if they are packed."""
         for name in (*_PLACES, *_PACKING):
             if name in batch.options:
                 advice = "give length" if name in _PACKING else "the cache gives it"
@@ -108,7 +105,7 @@ class CacheStorage(Storage):
             ends = self.indices([*accumulate(counts, initial=0)])
             options = options | {"cu_seqlens_q": ends, "max_seqlen_q": max(counts)}
             return self._write(op, batch._replace(options=options), check_only)
-        # Neighbours with as many rows are a batch of their own, whose tensors are views.
+        # Neighbouring sequences with equal counts form a batch, whose tensors are views.
         parts = []
         for some, rows in _runs(counts):
             count = some.stop - some.start
@@ -137,10 +134,10 @@ class CacheStorage(Storage):
 
 
 def _runs(counts: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Neighbouring sequences with as many new rows, and their rows."""
+    """Neighbouring sequences with equal counts of new rows, and the slice of these rows."""
     b = row = 0
-    for count, alike in groupby(counts):
-        more = len([*alike])
+    for count, equal in groupby(counts):
+        more = len([*equal])
         if count > 0:
             yield slice(b, b + more), slice(row, row + more * count)
         b, row = b + more, row + more * count
@@ -153,7 +150,7 @@ def _unpacked(x: Any, rows: slice, batch: int) -> Any:
     x, length = x[rows], (rows.stop - rows.start) // batch
     if x.dim() < 3:
         return x.unflatten(0, (batch, length))[..., :length]
-    # A view by sizes may choose any stride for one row, and values in keys must have the keys'.
+    # `view` may change the stride of a size of 1, but values in keys need the strides of the keys.
     (row, head, column), (_, heads, columns) = x.stride(), x.shape
     sizes, strides = (batch, heads, length, columns), (length * row, head, row, column)
     return x.as_strided(sizes, strides)

@@ -1,6 +1,6 @@
 """The Python side of each op of csrc/library.cpp: fake kernel, CPU kernel and autograd.
 
-There is one module per family, and what several share. Importing this package registers them all.
+There is one module per family, and some that several share. Importing this package registers all.
 """
 
 from torch_metal_attn.ops import append_kv as append_kv

@@ -70,9 +70,10 @@ def reference(
     rotary_first_column: int = 0,
     hadamard: int = 0,
 ) -> None:
-    """The op in torch. steps: (B or 1, L), how far behind the first token each one is rotated."""
-    first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
-    if cache_seqlens is not None:
+    """The op in torch. steps: (B or 1, L), each token's rotary position after the first's."""
+    if cache_seqlens is None:
+        first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
+    else:
         first = cache_seqlens.long()
     if rotary_cos is not None and rotary_sin is not None:
         rotary_first = first
@@ -80,8 +81,8 @@ def reference(
             rotary_first = first - leftpad_k
 
         def rotate_(x: Tensor, advance: bool) -> None:
-            each = torch.arange(x.shape[2], device=x.device) if steps is None else steps
-            rows = rotary_first[:, None] + (each if advance else torch.zeros_like(each))
+            after = torch.arange(x.shape[2], device=x.device) if steps is None else steps
+            rows = rotary_first[:, None] + (after if advance else torch.zeros_like(after))
             options = {"positions": rows, "interleaved": rotary_interleaved}
             columns = x[..., rotary_first_column:]
             torch.ops.metal_attn.rope_(columns, None, rotary_cos, rotary_sin, **options)
@@ -99,7 +100,7 @@ _TABLES = ("rotary_cos", "rotary_sin")
 
 
 def written_caches(arguments: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The caches that the op writes, and what it writes there. Scales per head are only read."""
+    """The caches that the op writes, and the sources. Scales per head are only read."""
     sources = {"k": ("k", *_TABLES), "v": ("v",)}
     written = {f"{side}_cache": names for side, names in sources.items()}
     for side, names in sources.items():

@@ -1,6 +1,6 @@
-"""flash-attn's S_dmask: what its functions also return with dropout, for tests.
+"""flash-attn's S_dmask, which its functions also return with dropout, for tests.
 
-Computed by torch after the call, and as large as the scores: the kernels do not store weights.
+torch computes it after the call, as the kernels do not store weights. It is as large as the scores.
 """
 
 from typing import Any
@@ -54,23 +54,20 @@ def varlen_weights(
     batch = len(q_ends) - 1
     sizes = (batch, q.shape[1], max_seqlen_q, max_seqlen_k)
     kept = philox.dropout_mask(options["rng_state"], options["dropout_p"], *sizes)
-    used, table, slopes = (
-        options.get(name) for name in ("seqused_k", "block_table", "alibi_slopes")
-    )
+    used, table, slopes = map(options.get, ("seqused_k", "block_table", "alibi_slopes"))
     result = q.new_zeros(sizes)
     for b in range(batch):
         queries, keys = slice(*q_ends[b : b + 2]), slice(*k_ends[b : b + 2])
         length = keys.stop - keys.start if used is None else int(used[b])
         if table is None:
-            of_sequence = k[None, keys].transpose(1, 2)
+            k_rows = k[None, keys].transpose(1, 2)
         else:
-            of_sequence = cached(k, table[b : b + 1], None)
-        sequence_options = options | {
-            "alibi_slopes": slopes if slopes is None or slopes.dim() == 1 else slopes[b]
-        }
-        of_query, rows = q[None, queries].transpose(1, 2), queries.stop - queries.start
-        kept_here = kept[b : b + 1, :, :rows, :length]
-        weights = _weights(of_query, of_sequence[:, :, :length], kept_here, sequence_options)
+            k_rows = cached(k, table[b : b + 1], None)
+        if slopes is not None and slopes.dim() == 2:
+            options = options | {"alibi_slopes": slopes[b]}
+        q_rows, rows = q[None, queries].transpose(1, 2), queries.stop - queries.start
+        kept_rows = kept[b : b + 1, :, :rows, :length]
+        weights = _weights(q_rows, k_rows[:, :, :length], kept_rows, options)
         result[b, :, :rows, :length] = weights[0]
     return result
 
@@ -82,8 +79,8 @@ def _weights(q: Tensor, k: Tensor, kept: Tensor, options: dict[str, Any]) -> Ten
     if length == 0:
         return logits.to(q.dtype)
     padded = functional.pad(logits, (0, -length % block), value=-torch.inf)
-    of_blocks = padded.unflatten(-1, (-1, block)).amax(-1)
-    running = of_blocks.flip(-1).cummax(-1).values.flip(-1)
+    block_max = padded.unflatten(-1, (-1, block)).amax(-1)
+    running = block_max.flip(-1).cummax(-1).values.flip(-1)
     running = running.masked_fill(running == -torch.inf, 0.0)
     maximum = running.repeat_interleave(block, -1)[..., :length]
     weights = (logits - maximum).exp().to(q.dtype)

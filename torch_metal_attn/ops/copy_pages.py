@@ -6,7 +6,7 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import refuse
 
-# Integer types to copy the bits of any dtype.
+# Integer types with which the bits of any dtype are copied.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -1,4 +1,4 @@
-"""CPU kernels: an op's shader if the simulator is on, else plain torch after the same checks."""
+"""CPU kernels run an op's shader if the simulator is on, else plain torch after the same checks."""
 
 from collections.abc import Callable
 from functools import partial

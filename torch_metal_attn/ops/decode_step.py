@@ -14,11 +14,7 @@ from torch_metal_attn.ops.flash_decode import decoded
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, empty_results
 from torch_metal_attn.ops.layout import empty_like_query
 
-_ROTARY = (
-    *("rotary_cos", "rotary_sin"),
-    *("rotary_interleaved", "rotate_q_by_token", "rotary_from_leftpad", "rotary_first_column"),
-)
-# Options of both the append and the attention.
+# Options of both the append and the attention. Those of the append alone begin with "rota".
 _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale", "hadamard")
 _WRITTEN = ("k_cache", "v_cache", "cache_seqlens")
 
@@ -66,9 +62,9 @@ def reference(
     tree_mask: Tensor | None = None,
     **options: Any,
 ) -> FlashFwdResult:
-    """The op composed of `rope`, `append_kv`, and attention to what the cache then holds."""
-    append = {n: x for n, x in options.items() if n in (*_ROTARY, *_CACHE)}
-    attend = {n: x for n, x in options.items() if n not in _ROTARY}
+    """The op composed of `rope`, `append_kv` and attention to the cache."""
+    append = {n: x for n, x in options.items() if n in _CACHE or n.startswith("rota")}
+    attend = {n: x for n, x in options.items() if not n.startswith("rota")}
     rotates = append.get("rotary_cos") is not None
     q = q.clone() if rotates else q
     written = (k_cache, v_cache, cache_seqlens)

@@ -14,16 +14,22 @@ from torch.autograd.function import _SingleLevelFunction
 
 from torch_metal_attn.call.arguments import is_dtensor, refuse_dtensor, refuse_layout
 from torch_metal_attn.ops import fast_path
-from torch_metal_attn.runtime.refusals import as_value_error, python_kernel, unmarked
+from torch_metal_attn.runtime.refusals import (
+    as_value_error,
+    invalid,
+    not_implemented,
+    python_kernel,
+    unmarked,
+)
 
-# By the arguments of a call: the names of those that it writes in place, each with the names of the
-# arguments that it writes there.
+# Maps the arguments of a call to the names of those that it writes in place, each with the names of
+# the arguments whose values it writes there.
 Written = Callable[[dict[str, Any]], Mapping[str, Iterable[str]]]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _libraries: list[torch.library.Library] = []  # a registration ends with its library
-_refused: dict[str, tuple[str, Written]] = {}  # by op, what `refuse` was given
+_refused: dict[str, tuple[str, Written]] = {}  # the arguments of `refuse`, by op
 
 
 def transforming() -> bool:
@@ -31,7 +37,7 @@ def transforming() -> bool:
 
 
 def compiling() -> bool:
-    """True if torch.compile makes a graph, asked inside an op, where torch 2.10 does not say so."""
+    """True if torch.compile is tracing. Inside an op torch 2.10's is_compiling() is False."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
@@ -50,20 +56,20 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 @functools.cache
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """`function` in the form of torch.func's own levels, whose `apply` looks for no transform."""
+    """`function` as torch.func's single-level Function, whose `apply` ignores transforms."""
     parts = ("forward", "setup_context", "backward")
     body = {name: staticmethod(getattr(function, name)) for name in parts}
     return type(function.__name__, (_SingleLevelFunction,), body)
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:
-    """Save tensors for a Function's backward, which gets them from `saved`."""
+    """Save tensors for a Function's backward, which reads them with `saved`."""
     ctx.save_for_backward(*tensors)
     ctx.strides = [x if x is None else x.stride() for x in tensors]
 
 
 def saved(ctx: Any) -> list[Any]:
-    """The tensors of `save`. A saved-tensor hook may return other strides, which ops may refuse."""
+    """The tensors of `save`, copied if a saved-tensor hook changed strides: ops may refuse them."""
     return [
         x if x is None or x.stride() == strides else x.contiguous()
         for x, strides in zip(ctx.saved_tensors, ctx.strides, strict=True)
@@ -73,7 +79,7 @@ def saved(ctx: Any) -> list[Any]:
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """A context for the op in a Function's forward."""
-    # Gradients are off there. Inside a transform torch.func's next level would then give zero.
+    # Gradients are off in a forward, which would make those of torch.func's next level zero.
     grad_mode = torch.enable_grad() if transforming() else nullcontext()
     with grad_mode, torch._C._AutoDispatchBelowAutograd():
         yield
@@ -98,8 +104,8 @@ def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any
 
 
 def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
-    """True if a call may skip the op's Autograd kernel, which is Python and has no work."""
-    # A graph keeps the op itself. Inference mode is already below autograd.
+    """True if a call may skip the op's Autograd kernel, which is Python and would do nothing."""
+    # A graph keeps the op itself, and inference mode already skips autograd.
     return (
         not torch.compiler.is_compiling()
         and not torch.is_inference_mode_enabled()
@@ -108,7 +114,7 @@ def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> b
 
 
 def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call `op`, past its Autograd kernel if that has no work; refusals are ValueErrors."""
+    """Call `op`, without its Autograd kernel if possible; refusals are ValueErrors."""
     try:
         if may_pass_autograd(arguments, options):
             return below(op, *arguments, **options)
@@ -125,7 +131,7 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
 
 
 def autograd_kernel(name: str, fast_op: str = "") -> Callable[[_Function], _Function]:
-    """Make a function an op's Autograd kernel. fast_op: the plain op that some calls run."""
+    """Make a function an op's Autograd kernel. fast_op: the op of `fast_path` for plain calls."""
     op = getattr(torch.ops.metal_attn, name).default
 
     def register(function: _Function) -> _Function:
@@ -148,7 +154,7 @@ def autograd_kernel(name: str, fast_op: str = "") -> Callable[[_Function], _Func
 
 
 def refuse_dtensors(op: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for a DTensor of a call that failed, which torch explains badly."""
+    """Raise NotImplementedError for a DTensor of a failed call, as torch's error is unclear."""
     if any(map(is_dtensor, (*arguments, *options.values(), *options.get("captures", ())))):
         for argument, value in by_schema(op, arguments, options):
             for one in value if isinstance(value, list | tuple) else (value,):
@@ -160,21 +166,17 @@ def _names(op: torch._ops.OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
-def by_name(
-    op: torch._ops.OpOverload, values: Iterable[Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments of a call of an op, without those at their defaults."""
+def by_name(op: Any, values: Iterable[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a call of an op passes, by name."""
     return dict(zip(_names(op), values, strict=False)) | dict(options)
 
 
-def by_schema(
-    op: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> list[tuple[Any, Any]]:
-    """The arguments in an op's schema, with values. op: or a function that takes one first."""
+def by_schema(op: Any, values: Sequence[Any], options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The passed arguments of an op's schema, with values. op may be a function of an op."""
     if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        op, *arguments = arguments
+        op, *values = values
     op = getattr(op, "default", op)
-    named = by_name(op, arguments, options)
+    named = by_name(op, values, options)
     return [(one, named[one.name]) for one in op._schema.arguments if one.name in named]
 
 
@@ -182,30 +184,26 @@ def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
     """Raise NotImplementedError for a forward-mode derivative; `arguments` by name."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise NotImplementedError(
-                unmarked(
-                    f"{op} has no forward-mode derivative (jvp), which `{name}` asks for: detach it"
-                )
+            raise not_implemented(
+                f"{op} has no forward-mode derivative (jvp), which `{name}` asks for: detach it"
             )
 
 
 def needs_gradient(op: object, arguments: Mapping[str, Any], constants: Iterable[str] = ()) -> bool:
-    """True if a call asks for gradients; NotImplementedError for derivatives that there are not."""
+    """True if a call needs gradients; NotImplementedError if `constants` or tangents need them."""
     refuse_tangents(op, arguments)
-    # None passes here and is refused by the op's own checks.
+    # The op's checks refuse None.
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     if not torch.is_grad_enabled():
         return False
-    for name in constants:
-        if name in tensors and tensors[name].requires_grad:
-            raise NotImplementedError(
-                unmarked(f"{op} has no gradient for `{name}`, which requires grad: detach it")
-            )
+    for n in constants:
+        if n in tensors and tensors[n].requires_grad:
+            raise not_implemented(f"{op} has no gradient for `{n}`, which requires grad: detach it")
     return any(tensor.requires_grad for tensor in tensors.values())
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """The results of a call whose derivative raises only when it is requested."""
+    """The results of a call, whose derivative raises when it is computed."""
 
     @staticmethod
     def forward(message: str, run: Callable[[], Any], *inputs: Tensor) -> Any:
@@ -222,7 +220,7 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 class _Overwritten(torch.autograd.Function):
-    """A tensor that an op without a gradient has written; keeps no step's graph alive."""
+    """A tensor written by an op without a gradient. It does not keep the graph of a step alive."""
 
     @staticmethod
     def forward(message: str, origin: Tensor, tensor: Tensor) -> Tensor:
@@ -239,12 +237,12 @@ class _Overwritten(torch.autograd.Function):
 
 
 def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, run below autograd. A derivative raises with `message`."""
+    """The result of `run` below autograd. Its derivative raises with `message`."""
     return apply(_Undifferentiable, message, run, *(x for x in tensors if x.requires_grad))
 
 
 def forward_refusal(function: str, advice: str, arguments: Mapping[str, Any]) -> str:
-    """The error of a derivative, or ""; NotImplementedError for what the call must refuse."""
+    """The error that a derivative raises, or "". In graphs and transforms the call raises it."""
     in_graph = torch.compiler.is_compiling()
     if not in_graph:
         if nothing_to_differentiate((), arguments):
@@ -263,26 +261,24 @@ def forward_refusal(function: str, advice: str, arguments: Mapping[str, Any]) ->
 def forward_only(
     function: str, advice: str, arguments: Mapping[str, Any], run: Callable[[], Any]
 ) -> Any:
-    """`run()`, whose derivatives raise: for Python functions, as `refuse` is for ops."""
+    """`run()`, whose derivatives raise. For Python functions, like `refuse` for ops."""
     message = forward_refusal(function, advice, arguments)
     if not message:
         return run()
     return without_gradient(message, (x for x in arguments.values() if isinstance(x, Tensor)), run)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor of which `tensor` is a view: it has autograd's history of writes."""
+def _base(tensor: Tensor) -> Tensor:
+    """The base of a view, which has autograd's history of writes; `tensor` if it is no view."""
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
 def check_not_a_leaf(op: str, name: str, tensor: Tensor, instead: str) -> None:
-    """Raise before the write, as torch does in its own ops; autograd itself raises after it."""
-    if any(each.is_leaf and each.requires_grad for each in (tensor, _whole(tensor))):
-        raise NotImplementedError(
-            unmarked(
-                f"`{name}` is a leaf that requires grad, or a view of one, so {op} cannot write it "
-                f"in place: {instead}"
-            )
+    """Raise before the write, as torch's ops do. Autograd would raise after it."""
+    if any(each.is_leaf and each.requires_grad for each in (tensor, _base(tensor))):
+        raise not_implemented(
+            f"`{name}` is a leaf that requires grad, or a view of one, so {op} cannot write it in "
+            f"place: {instead}"
         )
 
 
@@ -293,24 +289,21 @@ def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -
         tensor._is_view()
         and torch._C._autograd._get_creation_meta(tensor) != torch._C._autograd.CreationMeta.DEFAULT
     ):
-        raise NotImplementedError(
-            unmarked(
-                f"{op} has no gradient: `{source}` requires grad and `{name}` is a view that "
-                "autograd cannot follow, made under torch.no_grad() or as one of several. Call it "
-                "under torch.no_grad()"
-            )
+        raise not_implemented(
+            f"{op} has no gradient: `{source}` requires grad and `{name}` is a view that autograd "
+            "cannot follow, made under torch.no_grad() or as one of several. Call it under "
+            "torch.no_grad()"
         )
 
 
 def _mark_overwritten(tensor: Tensor, message: str) -> None:
-    whole = _whole(tensor)
-    marked = type(whole.grad_fn).__name__ == f"{_Overwritten.__name__}Backward"
-    if not marked:
-        _Overwritten.apply(message, torch.empty(0, requires_grad=True), whole)
+    base = _base(tensor)
+    if type(base.grad_fn).__name__ != f"{_Overwritten.__name__}Backward":
+        _Overwritten.apply(message, torch.empty(0, requires_grad=True), base)
 
 
 def refuse(name: str, advice: str, written: Written | None = None) -> None:
-    """Let an op's derivative, and that of what it writes, raise NotImplementedError."""
+    """Let derivatives of an op's results and of the tensors it writes raise NotImplementedError."""
     if written is not None:
         _refused[name] = advice, written
         count_writes(name, written)
@@ -331,9 +324,8 @@ def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., 
             with below_autograd():
                 return op(*values, **options)
         if op._schema.returns:
-            result = without_gradient(
-                refusals[""], tensors.values(), lambda: op(*values, **options)
-            )
+            run = functools.partial(op, *values, **options)
+            result = without_gradient(refusals[""], tensors.values(), run)
         else:
             with below_autograd():
                 result = op(*values, **options)
@@ -348,7 +340,7 @@ def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., 
 def _refusals(
     op: str, advice: str, tensors: dict[str, Tensor], written: Mapping[str, Iterable[str]]
 ) -> dict[str, str]:
-    """The messages that backward raises, by written tensor, and under "" that of the results."""
+    """The messages that backward raises: by written tensor, and for the results under ""."""
     refuse_tangents(op, tensors)
     needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
     if not needing:
@@ -361,7 +353,7 @@ def _refusals(
     for target, sources in written.items():
         source = next((n for n in (target, *sources) if n in needing), None)
         if source is not None and tensors[target].is_floating_point():
-            # A graph drops what has no edge to its inputs; so may a transform.
+            # A graph, and possibly a transform, drops nodes without an edge to its inputs.
             if compiling() or transforming():
                 raise NotImplementedError(message(source))
             _check_may_be_overwritten(op, target, tensors[target], source)
@@ -370,7 +362,7 @@ def _refusals(
 
 
 def check_writes(name: str, values: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise what op `name` raises above its own checks, before a caller changes anything."""
+    """Raise the errors of op `name`'s Python kernels, before a caller changes anything."""
     op = getattr(torch.ops.metal_attn, name).default
     arguments = by_name(op, values, options)
     _refuse_negated(op, arguments)
@@ -381,25 +373,24 @@ def check_writes(name: str, values: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) -> None:
-    """Let autograd count the writes of the arguments that `written` names, as versions."""
+    """Let the op increment the versions of the arguments that `written` names."""
     op = getattr(torch.ops.metal_attn, name).default
     library = torch.library.Library("metal_attn", "IMPL")
     library.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
-    # If an op returns the tensors that it writes, torch itself writes such views.
+    # If an op returns the tensors that it writes, torch handles negated views itself.
     if not any(result.alias_info for result in op._schema.returns):
         library.impl(name, _without_negated(op), "Negative")
     _libraries.append(library)
 
 
 def _without_negated(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Refuses to write views that torch negates lazily, and negates those that are only read."""
+    """A kernel that refuses to write lazily negated views, and resolves those it only reads."""
 
     def without_negated(*values: Any, **options: Any) -> Any:
         arguments = by_name(op, values, options)
         _refuse_negated(op, arguments)
-        return op(
-            **{n: x.resolve_neg() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-        )
+        resolved = {n: x.resolve_neg() for n, x in arguments.items() if isinstance(x, Tensor)}
+        return op(**(arguments | resolved))
 
     return without_negated
 
@@ -409,25 +400,20 @@ def _refuse_negated(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> Non
         name, alias = argument.name, argument.alias_info
         writes = alias is not None and alias.is_write
         if writes and isinstance(arguments.get(name), Tensor) and arguments[name].is_neg():
-            raise ValueError(
-                unmarked(
-                    f"`{name}` is a view with its negative bit set, which {op._schema.name} "
-                    f"cannot write in place; it must be a copy: `{name}`.resolve_neg()"
-                )
+            raise invalid(
+                f"`{name}` is a view with its negative bit set, which {op._schema.name} cannot "
+                f"write in place; it must be a copy: `{name}`.resolve_neg()"
             )
 
 
-def _counted(
-    op: torch._ops.OpOverload, written: Callable[[dict[str, Any]], Iterable[str]]
-) -> Callable[..., Any]:
+def _counted(op: Any, written: Callable[[dict[str, Any]], Iterable[str]]) -> Callable[..., Any]:
     def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
         arguments = by_name(op, values, options)
         tensors = (arguments[name] for name in written(arguments))
         # The op's checks refuse None.
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])
+        keyset = keyset & torch._C._after_ADInplaceOrView_keyset
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            return op.redispatch(
-                keyset & torch._C._after_ADInplaceOrView_keyset, *values, **options
-            )
+            return op.redispatch(keyset, *values, **options)
 
     return with_new_versions

@@ -1,7 +1,7 @@
 """Fake kernels: the shapes of an op's results, after the checks of csrc/ on tensors without data.
 
-torch.compile and meta tensors call them. The checks are those that every call makes, so that an
-error is the same everywhere. Where a size is a symbol nothing is checked before the call runs.
+torch.compile and meta tensors call them. The checks and their errors are those of every call. If a
+size is symbolic, only the call itself makes the checks.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from torch_metal_attn.ops.differentiation import by_name
 from torch_metal_attn.ops.view_offsets import offsets_kept
-from torch_metal_attn.runtime.refusals import as_value_errors, unmarked
+from torch_metal_attn.runtime.refusals import as_value_errors, invalid
 
 _Fake = TypeVar("_Fake", bound=Callable[..., Any])
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def register_fake(*names: str) -> Callable[[_Fake], _Fake]:
-    """Make a function the fake kernel of these ops. It only makes the results."""
+    """Make a function the fake kernel of these ops, after their checks."""
 
     def register(results: _Fake) -> _Fake:
         for name in names:
@@ -39,12 +39,12 @@ def _checked(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise what op `name` raises for these arguments, as far as that needs no data."""
+    """Run op `name`'s checks that need no data."""
     tensors = dict(_tensors(name, arguments, options))
     if any(map(_symbolic, (*arguments, *options.values(), *tensors.values()))):
         return
     _check_one_device(tensors)
-    # FakeTensors would be made from meta tensors, and dispatch to this fake kernel again.
+    # Under dispatch the meta tensors would become FakeTensors and call this fake kernel again.
     with as_value_errors(), torch._C._DisableTorchDispatch():
         getattr(torch.ops.metal_attn_explain, name)(
             *map(_without_data, arguments),
@@ -70,16 +70,13 @@ def _symbolic(value: Any) -> bool:
 
 
 def _check_one_device(tensors: dict[str, Tensor]) -> None:
-    """The check of csrc/ for real tensors; there these tensors are all on meta."""
+    """The check of csrc/, which sees all of these tensors on meta."""
     first = "q" if "q" in tensors else next(iter(tensors))
     device = tensors[first].device
-    for name, tensor in tensors.items():
-        if tensor.device != device:
-            raise ValueError(
-                unmarked(
-                    f"`{name}` is on {tensor.device} and `{first}` on {device}; they must be on "
-                    "one device"
-                )
+    for name, x in tensors.items():
+        if x.device != device:
+            raise invalid(
+                f"`{name}` is on {x.device} and `{first}` on {device}; they must be on one device"
             )
 
 

@@ -1,7 +1,7 @@
-"""`metal_attn_fast`: the ops for calls that nothing differentiates, traces or watches.
+"""`metal_attn_fast`: the ops of plain calls, which are neither differentiated nor traced.
 
-Its ops have few arguments and no Autograd kernel, as both cost each call time. They refuse what is
-not plain, and then the functions call the ops of `metal_attn`, which say what is wrong.
+Its ops have few arguments and no Autograd kernel, as both cost time in each call. They refuse all
+other calls, and the functions then call the ops of `metal_attn`, whose errors give the reason.
 """
 
 from collections.abc import Callable
@@ -25,17 +25,17 @@ from torch_metal_attn.runtime.refusals import python_kernel
 _OPS = torch.ops.metal_attn
 _NAMES = ("flash_fwd", "flash_decode", "sdpa", "flash_attn", "flash_attn_cached", "flash_attn_step")
 
-# Without the frame of an OpOverload. Nothing traces or wraps these ops.
+# Without an OpOverload, whose Python frame costs time. These ops are neither traced nor wrapped.
 flash_fwd, flash_decode, sdpa, flash_attn, flash_attn_cached, _flash_attn_step = (
     getattr(torch.ops.metal_attn_fast, name).default._op for name in _NAMES
 )
 
-# The arguments by keyword that they have in common, in this order.
+# The keyword arguments that these ops share, in this order.
 FIRST_OPTIONS = ("softmax_scale", "causal", "window_size_left", "window_size_right")
 
 _FIRST = frozenset(FIRST_OPTIONS)
 
-# Types of errors with which an op refuses a call; all others are failures.
+# Types of errors with which an op refuses a call. All other errors are failures.
 _REFUSALS = frozenset((IndexError, NotImplementedError, RuntimeError, TypeError, ValueError))
 
 
@@ -45,7 +45,7 @@ def is_usable(*tensors: Tensor) -> bool:
         is_compiling()
         or _is_any_autocast_enabled()
         or forward_ad._current_level >= 0
-        # Whoever traces or watches calls is shown the ops that have derivatives.
+        # Transforms and modes must see the ops that have derivatives.
         or _are_functorch_transforms_active()
         or _len_torch_dispatch_stack()
         or _len_torch_function_stack()
@@ -60,14 +60,14 @@ def is_usable(*tensors: Tensor) -> bool:
 
 
 def refused(error: Exception) -> bool:
-    """True if an op refused a call, whose reason the ops of `metal_attn` will give."""
+    """True if an op refused a call. The ops of `metal_attn` then give the reason."""
     return type(error) in _REFUSALS
 
 
 def flash_attn_step(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any
 ) -> Tensor:
-    """The op, which writes the caches, and what autograd must know of that."""
+    """The op, which writes the caches, after it increments their versions for autograd."""
     increment_version((k_cache, v_cache))
     out: Tensor = _flash_attn_step(q, k, v, k_cache, v_cache, *options)
     return out
@@ -93,11 +93,12 @@ def call_bhld(
 
 
 def swapped(x: Tensor) -> Tensor:
-    """(B, H, L, D) of (B, L, H, D), and the other way round; packed rows as they are."""
+    """(B, L, H, D) as (B, H, L, D) and vice versa; packed rows are unchanged."""
     return x.transpose(1, 2) if x.dim() == 4 else x
 
 
-# The CPU kernels, which hand on to the other ops; mps has its own in csrc/ops/decode/fast_path.h.
+# The CPU kernels, which call the ops of `metal_attn`. Those of mps are in
+# csrc/ops/decode/fast_path.h.
 
 
 def _first(*values: Any) -> dict[str, Any]:
@@ -153,7 +154,7 @@ _CPU_KERNELS: dict[str, Callable[..., Any]] = {
 
 def _below(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def below(*values: Any) -> Any:
-        # The caller has told autograd what there is to tell.
+        # The caller has already incremented the versions of written tensors.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return kernel(*values)
 

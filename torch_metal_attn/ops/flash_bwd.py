@@ -1,6 +1,6 @@
 """`metal_attn::flash_bwd` and `flash_varlen_bwd` in Python: fake and CPU kernels.
 
-Also the other gradients of attention: `rotated_back` for rotary tables, and `sink_gradient`.
+Also `rotated_back`, the gradient of rotary embeddings, and `sink_gradient`.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +21,10 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta, 
 
 
 def normalised(q: Tensor, options: dict[str, Any]) -> bool:
-    """True if `flash_bwd` with exact_delta gives normalisers."""
+    """True if `flash_bwd` with exact_delta returns normalisers."""
     mask = options.get("attn_mask")
-    added = ("attn_bias", "alibi_slopes", "learnable_sink")
-    return (
-        q.dtype == torch.float32
-        or any(options.get(name) is not None for name in added)
-        or (mask is not None and mask.is_floating_point())
-    )
+    added = any(options.get(n) is not None for n in ("attn_bias", "alibi_slopes", "learnable_sink"))
+    return q.dtype == torch.float32 or added or (mask is not None and mask.is_floating_point())
 
 
 def empty_gradients(
@@ -46,7 +42,7 @@ def empty_gradients(
 
 
 def gradient_of(out: Tensor, dout: Tensor | None) -> Tensor:
-    """The gradient of out as the kernels take it: of whole rows, which that of sum() has not."""
+    """The gradient of out with contiguous rows, as kernels require; that of sum() has none."""
     if dout is None:
         return out.new_zeros(out.shape[-1]).expand(out.shape)
     return dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
@@ -61,7 +57,7 @@ def _flash_bwd_fake(*arguments: Any, exact_delta: bool = False, **options: Any) 
 def rotary_rows(
     x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tables and positions with which `rope` rotates as flash_fwd; None if row i is token i's."""
+    """Tables and positions for `rope` to rotate as flash_fwd does; None if row i is token i's."""
     rows = min(cos.shape[-2], sin.shape[-2])
     cos, sin = torch.broadcast_tensors(cos[..., :rows, :], sin[..., :rows, :])
     if cu_seqlens is None:
@@ -74,7 +70,7 @@ def rotary_rows(
         if cos.shape[0] > 1:
             row = row + sequence * rows
         cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
-    # Tokens of no sequence: their gradient is 0, so any row will do.
+    # The gradient of tokens outside all sequences is 0, so they may use any row.
     return cos, sin, row.masked_fill(sequence > last, 0)
 
 
@@ -94,8 +90,7 @@ def rotated_back(
     rotated = rope(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
     if rotated is None:
         return gradient
-    result: Tensor = rotated[0] if cu_seqlens is None else rotated[0][0].transpose(0, 1)
-    return result
+    return rotated[0] if cu_seqlens is None else rotated[0][0].transpose(0, 1)
 
 
 def sink_gradient(
@@ -107,7 +102,7 @@ def sink_gradient(
     rowsum(dout * out) - dlse its gradient is -p * delta, as a key's is p * (dout . v - delta).
     """
     weight = (sink.float()[:, None] - softmax_lse).exp() * normalisers  # (H, T) or (B, H, L)
-    # Rows of no sequence, and those whose sink is -inf as well.
+    # Tokens outside all sequences, and rows without keys whose sink is -inf.
     weight = weight.masked_fill(softmax_lse == -torch.inf, 0.0)
     return -(weight * delta).sum(1 if packed else (0, 2)).to(sink.dtype)
 
@@ -116,33 +111,27 @@ def sink_gradient(
 def differentiating() -> Iterator[None]:
     """Turn autograd on inside a kernel, which the dispatcher runs with autograd off."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
-    for key in (
-        "AutogradFunctionality",
-        "AutogradOther",
-        "AutogradNestedTensor",
-        "ADInplaceOrView",
-    ):
+    keys = "AutogradFunctionality AutogradOther AutogradNestedTensor ADInplaceOrView"
+    for key in keys.split():
         exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
     include = torch._C._dispatch_tls_local_include_set()
-    with (
-        torch._C._ForceDispatchKeyGuard(include, exclude),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),  # the derivatives of products would be in half
-    ):
+    guard = torch._C._ForceDispatchKeyGuard(include, exclude)
+    # Under autocast the derivatives of products would be in half precision.
+    with guard, torch.enable_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 
 def rotated_rows(
-    x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, how: bool
+    x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, interleaved: bool
 ) -> Tensor:
-    """x in float32, rotated as in flash_fwd."""
+    """x in float32, rotated as flash_fwd does."""
     if cu_seqlens is None:
-        return rotate(x.float(), cos, sin, how)
+        return rotate(x.float(), cos, sin, interleaved)
     if cos.shape[-2] == 0 or cu_seqlens.shape[0] < 2:
         return x.float()
     bhld = x.transpose(0, 1)[None].float()
     cos, sin, rows = rotary_rows(bhld, cos, sin, cu_seqlens)
-    return rotate(bhld, cos[rows], sin[rows], how)[0].transpose(0, 1)
+    return rotate(bhld, cos[rows], sin[rows], interleaved)[0].transpose(0, 1)
 
 
 def weighted_loss(
@@ -153,11 +142,11 @@ def weighted_loss(
     normalisers: Tensor | float,
     packed: bool,
 ) -> Tensor:
-    """A loss with the kernels' gradients: P = exp(scores - softmax_lse) for the given softmax_lse.
+    """A loss with the kernels' gradients, whose P is exp(scores - softmax_lse).
 
-    results: the reference's own out and lse. With w = exp(lse - softmax_lse), which is 1 if the two
-    are the same, the derivatives of sum(w * (dout . out - delta)) are those: of a score
-    P * (dout . v - delta), of v P * dout, and with normalisers these times a row's.
+    results: the reference's out and lse, which may differ from softmax_lse. With w = exp(lse -
+    softmax_lse), sum(w * (dout . out - delta)) has the derivative P * (dout . v - delta) by a score
+    and P * dout by v. Each row is multiplied by its normaliser.
     """
     out, lse = results
     excess = (lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
@@ -183,7 +172,7 @@ def _reference_gradients(
     exact_delta: bool = False,
     **options: Any,
 ) -> Gradients:
-    """The kernels' results. With exact_delta `delta` is that of the reference's float32 out."""
+    """The kernels' results. With exact_delta, `delta` is computed from a float32 out."""
     packed = bool(packing)
     options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
     leaves = [x.detach().float() for x in (q, k, v)]
@@ -195,31 +184,28 @@ def _reference_gradients(
             leaves[i] = rotated_rows(leaves[i], cos, sin, cu_seqlens, interleaved)
     with differentiating():
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        own_out, own_lse = oracle(*leaves, *packing, **options)
-        delta = row_sums(dout, own_out.detach() if exact_delta else out, packed)
+        ref_out, ref_lse = oracle(*leaves, *packing, **options)
+        delta = row_sums(dout, ref_out.detach() if exact_delta else out, packed)
         if dlse is not None:
             delta = delta - dlse
-        excess = (own_lse.detach() - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
+        excess = (ref_lse.detach() - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
         normalisers = 1 / excess.exp()
         scale = normalisers if exact_delta else 1.0
-        loss = weighted_loss(dout, (own_out, own_lse), softmax_lse, delta, scale, packed)
+        loss = weighted_loss(dout, (ref_out, ref_lse), softmax_lse, delta, scale, packed)
         if loss.requires_grad:
             computed = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         else:  # packed, and no sequence
             computed = tuple(torch.zeros_like(leaf) for leaf in leaves)
     gradients = empty_gradients(q, k, v, softmax_lse, exact_delta, options)
-    values = (
-        *computed,
-        delta,
-        normalisers if gradients[-1].shape == delta.shape else gradients[-1],
-    )
-    for result, value in zip(gradients, values, strict=True):
+    if gradients[-1].shape != delta.shape:
+        normalisers = gradients[-1]
+    for result, value in zip(gradients, (*computed, delta, normalisers), strict=True):
         result.copy_(value)
     return gradients
 
 
 def refuse_second_derivative(*names: str) -> None:
-    """Let ops of attention's backward raise where their own derivative is requested."""
+    """Let derivatives of attention's backward ops raise NotImplementedError."""
     for name in names:
         refuse(name, "attention has no second derivative (double backward) here")
 

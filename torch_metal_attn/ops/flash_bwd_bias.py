@@ -1,10 +1,10 @@
 """`metal_attn::flash_bwd_bias` and `flash_bwd_slopes` in Python: fake and CPU kernels.
 
-The gradients of what attention adds to its scores (see `reference.attention`). With P the weights
-and dP = dout v^T, that of a bias is dS = P * (dP - delta), Dao, "FlashAttention-2" (2023),
-algorithm 2, summed over whatever the bias is broadcast over; that of ALiBi's slope of a head is
--sum dS * |p - j| over its queries and keys. `delta` is `flash_bwd`'s: rowsum(dout * out) - dlse;
-so are `normalisers`, without which P has the rounding of softmax_lse.
+The gradients of terms that attention adds to its scores (see `reference.attention`). With P the
+weights and dP = dout v^T, the gradient of a bias is dS = P * (dP - delta), Dao, "FlashAttention-2"
+(2023), algorithm 2, summed over the dimensions that the bias broadcasts over. The gradient of a
+head's ALiBi slope is -sum dS * |p - j| over its queries and keys. `delta` = rowsum(dout * out) -
+dlse and `normalisers` come from `flash_bwd`. Without normalisers P has softmax_lse's rounding.
 """
 
 from collections.abc import Callable
@@ -42,14 +42,13 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
 def _reference_gradient(
     oracle: _Reference, option: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Tensor:
-    dout, q, k, v, softmax_lse, delta, *packing = (
-        x.detach() if isinstance(x, Tensor) else x for x in arguments
-    )
+    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    dout, q, k, v, softmax_lse, delta, *packing = arguments
     options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
     normalisers = options.pop("normalisers", None)
     value = options[option]
     with differentiating():
-        # In float32: torch would add up the shares of blocks of queries in the option's dtype.
+        # In float32, as torch would sum over blocks of queries in the option's dtype.
         leaf = value.to(torch.float32, copy=True).requires_grad_()
         results = oracle(q.float(), k.float(), v.float(), *packing, **(options | {option: leaf}))
         scale = 1.0 if normalisers is None else normalisers

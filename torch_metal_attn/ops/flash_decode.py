@@ -1,4 +1,4 @@
-"""`metal_attn::flash_decode` in Python: its CPU kernel, and autograd of lists of keys alone."""
+"""`metal_attn::flash_decode` in Python: CPU kernel, and autograd for lists of keys only."""
 
 from typing import Any
 
@@ -39,5 +39,4 @@ _listed = differentiable("flash_decode")
 def _flash_decode(*arguments: Any, **options: Any) -> FlashFwdResult:
     packed = options.get("cu_seqlens_q") is not None
     kernel = _refused if packed or options.get("indices") is None else _listed
-    result: FlashFwdResult = kernel(*arguments, **options)
-    return result
+    return kernel(*arguments, **options)

@@ -1,6 +1,6 @@
-"""Autograd of `metal_attn::flash_fwd` and `flash_varlen_fwd`, and of `flash_decode` by lists.
+"""Autograd of `metal_attn::flash_fwd` and `flash_varlen_fwd`, and of `flash_decode` with lists.
 
-It saves the arguments, out and softmax_lse: nothing that is quadratic in a length.
+It saves the arguments, out and softmax_lse, but no tensor that is quadratic in a length.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ from torch_metal_attn.ops.listed_bwd import listed_gradients
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-# Tensors without a gradient. Integers and bools cannot ask for one.
+# Tensors without a gradient. Integers and bools cannot require one.
 _CONSTANTS = tuple(f"{side}_rotary_{table}" for side in "qk" for table in ("cos", "sin"))
-# Options of a cache, whose keys are those of other calls too.
+# Options of a cache, which keys of other calls share.
 _CACHE = ("block_table", "cache_batch_idx", "k_scale", "v_scale")
 _LISTS = ("indices", "kv_block_size", "q_block_size")
 # Arguments that are added to the scores, and the ops of their gradients.
@@ -102,7 +102,7 @@ def _gradients(
     packing = [arguments[name] for name in _PACKING] if packed else []
     dout = flash_bwd.gradient_of(out, dout)
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
-    # With create_graph this is recorded, as what raises when it is differentiated.
+    # With create_graph these ops are recorded, and their derivatives raise.
     tensors = (dout, dlse, q, k, v, out, softmax_lse)
     dq, dk, dv, delta, normalisers = (
         listed_gradients(ops.flash_bwd, *tensors, **lists, **options)
@@ -140,7 +140,7 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     op: torch._ops.OpOverload = getattr(torch.ops.metal_attn, name).default
     positional = tuple(a.name for a in op._schema.arguments if not a.kwarg_only)
 
-    # Not torch.library.register_autograd, which drops the tangents of forward-mode derivatives.
+    # torch.library.register_autograd would drop the tangents of forward-mode derivatives.
     def flash_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         if nothing_to_differentiate(arguments, options):
             result: tuple[Tensor, Tensor] = below(op, *arguments, **options)
@@ -152,7 +152,7 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         if not needs_gradient(call, tensors, _CONSTANTS):
             return call.run(values)
         cache = [n for n in _CACHE if n in tensors]
-        # These need no scale.
+        # Caches in float8_e4m3fn need no scale.
         cache += [n for n, t in tensors.items() if t.dtype == torch.float8_e4m3fn]
         if cache:
             needing = next(name for name, tensor in tensors.items() if tensor.requires_grad)

@@ -1,6 +1,6 @@
 """`metal_attn::flex_fwd` and `flex_bwd` in Python: fake kernels, CPU kernels and autograd.
 
-Their texts are made by `torch_metal_attn.flex`, whose `flex_attention` is what users call.
+`torch_metal_attn.flex` generates their texts. Users call its `flex_attention`.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def _flex_bwd_captures_fake(*_: Any, **options: Any) -> list[Tensor]:
 def _register_cpu(name: str) -> None:
     @cpu_kernel(name)
     def flex(*arguments: Any, **options: Any) -> Any:
-        # The reference needs functions, which the op does not get.
+        # The reference needs the Python functions, which are not arguments of the op.
         raise NotImplementedError(
             f"metal_attn::{name} runs on CPU tensors in the simulator only: use "
             "torch_metal_attn.simulate(), or flex_attention outside of torch.compile"
@@ -69,8 +69,7 @@ class _FlexFwd(torch.autograd.Function):
         options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> FlexResult:
         with below_autograd():
-            result: FlexResult = torch.ops.metal_attn.flex_fwd(q, k, v, **_with(options, tensors))
-            return result
+            return torch.ops.metal_attn.flex_fwd(q, k, v, **_with(options, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: FlexResult) -> None:
@@ -81,26 +80,25 @@ class _FlexFwd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         out, lse, q, k, v, *tensors = saved(ctx)
-        nothing = (None,) * (1 + 3 + len(tensors))
         if dout is None and dlse is None:
-            return nothing
+            return (None,) * (4 + len(tensors))
         dout = gradient_of(out, dout)
         ops, options = torch.ops.metal_attn, _with(ctx.options, tensors)
         *gradients, delta, normalisers = ops.flex_bwd(dout, dlse, q, k, v, out, lse, **options)
         needed = ctx.needs_input_grad[1:4]
-        of_operands = [x if need else None for x, need in zip(gradients, needed, strict=True)]
-        of_tensors: list[Tensor | None] = [None] * len(tensors)
+        operand_gradients = [x if need else None for x, need in zip(gradients, needed, strict=True)]
+        tensor_gradients: list[Tensor | None] = [None] * len(tensors)
         if any(ctx.needs_input_grad[4:]):
             known = normalisers if normalisers.numel() > 0 else None
             shares = ops.flex_bwd_captures(dout, q, k, v, lse, delta, known, **options)
-            # In order, and rounded once.
+            # Summed in order, and rounded once.
             for i, share in zip(options["share_captures"], shares, strict=True):
-                before = of_tensors[i]
-                of_tensors[i] = share if before is None else before + share
+                before = tensor_gradients[i]
+                tensor_gradients[i] = share if before is None else before + share
             for i, capture in enumerate(options["captures"]):
-                gradient = of_tensors[i]
-                of_tensors[i] = None if gradient is None else gradient.to(capture.dtype)
-        return (None, *of_operands, *of_tensors)
+                gradient = tensor_gradients[i]
+                tensor_gradients[i] = None if gradient is None else gradient.to(capture.dtype)
+        return (None, *operand_gradients, *tensor_gradients)
 
 
 def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
@@ -123,11 +121,9 @@ def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     op = torch.ops.metal_attn.flex_fwd
     captures = options["captures"]
     if nothing_to_differentiate((q, k, v), options):
-        plain: FlexResult = below(op, q, k, v, **options)
-        return plain
+        return below(op, q, k, v, **options)
     if k.dtype != q.dtype:
-        mixed: FlexResult = of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
-        return mixed
+        return of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
     refuse_tangents("metal_attn::flex_fwd", {"q": q, "k": k, "v": v})
     for i, tensor in enumerate(captures):
         refuse_tangents("metal_attn::flex_fwd", {f"captures[{i}]": tensor})
@@ -140,8 +136,7 @@ def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     saved = ("captures", *_OF_BLOCKS)
     plain_options = {n: x for n, x in options.items() if n not in saved}
     tensors = (*captures, *(options.get(n) for n in _OF_BLOCKS))
-    result: FlexResult = apply(_FlexFwd, plain_options, q, k, v, *tensors)
-    return result
+    return apply(_FlexFwd, plain_options, q, k, v, *tensors)
 
 
 for _name in ("flex_fwd", "flex_bwd", "flex_bwd_captures"):

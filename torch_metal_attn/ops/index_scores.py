@@ -36,10 +36,8 @@ def index_scores(
         return scores
     q_length, kv_length = scores.shape[1:]
     offset = kv_length - q_length if q_offset is None else q_offset
-    hidden = torch.arange(kv_length, device=q.device) > (
-        torch.arange(q_length, device=q.device)[:, None] + offset
-    )
-    return scores.masked_fill(hidden, -torch.inf)
+    queries, keys = (torch.arange(n, device=q.device) for n in (q_length, kv_length))
+    return scores.masked_fill(keys > queries[:, None] + offset, -torch.inf)
 
 
 refuse("index_scores", "call it under torch.no_grad(), as choosing keys has no derivative")

@@ -4,7 +4,7 @@ from torch import SymInt, Tensor
 
 
 def empty_like_query(q: Tensor, head_dim: int | None = None) -> Tensor:
-    """An uninitialised dense tensor of q's shape, but for the last size, in q's memory order."""
+    """An uninitialised dense tensor in q's memory order, with q's shape but another last size."""
     head_dim = q.shape[-1] if head_dim is None else head_dim
     strides: list[int | SymInt] = [1] * q.dim()
     step: int | SymInt = head_dim
@@ -18,7 +18,7 @@ def memory_order(q: Tensor) -> list[int]:
     """q's dimensions except for the last, the one with the largest stride first."""
 
     def step_of(dim: int) -> tuple[bool, int]:
-        # A broadcast dimension says nothing about the order and goes outermost, as in C++.
+        # The stride of a broadcast dimension gives no order, so it goes outermost, as in C++.
         stride: int = q.stride(dim)
         return bool(stride == 0), stride
 

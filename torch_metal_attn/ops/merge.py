@@ -22,7 +22,7 @@ State = tuple[Tensor, Tensor]  # out, lse
 
 
 def _lse_of(rows: Tensor) -> Tensor:
-    """Rows (B, H, L) or packed (T, H) in the layout of a log-sum-exp: (B, H, L) or (H, T)."""
+    """Rows (B, H, L) or packed (T, H) in the layout of log-sum-exps: (B, H, L) or (H, T)."""
     return rows.transpose(0, 1) if rows.dim() == 2 else rows
 
 
@@ -45,20 +45,20 @@ def _merge_splits_fake(
 
 
 def _merged(out: Tensor, lse: Tensor, sink: Tensor | None = None) -> State:
-    """Merge S states, out (..., S, D) and lse (..., S), and a logit (..., 1) without a value."""
+    """Merge S states, out (..., S, D) and lse (..., S), and a sink (..., 1)."""
     logits = lse if sink is None else torch.cat([lse, sink], -1)
     # -inf - -inf would be NaN.
     row_max = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(lse.dtype).min)
     weights = (logits - row_max).exp()
     total = weights.sum(-1, keepdim=True)
-    nothing = total == 0
-    shares = (weights / total.masked_fill(nothing, 1.0))[..., : lse.shape[-1], None]
-    # 0 * NaN is NaN: what has no keys must not meet its weight.
+    empty = total == 0
+    shares = (weights / total.masked_fill(empty, 1.0))[..., : lse.shape[-1], None]
+    # 0 * NaN is NaN, so the output of a state without keys must not be multiplied.
     merged = (out.masked_fill((lse == -torch.inf)[..., None], 0.0) * shares).sum(-2)
-    return merged, (row_max + total.log()).masked_fill(nothing, -torch.inf).squeeze(-1)
+    return merged, (row_max + total.log()).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
-def _lse_meant(lse: Tensor, infinity_is_empty: bool = False) -> Tensor:
+def _normalised_lse(lse: Tensor, infinity_is_empty: bool = False) -> Tensor:
     return lse.masked_fill(lse == torch.inf, -torch.inf) if infinity_is_empty else lse
 
 
@@ -78,18 +78,16 @@ def _merge_state_inplace_cpu(
 @cpu_kernel("merge_state")
 def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
     out_a, lse_a, out_b, lse_b = state
-    rows_a, rows_b = (_lse_of(_lse_meant(lse, infinity_is_empty)) for lse in (lse_a, lse_b))
-    merged, lse = _merged(
-        torch.stack([out_a, out_b], -2).float(), torch.stack([rows_a, rows_b], -1)
-    )
-    # A state without keys leaves the other as it is, to the bit.
+    rows_a, rows_b = (_lse_of(_normalised_lse(lse, infinity_is_empty)) for lse in (lse_a, lse_b))
+    outs, lses = torch.stack([out_a, out_b], -2), torch.stack([rows_a, rows_b], -1)
+    merged, lse = _merged(outs.float(), lses)
+    # A state without keys does not change a bit of the other state.
     for rows, other, other_rows in ((rows_b, out_a, rows_a), (rows_a, out_b, rows_b)):
         empty = rows == -torch.inf
         live = (other_rows != -torch.inf)[..., None]
         merged = torch.where(empty[..., None], torch.where(live, other.float(), 0.0), merged)
         lse = torch.where(empty, other_rows, lse)
-    out = empty_like_query(out_a).copy_(merged)
-    return out, _lse_of(lse).contiguous()
+    return empty_like_query(out_a).copy_(merged), _lse_of(lse).contiguous()
 
 
 @cpu_kernel("merge_splits")
@@ -104,7 +102,7 @@ def _merge_splits_cpu(
     sink = learnable_sink
     if sink is not None:
         sink = sink.float()[:, None, None].expand(*partial_lse.shape[:3], 1)
-    out, lse = _merged(partial_out, _lse_meant(partial_lse, infinity_is_empty), sink)
+    out, lse = _merged(partial_out, _normalised_lse(partial_lse, infinity_is_empty), sink)
     return out.to(out_dtype or torch.float32), lse
 
 
@@ -113,7 +111,7 @@ class _MergeState(torch.autograd.Function):
 
     d out_a = w_a dout      d lse_a = w_a dlse + w_a w_b sum(dout (out_a - out_b))
 
-    and the same for b. Neither uses the results, whose rounding would show.
+    and the same for b. Neither uses the results, whose rounding would add errors.
     """
 
     @staticmethod
@@ -129,9 +127,9 @@ class _MergeState(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         out_a, lse_a, out_b, lse_b = saved(ctx)
-        lse_a, lse_b = (_lse_meant(lse, **ctx.options) for lse in (lse_a, lse_b))
+        lse_a, lse_b = (_normalised_lse(lse, **ctx.options) for lse in (lse_a, lse_b))
         empty_a, empty_b = lse_a == -torch.inf, lse_b == -torch.inf
-        # Not weights alone: what has no keys may hold NaN.
+        # A weight of 0 is not enough, as the output of a state without keys may be NaN.
         ahead = (lse_a - lse_b).masked_fill(empty_a & empty_b, 0.0)
         weight_a = ahead.sigmoid().masked_fill(empty_a, 0.0)
         weight_b = (-ahead).sigmoid().masked_fill(empty_b, 0.0)
@@ -153,8 +151,7 @@ def _merge_state(
 ) -> State:
     states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     if needs_gradient("metal_attn::merge_state", states):
-        result: State = apply(_MergeState, options, *states.values())
-        return result
+        return apply(_MergeState, options, *states.values())
     return _MergeState.forward(options, *states.values())
 
 

@@ -1,7 +1,7 @@
-"""The names of ops' arguments in the functions that call the ops, for errors."""
+"""The names of ops' arguments in the functions that call them, for errors."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch_metal_attn.runtime.refusals import marked, unmarked
 from torch_metal_attn.wording import type_text, value_text
 
 _MARK = re.compile("`([^`]*)`")
-# By the kind of an argument in an op's schema: what Python may pass, and what an error calls it.
+# By the kind of an argument in an op's schema: the allowed Python types, and their name in errors.
 _KINDS: dict[str, tuple[Any, str]] = {
     "TensorType": (Tensor, "a tensor"),
     "FloatType": (int | float | torch.SymInt | torch.SymFloat, "a number"),
@@ -29,10 +29,8 @@ class ArgumentNames:
     names: Mapping[str, str] = field(default_factory=dict)
     blhd: bool = False
 
-    def run(
-        self, op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> Any:
-        """Run an op, or a function that takes one; errors have the function's names."""
+    def run(self, op: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run an op, or a function of an op, with the function's names in errors."""
         try:
             return call(op, arguments, options)
         except (ValueError, NotImplementedError) as error:
@@ -42,7 +40,7 @@ class ArgumentNames:
             raise
 
     def error(self, error: Exception) -> Exception:
-        """A refusal with the function's names; `error` itself if it is another error."""
+        """A refusal with the function's names. Other errors are returned unchanged."""
         if type(error) not in (ValueError, NotImplementedError):
             return error
         return type(error)(self.text(str(error)))
@@ -60,15 +58,11 @@ class ArgumentNames:
             return f"({', '.join(sizes)})"
         return word
 
-    def check_types(
-        self, op: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
-    ) -> None:
+    def check_types(self, op: Any, arguments: Sequence[Any], options: dict[str, Any]) -> None:
         for argument, value in by_schema(op, arguments, options):
-            kind = argument.type
-            optional = kind.kind() == "OptionalType"
-            allowed, wanted = _KINDS.get(
-                (kind.getElementType() if optional else kind).kind(), (object, "")
-            )
+            optional = argument.type.kind() == "OptionalType"
+            kind = argument.type.getElementType() if optional else argument.type
+            allowed, wanted = _KINDS.get(kind.kind(), (object, ""))
             name = self.names.get(argument.name, argument.name)
             if isinstance(value, int) and not -(2**63) <= value < 2**63 and wanted == "an int":
                 raise ValueError(f"{name} is {value_text(value)}; it must fit int64") from None

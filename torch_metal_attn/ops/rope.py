@@ -21,7 +21,7 @@ from torch_metal_attn.ops.differentiation import (
 from torch_metal_attn.ops.fake import check, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.reference import rotate_pairs
-from torch_metal_attn.runtime.refusals import unmarked
+from torch_metal_attn.runtime.refusals import invalid
 
 _OPS = torch.ops.metal_attn
 
@@ -36,8 +36,8 @@ def _fake_tables(
     inv_freq: Tensor, positions: Tensor, *, dtype: torch.dtype | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
     shape = (*positions.shape, inv_freq.shape[0])
-    cos, sin = (inv_freq.new_empty(shape, dtype=dtype or torch.float32) for _ in range(2))
-    return cos, sin
+    cos = inv_freq.new_empty(shape, dtype=dtype or torch.float32)
+    return cos, torch.empty_like(cos)
 
 
 def _rows(
@@ -56,18 +56,16 @@ def _rows(
 
 
 def _check_rows(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
-    """Raise ValueError for a row that the tables do not have; the shader skips it."""
+    """Raise ValueError for a row outside the tables, which the shader skips."""
     rows = _rows(q, **options)
     if rows.numel() == 0:
         return
     low, high = (int(bound) for bound in rows.aminmax())
     if low < 0 or high >= cos.shape[-2]:
         asked = [n for n in ("positions", "seqlen_offsets") if options.get(n) is not None]
-        raise ValueError(
-            unmarked(
-                f"`{asked[0] if asked else 'seqlen_offset'}` asks for rows {low} to {high} of cos; "
-                f"they must be in 0..{cos.shape[-2] - 1}"
-            )
+        raise invalid(
+            f"`{asked[0] if asked else 'seqlen_offset'}` asks for rows {low} to {high} of cos; "
+            f"they must be in 0..{cos.shape[-2] - 1}"
         )
 
 
@@ -87,12 +85,11 @@ def _cpu_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **option
     cos, sin = gather(cos), gather(sin)
     if options.get("conjugate", False):
         sin = -sin
+    interleaved = options.get("interleaved", False)
     for x in (q, k):
         if x is not None:
             rotated = x[..., :columns]
-            rotated.copy_(
-                rotate_pairs(rotated.float(), cos, sin, options.get("interleaved", False))
-            )
+            rotated.copy_(rotate_pairs(rotated.float(), cos, sin, interleaved))
 
 
 @cpu_kernel("rope", _check_rows)
@@ -114,15 +111,12 @@ def _cpu_tables(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     angles = positions[..., None].float() * inv_freq
-    cos, sin = (
-        (table * attention_factor).to(dtype or torch.float32)
-        for table in (angles.cos(), angles.sin())
-    )
-    return cos, sin
+    dtype = dtype or torch.float32
+    return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
 
 
 class _Rope(torch.autograd.Function):
-    """`rope` of q and k, or `rope_` of q alone: of two views autograd would refuse the second.
+    """`rope` of q and k, or `rope_` of q alone, as autograd refuses to write two views at once.
 
     A rotation is orthogonal, so its gradient is the inverse rotation.
     """
@@ -164,10 +158,10 @@ def _call(
     return op(*(q, k, cos, sin), positions=positions, seqlen_offsets=seqlen_offsets, **numbers)
 
 
-def _tables_apart(
+def _split_options(
     cos: Tensor, sin: Tensor, options: dict[str, Any]
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """The tensors that say how to rotate, in `_call`'s order, and the options that are numbers."""
+    """The tables and other tensors in `_call`'s order, and the options that are numbers."""
     chosen = ("positions", "seqlen_offsets")
     numbers = {name: x for name, x in options.items() if name not in chosen}
     return (cos, sin, *map(options.get, chosen)), numbers
@@ -181,7 +175,7 @@ def _needs(name: str, q: Tensor, k: Tensor | None, tables: Sequence[Tensor | Non
 
 @autograd_kernel("rope")
 def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-    tables, numbers = _tables_apart(cos, sin, options)
+    tables, numbers = _split_options(cos, sin, options)
     arguments: tuple[Any, ...] = (False, numbers, q, k, *tables)
     if _needs("rope", q, k, tables):
         return apply(_Rope, *arguments)
@@ -190,11 +184,11 @@ def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any)
 
 @autograd_kernel("rope_")
 def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
-    tables, numbers = _tables_apart(cos, sin, options)
+    tables, numbers = _split_options(cos, sin, options)
     if not _needs("rope_", q, k, tables):
         below(_OPS.rope_, q, k, cos, sin, **options)
         return
-    check("rope_", (q, k, cos, sin), options)  # before anything is written, as the leaves are
+    check("rope_", (q, k, cos, sin), options)  # all checks precede the first write
     rotated = {n: x for n, x in (("q", q), ("k", k)) if x is not None}
     for name, x in rotated.items():
         check_not_a_leaf("rope_", name, x, "call rope")

@@ -1,6 +1,6 @@
 """`metal_attn::softmax`, `softmax_` and `apply_causal_mask_` in Python.
 
-Fake kernels, CPU kernels, autograd, and what replaces the mutating ops in functional graphs.
+Fake kernels, CPU kernels, autograd, and the replacements of mutating ops in functional graphs.
 """
 
 from collections.abc import Callable
@@ -50,10 +50,9 @@ def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
 
 
 def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
-    """Run the op with gradients on: else torch.compile drops those of an input that is mutated."""
+    """Run the op with gradients on, or torch.compile drops the gradient of a mutated input."""
     with torch.enable_grad():
-        result: Tensor = below(op, tensor, argument)
-        return result
+        return below(op, tensor, argument)
 
 
 class _Softmax(torch.autograd.Function):
@@ -75,7 +74,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (y,) = saved(ctx)
-        # The formula as torch has it: summed in float32, and differentiable again.
+        # torch's op sums in float32 and is differentiable.
         x_gradient = torch.ops.aten._softmax_backward_data(gradient, y, ctx.dim, ctx.dtype)
         return None, None, x_gradient, None
 
@@ -93,12 +92,12 @@ class _ApplyCausalMask(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # Not a product: a gradient of inf or NaN is hidden too.
+        # A product with 0 would not hide a gradient of inf or NaN.
         return gradient.tril(ctx.q_offset), None
 
 
 def _bump_version(tensor: Tensor | None) -> None:
-    """Make a backward that has saved the tensor raise; the op's checks refuse None."""
+    """Let a backward that has saved the tensor raise. The op's checks refuse None."""
     if tensor is not None:
         torch.autograd.graph.increment_version(tensor)
 
@@ -149,8 +148,7 @@ def _masked_copy_fake(scores: Tensor, q_offset: int = 0) -> Tensor:
 
 @torch.library.impl("metal_attn::_apply_causal_mask_to_copy", "CompositeExplicitAutograd")
 def _masked_copy(scores: Tensor, q_offset: int = 0) -> Tensor:
-    result: Tensor = _OPS.apply_causal_mask_(torch.empty_like(scores).copy_(scores), q_offset)
-    return result
+    return _OPS.apply_causal_mask_(torch.empty_like(scores).copy_(scores), q_offset)
 
 
 _replace_in_graphs(_OPS.softmax_, _OPS.softmax)

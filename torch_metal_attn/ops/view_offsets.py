@@ -1,7 +1,7 @@
 """Ops that write into views, compiled for dynamic sizes.
 
-Inductor has no lowering of `aten.sym_storage_offset`: it takes the offset of every view to be 0, so
-that an op which writes into one writes to the start of its buffer, without a word (pytorch#198068).
+Inductor has no lowering of `aten.sym_storage_offset` and assumes offset 0 for every view, so an op
+that writes into a view silently writes to the start of its buffer (pytorch#198068).
 """
 
 import functools
@@ -13,22 +13,21 @@ from torch import Tensor
 
 
 def offsets_kept(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake kernel of an op that writes in place, which teaches inductor where it matters."""
+    """The fake kernel of an op that writes in place, which adds the lowering if it is needed."""
 
     @functools.wraps(fake)
     def run(*values: Any, **options: Any) -> Any:
-        arguments = (*values, *options.values())
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        tensors = [x for x in (*values, *options.values()) if isinstance(x, Tensor)]
         if any(isinstance(x.storage_offset(), torch.SymInt) for x in tensors):
-            _teach_inductor()
+            _add_lowering()
         return fake(*values, **options)
 
     return run
 
 
 @functools.cache
-def _teach_inductor() -> None:
-    """As pytorch#198069 adds it: the offset as it was traced, as with sizes and strides."""
+def _add_lowering() -> None:
+    """The lowering of pytorch#198069: the traced offset, as with sizes and strides."""
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
 

@@ -1,1 +1,1 @@
-"""The compiled extension, the shaders' text, what this machine can run, and refusals."""
+"""The compiled extension, the shaders' text, the machine's devices, and refusals."""

@@ -30,7 +30,7 @@ def best_device(*, check: bool = False) -> Iterator[torch.device]:
 
 
 def metal_version() -> str:
-    """The version of Metal that torch has the kernels compiled as on mps: 3.1, 3.2 or 4.0."""
+    """The version of Metal in which torch compiles the kernels on mps: 3.1, 3.2 or 4.0."""
     chosen = os.environ.get("PYTORCH_MPS_METAL_VERSION")
     if _torch_version() >= (2, 15) and chosen in ("3.1", "3.2", "4.0"):
         return chosen
@@ -40,7 +40,7 @@ def metal_version() -> str:
 
 
 def warn_of_torch() -> None:
-    """Print one line if this torch has no kernel compiled here, or lets them ignore NaN."""
+    """Print one line if this torch cannot compile kernels here, or lets them ignore NaN."""
     if _torch_version() >= (2, 15) and not macos.at_least(15, 0):
         _say(
             f"torch_metal_attn: torch {torch.__version__} compiles no kernels before macOS 15, so "

@@ -1,7 +1,7 @@
 """The compiled extension: torch's operators and the simulator's engine in one shared library.
 
-It is not a Python module and uses nothing of Python's C API. So building it needs no Python
-headers, and one file works with every version of Python.
+It is not a Python module and does not use Python's C API, so one file works with every version of
+Python, and building it needs no Python headers.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ _INSTALL_TORCH = f"pip install -U 'torch>={'.'.join(map(str, OLDEST_TORCH))}'"
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raise ImportError. A command of ours ends with one line instead of a traceback."""
-    # While Python looks for the module of `python -m`, it imports the package, and argv[0] is "-m".
+    """Raise ImportError, or end one of the package's commands with a line on stderr."""
+    # `python -m` imports the package while argv[0] is still "-m".
     if sys.argv[:1] == ["-m"] and any(
         word.removeprefix("-m").partition(".")[0] == "torch_metal_attn" for word in sys.orig_argv
     ):
@@ -68,8 +68,7 @@ def _require_torch() -> None:
         )
 
 
-# The package imports this module first. What is not built may have no torch either, and the other
-# modules may use what an older torch does not have.
+# The package imports this module first, as the other modules need a torch that is recent enough.
 _require_built()
 try:
     import torch
@@ -117,7 +116,7 @@ def _require_same_params(library: ctypes.CDLL) -> None:
 
 
 def refuse_older_build(error: AttributeError | RuntimeError) -> NoReturn:
-    """Raise ImportError if `error` says that the extension lacks an op, as after `git pull`."""
+    """Raise ImportError if `error` is about a missing op, as after `git pull`; else `error`."""
     root = PATH.parent.parent
     if "metal_attn" not in str(error) or not (root / "setup.py").is_file():
         raise error
@@ -132,7 +131,7 @@ def _without_comments(text: bytes) -> list[bytes]:
 
 
 def tell_gpu(library: ctypes.CDLL) -> None:
-    """Tell the extension the GPU's cores, and its name, by which it knows a virtual one."""
+    """Pass the GPU's core count to the extension, and its name, which shows if it is virtual."""
     if hasattr(torch.backends.mps, "get_name"):
         library.metal_attn_set_gpu_name(torch.backends.mps.get_name().encode())
     if hasattr(torch.backends.mps, "get_core_count"):
@@ -141,7 +140,7 @@ def tell_gpu(library: ctypes.CDLL) -> None:
 
 @contextmanager
 def meta_passes() -> Iterator[None]:
-    """The ops of `metal_attn_explain` take tensors on meta for ones on any device meanwhile."""
+    """A context in which the ops of `metal_attn_explain` accept meta tensors for any device."""
     load().metal_attn_let_meta_pass(1)
     try:
         yield
@@ -151,5 +150,4 @@ def meta_passes() -> Iterator[None]:
 
 def launches(packed: list[int]) -> list[dict[str, Any]]:
     """The launches that an op of `metal_attn_explain` returned as JSON in ints (recorder.h)."""
-    result: list[dict[str, Any]] = json.loads(array("q", packed).tobytes())
-    return result
+    return json.loads(array("q", packed).tobytes())

@@ -1,4 +1,4 @@
-"""The description of the machine for reports: nothing about its user, and no paths."""
+"""A description of the machine for reports, without paths or data about its user."""
 
 import os
 import platform
@@ -36,7 +36,7 @@ def describe(device: torch.device) -> dict[str, str]:
 def without_paths(text: str) -> str:
     """An error's text without the paths of the package and of the user's files."""
     text = text.replace(_PACKAGE, "torch_metal_attn")
-    home = os.path.expanduser("~")  # unchanged for a user without a home
+    home = os.path.expanduser("~")  # "~" for a user without a home
     return text if home == "/" else text.replace(home, "~")
 
 

@@ -1,4 +1,4 @@
-"""The version of macOS, also for programs to which macOS tells another one."""
+"""The version of macOS, also in programs to which macOS reports another one."""
 
 import ctypes
 import functools
@@ -6,17 +6,17 @@ import os
 import platform
 import subprocess
 
-# The oldest one that the package is built for; setup.py reads it too.
+# The oldest version that the package is built for. setup.py reads it too.
 OLDEST = (14, 0)
 
 
 @functools.cache
 def version() -> str:
-    """Such as "26.2.1"; "" on other systems.
+    """The version, such as "26.2.1"; "" on other systems.
 
-    macOS tells programs that were linked for older versions, some builds of Python among them, a
-    version that these know: 10.16, or 16.2 for 26.2. It does so in files, which platform.mac_ver
-    reads, and in its kernel. A program of the system is told the truth.
+    To programs linked for older versions, among them some builds of Python, macOS reports a
+    compatible version, 10.16 or 16.2 for 26.2, in its kernel and in the files that platform.mac_ver
+    reads. System programs get the real version.
     """
     reported = platform.mac_ver()[0]
     if not reported:
@@ -45,15 +45,11 @@ def _of_the_kernel() -> str:
 
 
 def sysctl(name: str) -> str:
-    """A value as the system tells it to its own programs; "" if it cannot be had."""
+    """The value that system programs get; "" if it cannot be read."""
+    command, env = ["/usr/sbin/sysctl", "-n", name], os.environ | {"SYSTEM_VERSION_COMPAT": "0"}
     try:
         done = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", name],
-            env=os.environ | {"SYSTEM_VERSION_COMPAT": "0"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=True,
+            command, env=env, capture_output=True, text=True, timeout=600, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ""

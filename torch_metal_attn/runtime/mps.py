@@ -1,7 +1,7 @@
 """Checks that the kernels can run on mps here.
 
 On a virtual Mac, such as a hosted CI runner, torch reports that mps is available, but the first
-allocation fails or kernels return zeros. So the first question or launch of a process tests it.
+allocation fails or kernels return zeros. The first query or launch of a process tests this.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ def available() -> bool:
 def problem() -> str:
     """Why the kernels cannot run on mps in this process, in one line; "" if they can.
 
-    The first call waits until the GPU has done what torch has queued, and then runs a small kernel
-    for at most 30 seconds. Ops that are called with tensors on mps raise RuntimeError with the same
-    reason. TORCH_METAL_ATTN_BACKEND=mps in the environment of the first call or launch skips this
-    test.
+    The first call waits until the GPU has finished the work that torch has queued, and then runs a
+    small kernel for at most 30 seconds. Ops that are called with tensors on mps raise RuntimeError
+    with the same reason. TORCH_METAL_ATTN_BACKEND=mps in the environment of the first call or
+    launch skips this test.
     """
     if not available():
         return "torch.backends.mps is not available"

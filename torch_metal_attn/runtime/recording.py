@@ -19,23 +19,14 @@ def recorded(
     threadgroups: tuple[int, int, int],
     threads: tuple[int, int, int],
 ) -> RecordedLaunch:
-    # The params are not a tensor: they are copied because they end with the launch.
     constant = engine.SPACES.index("constant")
-    params = [b for b in buffers if b.space == constant]
-    return RecordedLaunch(
-        family,
-        kernel,
-        defines,
-        tuple(
-            RecordedBuffer(b.index, _storage(b), b.offset, bool(b.writable))
-            for b in buffers
-            if b.space != constant
-        ),
-        params[0].index if params else None,
-        ctypes.string_at(params[0].storage, params[0].bytes) if params else b"",
-        threadgroups,
-        threads,
-    )
+    tensors = [b for b in buffers if b.space != constant]
+    bound = tuple(RecordedBuffer(b.index, _storage(b), b.offset, bool(b.writable)) for b in tensors)
+    params = next((b for b in buffers if b.space == constant), None)
+    index = None if params is None else params.index
+    # The params are copied, as their memory is freed after the launch.
+    copied = b"" if params is None else ctypes.string_at(params.storage, params.bytes)
+    return RecordedLaunch(family, kernel, defines, bound, index, copied, threadgroups, threads)
 
 
 def _storage(buffer: engine.Buffer) -> torch.Tensor:
@@ -47,7 +38,7 @@ def _storage(buffer: engine.Buffer) -> torch.Tensor:
     library.metal_attn_hold_tensor.argtypes = (ctypes.c_void_p,)
     library.metal_attn_release_tensor.argtypes = (ctypes.c_void_p,)
     held = library.metal_attn_hold_tensor(buffer.tensor)
-    # Only a class of Python's can be watched. torch keeps the array as long as the tensor's memory.
+    # weakref needs a Python class. torch keeps the array alive as long as the tensor's memory.
     array_type: Any = type("Storage", (ctypes.c_uint8 * buffer.bytes,), {})
     array = array_type.from_address(buffer.storage)
     weakref.finalize(array, library.metal_attn_release_tensor, held)

@@ -1,12 +1,11 @@
 """Refusals of ops are ValueErrors, with every version of torch.
 
 C++ throws std::invalid_argument. Up to 2.14 torch raises this as ValueError, and from 2.15 as
-RuntimeError, like any error of a C++ op. So it is converted back wherever Python is involved: in
-kernels that are Python, and in functions that call ops. An op that is called directly on mps in
-inference mode passes no code of ours, and is not converted.
+RuntimeError, like any error of a C++ op. Python kernels, and Python functions that call ops,
+convert it back. It is not converted if user code calls an op on mps in inference mode.
 
-A message marks arguments' names, and their shapes and layouts, with backquotes. Users see it
-without them, and functions with other names than the op's replace what is marked (ops/names.py).
+Messages mark the names, shapes and layouts of arguments with backquotes, which users do not see.
+Functions whose arguments have other names than the op's replace the marked parts (ops/names.py).
 """
 
 import ctypes
@@ -26,7 +25,7 @@ _R = TypeVar("_R")
 
 
 class _Last(threading.local):
-    """The last message of this thread that Python made, without and with its marks."""
+    """This thread's last message from Python, without and with its marks."""
 
     text = marked = ""
 
@@ -35,13 +34,21 @@ _last = _Last()
 
 
 def unmarked(marked: str) -> str:
-    """A message without its backquotes, for an error that is raised at once."""
+    """A message without its marks, for an error that the caller raises immediately."""
     _last.text, _last.marked = marked.replace("`", ""), marked
     return _last.text
 
 
+def invalid(marked: str) -> ValueError:
+    return ValueError(unmarked(marked))
+
+
+def not_implemented(marked: str) -> NotImplementedError:
+    return NotImplementedError(unmarked(marked))
+
+
 def marked(text: str) -> str:
-    """The message of this thread's last refusal with its marks; `text` if it is another's."""
+    """The marked form of `text` if it is this thread's last refusal; else `text`."""
     if text == _last.text:
         return _last.marked
     result = _refusal()(text.encode())
@@ -56,7 +63,7 @@ def _refusal() -> Callable[[bytes], bytes | None]:
 
 
 def as_value_error(error: RuntimeError) -> Exception:
-    """`error` itself, or the ValueError that it stands for."""
+    """The ValueError for a refusal of an op; `error` itself for another error."""
     text = str(error)
     if type(error) is RuntimeError and _refusal()(text.encode()) is not None:
         return ValueError(text)
@@ -65,7 +72,7 @@ def as_value_error(error: RuntimeError) -> Exception:
 
 @contextmanager
 def as_value_errors() -> Iterator[None]:
-    """A context for calls of ops whose errors the caller handles."""
+    """A context for calls of ops, in which refusals are ValueErrors."""
     try:
         yield
     except RuntimeError as error:
@@ -84,7 +91,7 @@ def python_kernel(name: str, key: str) -> Callable[[Callable[_P, _R]], Callable[
 
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that breaks torch.compile's graph, without importing torch._dynamo for it."""
+    """A function that breaks torch.compile's graph, without an import of torch._dynamo."""
     disabled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)
@@ -101,7 +108,7 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def _torch_hides_value_errors() -> bool:
-    """True if this torch raises C++'s refusals as RuntimeErrors, found out by trying."""
+    """True if this torch raises C++'s refusals as RuntimeErrors, by a trial."""
     extension.load()
     try:
         torch.ops.metal_attn_explain.softmax(torch.empty(0), 1)

@@ -36,7 +36,7 @@ __tracebackhide__ = hides_frames
 _DONE = 0
 _RAISED = 1
 
-# In the message of a launch whose callback was interrupted before its first line.
+# Part of the error of a launch whose callback was interrupted before its first line.
 _NOT_BEGUN = "metal_attn: interrupted before kernel"
 
 
@@ -60,7 +60,7 @@ _Callback = ctypes.CFUNCTYPE(
 
 @contextmanager
 def raising(check: Callable[[], None] | None = None) -> Iterator[None]:
-    """A context for an op: an exception of the simulator is raised as itself, not as C++'s."""
+    """A context for an op, which raises the simulator's own exception in place of C++'s."""
     outer = _op.check
     _op.check, _op.error = check, None
     engine.library().metal_attn_track_fresh(1)
@@ -69,7 +69,7 @@ def raising(check: Callable[[], None] | None = None) -> Iterator[None]:
     except Exception as raised:
         error = _op.error
         if error is None and _NOT_BEGUN in str(raised):
-            # ctypes cannot pass on an exception that was raised as the callback was entered.
+            # ctypes drops an exception that is raised on entry of the callback.
             error = KeyboardInterrupt()
         if error is None:
             raise
@@ -81,7 +81,7 @@ def raising(check: Callable[[], None] | None = None) -> Iterator[None]:
 
 @dataclass
 class Specialisation:
-    """A family and its defines, and its programs by check, count and language."""
+    """A family and its defines, with compiled programs by check, count and language."""
 
     family: str
     defines: dict[str, str]
@@ -91,7 +91,7 @@ class Specialisation:
 
     def program(self, run: runs.Run) -> "Program":
         """The program for `run`. It is compiled again if the shader or the compiler changes."""
-        # Not at the top: importing the package must not wait for the compiler's side.
+        # Imported here, so that importing the package does not load the compiler's modules.
         from torch_metal_attn.simulator import toolchain
         from torch_metal_attn.simulator.build import build
 
@@ -100,19 +100,15 @@ class Specialisation:
         text, compiler = shaders.source(self.family), toolchain.find()
         compiled = self.compiled.get(key)
         if compiled is None or compiled[0] != text or compiled[1] is not compiler:
-            program = build(
-                shaders.with_defines(text, self.defines),
-                check=run.check,
-                count=run.count,
-                language=language,
-            )
+            specialised = shaders.with_defines(text, self.defines)
+            program = build(specialised, check=run.check, count=run.count, language=language)
             self.compiled[key] = compiled = text, compiler, program
         return compiled[2]
 
 
 @functools.cache
 def _specialisation(address: int) -> Specialisation:
-    """The SimulatedProgram at this address, which stays there until the process ends."""
+    """The SimulatedProgram at this address, which is valid until the process ends."""
     texts = _Texts.from_address(address)
     defines = dict(line.split("=", 1) for line in texts.defines.decode().splitlines())
     return Specialisation(texts.family.decode(), defines)
@@ -120,20 +116,18 @@ def _specialisation(address: int) -> Specialisation:
 
 def _launch(
     specialisation: Specialisation,
-    kernel_name: str,
+    name: str,
     buffers: list[engine.Buffer],
     threadgroups: tuple[int, ...],
     threads: tuple[int, ...],
 ) -> None:
     run = runs.current() or _DEFAULT_RUN
     program = specialisation.program(run)
-    kernel = program.kernels.get(kernel_name)
+    kernel = program.kernels.get(name)
     if kernel is None:
         known = ", ".join(program.kernels) or "none"
-        raise ValueError(
-            f"shader {specialisation.family} has no kernel {kernel_name}; it has {known}"
-        )
-    # The kernel's own declarations count. A buffer that no parameter names is never accessed.
+        raise ValueError(f"shader {specialisation.family} has no kernel {name}; it has {known}")
+    # Space and access are those of the kernel's parameters. Other buffers are never accessed.
     parameters = kernel.buffers
     bound = [buffer for buffer in buffers if buffer.index in parameters]
     for buffer in bound:
@@ -142,9 +136,8 @@ def _launch(
         buffer.writable &= parameter.writable
         if run.uninitialised and not buffer.initialised:
             buffer.initialised = run.initialised(buffer.storage or 0)
-    x, y, z = threads
-    grid = (threadgroups[0] * x, threadgroups[1] * y, threadgroups[2] * z)
-    image = program.image(kernel_name)
+    grid: Any = tuple(count * size for count, size in zip(threadgroups, threads, strict=True))
+    image = program.image(name)
     started = time.perf_counter()
     counters = engine.run(
         image,
@@ -160,7 +153,7 @@ def _launch(
         tensors=run.tensors,
     )
     seconds = time.perf_counter() - started
-    launch = runs.LaunchRecord(kernel_name, specialisation.defines, grid, threads, seconds)
+    launch = runs.LaunchRecord(name, specialisation.defines, grid, threads, seconds)
     runs.record(launch, counters, run.checked)
 
 
@@ -182,12 +175,8 @@ def _simulate(
             check, _op.check = _op.check, None
             check()
         specialisation = _specialisation(program)
-        launch: tuple[Any, ...] = (
-            sys.intern(kernel.decode()),
-            buffers[:count],
-            tuple(threadgroups[:3]),
-            tuple(threads[:3]),
-        )
+        name, sizes = sys.intern(kernel.decode()), (tuple(threadgroups[:3]), tuple(threads[:3]))
+        launch: tuple[Any, ...] = (name, buffers[:count], *sizes)
         run = runs.current()
         if run is not None and run.record:
             family, defines = specialisation.family, specialisation.defines
@@ -195,7 +184,7 @@ def _simulate(
         else:
             _launch(specialisation, *launch)
         status[0] = _DONE
-    except BaseException as error:  # nothing may unwind into C++; raising() re-raises it
+    except BaseException as error:  # exceptions must not unwind into C++; raising() re-raises it
         _op.error = error
         status[0] = _RAISED
 

@@ -1,4 +1,4 @@
-"""The Metal text of each kernel family, its own headers inlined.
+"""The Metal text of each kernel family, with the headers of shaders/ inlined.
 
 `setup.py` loads this file by its path to flatten the shaders into the package, so it imports
 nothing but the standard library.
@@ -13,7 +13,7 @@ from pathlib import Path
 _PACKAGE_DATA = Path(__file__).parents[1] / "_shaders"
 _CHECKOUT = Path(__file__).parents[2] / "shaders"
 
-# The oldest version of Metal that a family's kernels need, if it is not the oldest that we support.
+# The version of Metal that a family needs, if that is later than the oldest supported one.
 LANGUAGES = {
     "flash_fwd_tensor": "4.0",
     "flash_bwd_dq_tensor": "4.0",
@@ -21,8 +21,7 @@ LANGUAGES = {
     "probe_tensor": "4.0",
 }
 
-# The first lines of every text. Metal's headers come before the defines, whose names are common
-# words.
+# The first lines of every text. Metal's headers precede the defines, whose names are common words.
 _HEADERS = """\
 #include <metal_integer>
 #include <metal_simdgroup>
@@ -60,12 +59,12 @@ def families() -> list[str]:
 
 @functools.cache
 def source(family: str) -> str:
-    """The text to compile for `family`, once `with_defines` has put a specialisation's defines in.
+    """The text to compile for `family`, into which `with_defines` inserts a specialisation.
 
-    In a source checkout it is made from `shaders/`, once per process; an installed package has the
-    text made when it was built. It is pure ASCII, begins with the includes of Metal's headers, and
-    its `#line` directives name the original files and lines. Raises ValueError for an unknown
-    family and ShaderError for one that cannot be flattened.
+    A source checkout flattens `shaders/` once per process; an installed package contains the text.
+    It is ASCII, begins with the includes of Metal's headers, and its `#line` directives name the
+    original files and lines. Raises ValueError for an unknown family and ShaderError for one that
+    cannot be flattened.
     """
     if family not in families():
         raise ValueError(f"family is {family!r}; it must be one of {', '.join(families())}")
@@ -76,16 +75,14 @@ def source(family: str) -> str:
 
 
 def with_defines(text: str, defines: Mapping[str, str]) -> str:
-    """A family's text with a specialisation's defines, as csrc/runtime/mps.cpp puts them in."""
+    """A family's text with a specialisation's defines, as csrc/runtime/mps.cpp inserts them."""
     lines = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     head = max(text.find("#line"), 0)
     return text[:head] + lines + text[head:]
 
 
 def flatten(path: Path) -> str:
-    """`path` with its quoted includes inlined, each file once, where it is first included.
-
-    Before it stand the includes of Metal's headers, which the files themselves do not have.
+    """The text of `path` after Metal's headers, each quoted include inlined where it is first met.
 
     Raises ShaderError for a missing file, a header without `#pragma once`, an include inside a
     conditional block (where "once" would depend on the condition) and a non-ASCII character
@@ -97,7 +94,7 @@ def flatten(path: Path) -> str:
 
 
 def serve(library: ctypes.CDLL) -> None:
-    """Give the extension every text at once: calls back into Python could be interrupted."""
+    """Pass every text to the extension now, as a later callback into Python can be interrupted."""
     for family in families():
         library.metal_attn_set_shader_text(family.encode(), source(family).encode("ascii"))
 

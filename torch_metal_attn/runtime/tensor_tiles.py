@@ -1,7 +1,7 @@
-"""The use of tensor tiles by attention: Metal 4's tensor operations, on the matrix units of M5.
+"""Tensor tiles in attention: Metal 4's tensor operations, on the matrix units of M5.
 
-csrc/ops/attention/tensor_tiles.cpp decides, by a probe and by a small problem that is computed with
-both kinds of tile. This module tells it what only Python knows.
+csrc/ops/attention/tensor_tiles.cpp decides on their use, by a probe and by a small problem that is
+computed with both kinds of tile. This module passes it the data that only Python can get.
 """
 
 import ctypes
@@ -21,14 +21,13 @@ OLDEST_MACOS = (26, 2)
 
 
 def configure(library: ctypes.CDLL, version: str) -> None:
-    """Tell the extension whether macOS suffices, and the file that notes a passed trial."""
-    suffices = macos.at_least(*OLDEST_MACOS)
-    path = _record(version).encode() if suffices else b""
-    library.metal_attn_set_tensor_record(suffices, path)
+    """Pass the extension if macOS is recent enough, and the file that records a passed trial."""
+    recent = macos.at_least(*OLDEST_MACOS)
+    library.metal_attn_set_tensor_record(recent, _record(version).encode() if recent else b"")
 
 
 def problem(backward: bool = False, float32: bool = False) -> str:
-    """Why attention uses 8x8 tiles here, or "". The first call on an M5 tries tensor tiles."""
+    """Why attention uses 8x8 tiles here, or "". The first call on an M5 runs the trial."""
     library = extension.load()
     library.metal_attn_tensor_tiles_problem.restype = ctypes.c_char_p
     reason: bytes = library.metal_attn_tensor_tiles_problem(mps.usable(), backward, float32)
@@ -37,7 +36,7 @@ def problem(backward: bool = False, float32: bool = False) -> str:
 
 def description() -> str:
     if forward := problem():
-        # float32 refuses a TF32 setting that is none, whichever tiles are used.
+        # float32 calls refuse an invalid TF32 setting, whichever tiles are used.
         refused = f"; float32: {_tf32_reason()}" if _tf32_setting() < 0 else ""
         return f"not used: {forward}{refused}"
     return f"{_used()}; {_used(float32=True)}"
@@ -53,7 +52,7 @@ def _used(float32: bool = False) -> str:
 
 
 def tf32_allowed() -> bool:
-    """True if float32 may be multiplied with operands of 11 bits, where that is faster.
+    """True if float32 products may round their operands to 11 bits where that is faster.
 
     Raises ValueError for a TORCH_METAL_ATTN_TF32 that is neither off nor on.
     """
@@ -69,10 +68,10 @@ class allow_tf32:
     q, k, v and the weights to 11 significant bits. Results then have about float16's errors, with
     float32's range. Other GPUs ignore it. It replaces TORCH_METAL_ATTN_TF32, whose default is off.
 
-    As a context manager it restores what was said before when the block ends. The block applies to
-    all threads, as autograd computes gradients in its own; a backward after the block is outside.
+    As a context manager it restores the previous setting when the block ends. It applies to all
+    threads, as autograd computes gradients in another one; a backward after the block is outside.
 
-    Args: allowed: whether TF32 may be used.
+    Args: allowed: True if TF32 may be used.
 
     Example:
         with torch_metal_attn.allow_tf32():
@@ -93,8 +92,7 @@ class allow_tf32:
 
 def _tf32_setting() -> int:
     """1 if TF32 is allowed, 0 if not, -1 if TORCH_METAL_ATTN_TF32 is neither off nor on."""
-    setting: int = extension.load().metal_attn_tf32_allowed()
-    return setting
+    return extension.load().metal_attn_tf32_allowed()
 
 
 def _tf32_reason() -> str:
@@ -106,7 +104,7 @@ def _tf32_reason() -> str:
 
 @contextmanager
 def off() -> Iterator[None]:
-    """A block in which 8x8 tiles are used everywhere."""
+    """A context in which all calls use 8x8 tiles."""
     before = os.environ.get(SETTING)
     os.environ[SETTING] = "off"
     try:
@@ -119,7 +117,7 @@ def off() -> Iterator[None]:
 
 @contextmanager
 def on_m5() -> Iterator[None]:
-    """A block for CPU tensors in which the GPU is taken for an M5, and TF32 is allowed."""
+    """A context for CPU tensors in which the extension assumes an M5, and TF32 is allowed."""
     library = extension.load()
     library.metal_attn_set_gpu_name(b"Apple M5")
     try:
@@ -130,7 +128,7 @@ def on_m5() -> Iterator[None]:
 
 
 def _record(version: str) -> str:
-    """The file that notes that both tiles agreed here with these kernels; "" if it has no place."""
+    """The file that records a passed trial of these kernels here; "" without a cache folder."""
     gpu = torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else ""
     parts = [gpu, macos.version(), torch.__version__, version]
     parts += map(shaders.source, FAMILIES)

@@ -1,4 +1,4 @@
-"""The version of this package, and where its issues are."""
+"""The version of this package, and the URL of its issues."""
 
 from importlib.metadata import PackageNotFoundError, metadata, version
 
@@ -9,10 +9,10 @@ except PackageNotFoundError:  # run from a source tree that was built in place
 
 
 def open_an_issue() -> str:
-    """The words, with the URL if the package has it."""
+    """This advice, with the URL if the package has one."""
     try:
         urls = metadata("torch_metal_attn").get_all("Project-URL") or []
     except PackageNotFoundError:
         urls = []
-    result = [url for label, url in (each.split(", ", 1) for each in urls) if label == "Issues"]
-    return f"open an issue ({result[0]})" if result else "open an issue"
+    issues = [url.removeprefix("Issues, ") for url in urls if url.startswith("Issues, ")]
+    return f"open an issue ({issues[0]})" if issues else "open an issue"

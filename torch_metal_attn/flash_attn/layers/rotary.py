@@ -15,6 +15,7 @@ from torch_metal_attn.call.arguments import (
     as_positive,
     check_integers,
     check_one_device,
+    check_shape,
     check_tensor,
     check_tensors,
     is_readable_on_host,
@@ -35,26 +36,25 @@ __all__ = [
 _ROPE = torch.ops.metal_attn.rope.default
 _ROPE_INPLACE = torch.ops.metal_attn.rope_.default
 
-# The arguments' names in errors. Positions are computed from the offsets.
-_OFFSETS = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
-_X_NAMES = ArgumentNames({"q": "x", **_OFFSETS}, blhd=True)
-_KV_NAMES = ArgumentNames({"q": "kv[:, :, 0]", **_OFFSETS}, blhd=True)
-_QKV_NAMES = ArgumentNames({"q": "qkv[:, :, 0]", "k": "qkv[:, :, 1]", **_OFFSETS}, blhd=True)
-_HEADS_NAMES = ArgumentNames(
-    {
-        "q": "qkv[:, :, :num_heads_q]",
-        "k": "qkv[:, :, num_heads_q : num_heads_q + num_heads_k]",
-        **_OFFSETS,
-    },
-    blhd=True,
-)
 
-# Rotates a tensor in place, forwards or (True) back.
+def _names(q: str, k: str = "k") -> ArgumentNames:
+    """The names of arguments in errors. Positions are computed from the offsets."""
+    offsets = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
+    return ArgumentNames({"q": q, "k": k, **offsets}, blhd=True)
+
+
+_X_NAMES = _names("x")
+_KV_NAMES = _names("kv[:, :, 0]")
+_QKV_NAMES = _names("qkv[:, :, 0]", "qkv[:, :, 1]")
+_HEADS_NAMES = _names(
+    "qkv[:, :, :num_heads_q]", "qkv[:, :, num_heads_q : num_heads_q + num_heads_k]"
+)
+# Rotates a tensor in place, or with True rotates it back.
 Rotate = Callable[[Tensor, bool], None]
 
 
 class _RotateLeaf(torch.autograd.Function):
-    """Rotates a leaf that requires grad in place, as flash-attn does and torch's own ops refuse."""
+    """Rotates a leaf that requires grad in place, as flash-attn does. torch's ops refuse this."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, rotate: Rotate) -> Tensor:
@@ -76,7 +76,7 @@ def _in_place(
     options: dict[str, Any],
     calls: Callable[[Tensor], list[tuple[Tensor | None, ...]]],
 ) -> Tensor:
-    """Rotate x in place by these calls; returns x, or for a leaf a tensor with the graph."""
+    """Rotate x in place by these calls. Returns x, or for a leaf a tensor with the graph."""
 
     def rotate(target: Tensor, back: bool) -> None:
         for arguments in calls(target):
@@ -84,8 +84,7 @@ def _in_place(
 
     base = x if x._base is None else x._base
     if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
-        rotated: Tensor = _RotateLeaf.apply(x, rotate)
-        return rotated
+        return _RotateLeaf.apply(x, rotate)
     rotate(x, False)
     return x
 
@@ -93,7 +92,7 @@ def _in_place(
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """`apply_rotary_emb` from torch's own operators, for comparison. Takes any dtype.
+    """`apply_rotary_emb` by torch's operators, for comparison, in any dtype.
 
     Args: x: (B, L, H, D). cos, sin: (L, R / 2) or (B, L, R / 2), R <= D.
 
@@ -112,9 +111,8 @@ def apply_rotary_emb_torch(
                 f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; with x (B, L, H, "
                 "D) both tables must be (L, R / 2) or (B, L, R / 2), with 0 < R <= D"
             )
-    return rotate_pairs(
-        x, cos.unsqueeze(-2), sin.unsqueeze(-2), as_bool("interleaved", interleaved)
-    )
+    interleaved = as_bool("interleaved", interleaved)
+    return rotate_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
 
 
 def apply_rotary_emb(
@@ -184,7 +182,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate q and k in place inside `qkv`, in one dispatch, or in two if k has its own tables.
+    """Rotate q and k in place inside `qkv`, in one dispatch, or in two if k has other tables.
 
     Args: qkv: (B, L, 3, H, D), or (B, L, Hq + 2 Hk, D) with num_heads_q = Hq. cos, sin: (P, R / 2),
         R <= D. cos_k, sin_k: tables for k, of the same shape and dtype; both or neither.
@@ -241,7 +239,7 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates q and k in place by tables that grow with the longest length seen.
+    """Rotates q and k in place, by tables that grow with the longest length so far.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section 3.3;
     with scale_base Sun et al., "A Length-Extrapolatable Transformer" (2022), which multiplies q's
@@ -308,13 +306,9 @@ class RotaryEmbedding(nn.Module):
         max_seqlen = as_int_at_least("max_seqlen", max_seqlen, 0, INT32_MAX)
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
         if kv is None:
-            tables_of_k = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}
+            tables_of_k: tuple[Any, Any] = (None, None) if self.scale is None else (cos_k, sin_k)
             return apply_rotary_emb_qkv_(
-                *(qkv, cos, sin),
-                **tables_of_k,
-                interleaved=self.interleaved,
-                seqlen_offsets=seqlen_offset,
-                num_heads_q=num_heads_q,
+                qkv, cos, sin, *tables_of_k, self.interleaved, seqlen_offset, num_heads_q
             )
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
@@ -323,27 +317,24 @@ class RotaryEmbedding(nn.Module):
         """cos and sin of q, and of k: (length or more, dim / 2), in like's dtype and device."""
         if self._tables:
             cos = self._tables[0]
-            # Autograd saves the tables, and cannot save tensors made in inference mode.
+            # Autograd cannot save tables that were made in inference mode.
             savable = not cos.is_inference() or torch.is_inference_mode_enabled()
-            if (
-                savable
-                and cos.shape[0] >= length
-                and (cos.device, cos.dtype) == (like.device, like.dtype)
-            ):
+            fits = cos.shape[0] >= length and (cos.device, cos.dtype) == (like.device, like.dtype)
+            if savable and fits:
                 return self._tables
         inv_freq = self.inv_freq.to(like.device)
         if inv_freq.dtype != torch.float32:  # the model was cast
             inv_freq, _ = rope.default(self.dim, self.base, device=like.device)
         tables = rope.tables(inv_freq, length)
-        of_q = of_k = tables
+        q_tables = k_tables = tables
         if self.scale is not None:
             assert self.scale_base is not None
             positions = torch.arange(length, device=like.device, dtype=torch.float32)
             powers = (positions - length // 2) / self.scale_base
             weights = self.scale.to(like.device, torch.float32) ** powers[:, None]
-            of_q = (tables[0] * weights, tables[1] * weights)
-            of_k = (tables[0] / weights, tables[1] / weights)
-        self._tables = tuple(table.to(like.dtype) for table in (*of_q, *of_k))
+            q_tables = (tables[0] * weights, tables[1] * weights)
+            k_tables = (tables[0] / weights, tables[1] / weights)
+        self._tables = tuple(table.to(like.dtype) for table in (*q_tables, *k_tables))
         return self._tables
 
 
@@ -396,10 +387,7 @@ def _options(x: Tensor, seqlen_offsets: int | Tensor, interleaved: bool) -> dict
 
 def _check_offsets(seqlen_offsets: Tensor, batch: int) -> None:
     check_integers("seqlen_offsets", seqlen_offsets, "(B)")
-    if seqlen_offsets.shape != (batch,):
-        raise ValueError(
-            f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; it must be ({batch},)"
-        )
+    check_shape("seqlen_offsets", seqlen_offsets, (batch,))
 
 
 def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Tensor) -> Tensor:

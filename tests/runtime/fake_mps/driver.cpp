@@ -90,13 +90,13 @@ void launch(std::string family, std::string kernel, std::string defines,
 // dispatcher's arguments become a function's, that function). Those that take the package's place
 // come first.
 #define FLASH_OPS(OP)                                                                   \
-  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, attention_fwd)        \
+  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, attention_fwd)    \
   OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, flash_decode) \
   OP(decode_step, DECODE_STEP_ARGUMENTS, FLASH_FWD_RESULT, DecodeStep, decode_step)
 #define OTHER_OPS(OP)                                                                            \
   OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashVarlenFwd, \
      attention_fwd)                                                                              \
-  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, attention_fwd)                         \
+  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, attention_fwd)                     \
   OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, flash_bwd)                    \
   OP(flash_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, flash_bwd_bias)         \
   OP(append_kv, APPEND_KV_ARGUMENTS, "()", AppendKv, append_kv)                                  \
@@ -111,8 +111,8 @@ void launch(std::string family, std::string kernel, std::string defines,
            return metal_attn::RUN(arguments..., backend());                 \
          }>::call)));
 
-#define EXPLAINED_OPS(OP)                                                \
-  FLASH_OPS(OP)                                                          \
+#define EXPLAINED_OPS(OP)                                                    \
+  FLASH_OPS(OP)                                                              \
   OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, attention_fwd) \
   OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, flash_bwd)
 #define DEFINE_EXPLAIN(NAME, ARGUMENTS, RESULT, FROM, RUN) \

@@ -20,6 +20,12 @@ def kernels(function, *arguments, **options):
     return [row.explanation.kernel for row in rows]
 
 
+def operands(heads, kv_heads, queries, head_dim, dtype=torch.half):
+    """q, k and v of 8,192 keys, whose memory nothing touches."""
+    q = torch.empty(1, heads, queries, head_dim, dtype=dtype)
+    return q, *torch.empty(2, 1, kv_heads, 8192, head_dim, dtype=dtype)
+
+
 def blhd(queries):
     return [x.transpose(1, 2) for x in make_qkv(q_length=queries, kv_length=90)]
 
@@ -51,10 +57,27 @@ def test_options_that_only_flash_fwd_has():
         assert kernels(ops.flash_fwd, q, k, v, **options) == ["flash_fwd"]
 
 
-def test_the_keys_are_split_over_the_gpu(cores):
+def test_keys_are_split_over_the_gpu(cores):
     """flash_fwd would have 32 threadgroups, with one of eight SIMD groups at work."""
     cores(32)
-    q, k, v = (torch.empty(1, 32, length, 128, dtype=torch.half) for length in (1, 8192, 8192))
+    q, k, v = operands(32, 32, 1, 128)
     explanation = explain(ops.flash_fwd, q, k, v)
     assert explanation.kernel == "flash_decode"
     assert math.prod(explanation.grid) >= 64
+
+
+# (heads, KV heads, queries, head dim), dtype and the splits on 20 cores.
+SPLITS = {
+    # 512 threads of 102.5 registers: 4 threadgroups of a core.
+    "Apple M2 Max": [((32, 8, 1, 128), torch.half, 10)],
+    # 24 SIMD groups: 6 threadgroups; or 2 that take 26 KB each.
+    "Apple M4 Pro": [((32, 8, 1, 128), torch.half, 15), ((8, 8, 64, 64), torch.float32, 5)],
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_splits_follow_from_what_a_core_holds(name, gpu, cores):
+    gpu(name)
+    cores(20)
+    for shape, dtype, splits in SPLITS[name]:
+        assert explain(ops.flash_decode, *operands(*shape, dtype)).grid[0] == splits

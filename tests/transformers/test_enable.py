@@ -108,7 +108,7 @@ class TestAttentionFunction:
         k = torch.randn(1, 1, 20, 8)
         with simulate(record=True) as run:
             metal_attention(torch.nn.Module(), q, k, k, None, **options or {})
-        decodes = options == {} and queries <= DECODE_QUERIES
+        decodes = not options and queries <= DECODE_QUERIES
         kernel = "flash_decode" if decodes else "flash_fwd"
         assert [launch.kernel for launch in run.recorded] == [kernel]
 

@@ -50,14 +50,16 @@ int key_bytes(const FlashDecodeSpecialisation& s) {
 // of a wave is estimated from the bytes of a threadgroup: the keys in each pass, the queries, and
 // the float32 results, which are written and read again.
 int64_t choose_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_t rows,
-                      int64_t keys, int cores) {
+                      int64_t keys, const Gpu& gpu) {
   const int64_t steps = (keys + s.step_keys() - 1) / s.step_keys();
   if (steps == 0 || groups == 0) { return 1; }
   const int64_t q_bytes = s.head_dim_qk * element_bytes(s.element);
   const int64_t row_cost = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
   const int64_t key = s.passes(rows) * key_bytes(s);
   const int64_t most = std::clamp<int64_t>(keys * key / row_cost, 1, std::min(steps, kMaxSplits));
-  const int64_t slots = std::max<int64_t>(kSimdgroupsPerCore * cores * 32 / s.threads(), 1);
+  const double registers = s.defaults == nullptr ? 0 : s.defaults->registers;
+  const int64_t slots =
+      gpu.cores * threadgroups_per_core(gpu, registers, s.threads(), s.threadgroup_bytes());
   int64_t best = 1;
   double best_time = std::numeric_limits<double>::infinity();
   for (int64_t waves = 0; waves <= kMostWaves; ++waves) {  // 0: one split
@@ -224,8 +226,8 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
         " it may have ", kMaxLength / (forward.kv_heads * list_groups));
   const int64_t groups = int64_t{forward.batch} * forward.kv_heads * call.row_groups;
   const int64_t group_rows = divide_up(rows, list_groups);
-  call.splits = a.num_splits > 0 ? a.num_splits
-                                 : choose_splits(s, groups, group_rows, call.keys, gpu().cores);
+  call.splits =
+      a.num_splits > 0 ? a.num_splits : choose_splits(s, groups, group_rows, call.keys, gpu());
   // Each split writes partial results, so these are `splits` times as long as out.
   if (double(forward.queries()) * forward.heads * s.head_dim_v * call.splits > kMaxLength) {
     call.specialisation.features.long_offsets = true;

@@ -136,7 +136,7 @@ def metal_attention(
     route, visible, detail = _visibility(module, q, key, mask, packing, causal, sliding_window)
     if indices is not None and indices.shape[2] < kv_length:
         # Each query reads its list separately, so a mask costs less if there are many queries.
-        by_lists = _decodes(q, key, value, **options)
+        by_lists = _can_read_lists(q, key, value, **options)
         visible = _restricted(module, indices, kv_length, visible, by_lists)
         route, detail = "dense", f"{detail}, {indices.shape[2]} keys of each query"
     options |= visible
@@ -235,7 +235,7 @@ def _flash(
     else:
         assert isinstance(value, Tensor)
         key, value = autocast(key, value)
-        op = ops.flash_decode if _decodes(query, key, value, **options) else ops.flash_fwd
+        op = ops.flash_decode if "indices" in options else ops.flash_fwd
         out, lse = call(op, (query, key, value), options)
     if sinks is None:
         return out
@@ -244,7 +244,7 @@ def _flash(
     return (out * share).to(out.dtype)
 
 
-def _decodes(query: Tensor, key: Any, value: Any, **options: Any) -> bool:
+def _can_read_lists(query: Tensor, key: Any, value: Any, **options: Any) -> bool:
     """True for few queries without gradients and dropout."""
     tensors = (query, key, value, *options.values())
     trains = torch.is_grad_enabled() and any(

@@ -17,7 +17,6 @@ from tests.distributed import refusals, ring_cases, training
 from torch_metal_attn.distributed import ring_attention
 from torch_metal_attn.integrations.transformers.attention import metal_attention
 
-MERGED = ["flash_fwd", "merge_state"]
 BACKWARD = ["flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
 
 
@@ -36,7 +35,9 @@ def test_kernels(name, processes):
     for rank, results in enumerate(processes[: case.processes]):
         visits = rank + 1 if case.layout == "contiguous" else case.processes
         _, launched, first, second = results["ring"][name]
-        assert launched == 2 * (MERGED[:1] + (visits - 1) * MERGED + visits * BACKWARD)
+        forward = "flash_fwd" if case.packed else "flash_decode"
+        forwards = [forward, *(visits - 1) * [forward, "merge_state"]]
+        assert launched == 2 * (forwards + visits * BACKWARD)
         assert all(map(torch.equal, first, second))
 
 

@@ -10,7 +10,7 @@ from torch_metal_attn.testing.features import FEATURES, attention
 
 OPS = torch.ops.metal_attn
 torch.manual_seed(0)
-q, k, v = (torch.randn(2, 3, length, 16, requires_grad=True) for length in (9, 33, 33))
+q, k, v = (torch.randn(2, 3, 33, 16, requires_grad=True) for _ in range(3))
 temperature = torch.tensor([0.5, 1.5, -1.0], requires_grad=True)
 leaves = (q, k, v, temperature)
 
@@ -26,7 +26,7 @@ def exact(options):
     if "score_clamp" in options:
         scores = scores.clamp(-options["score_clamp"], options["score_clamp"])
     if options.get("causal"):
-        scores = scores.masked_fill(torch.ones(9, 33).triu(33 - 9 + 1).bool(), -torch.inf)
+        scores = scores.masked_fill(torch.ones(33, 33).triu(1).bool(), -torch.inf)
     out = scores.softmax(-1) @ v
     return out, torch.autograd.grad(out.square().sum(), (q, k, v, factor), materialize_grads=True)
 
@@ -58,18 +58,18 @@ for options in ({"temperature": temperature}, {"score_clamp": 0.6}, every):
     assert not torch.allclose(plain, expected, atol=1e-2)
 
 expected, gradients = exact(every)
-ends = [torch.arange(3, dtype=torch.int32) * length for length in (9, 33)]
+ends = torch.arange(3, dtype=torch.int32) * 33
 with torch_metal_attn.simulate(check=True) as run:
     # Packed.
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out, _ = OPS.flash_varlen_fwd(*rows, *ends, 9, 33, **every)
-    out = out.unflatten(0, (2, 9)).transpose(1, 2)
+    out, _ = OPS.flash_varlen_fwd(*rows, ends, ends, 33, 33, **every)
+    out = out.unflatten(0, (2, 33)).transpose(1, 2)
     check(differentiated(out), (expected, *gradients))
     # Decode; then lists that have all keys, with gradients.
     with torch.no_grad():
         out, _ = OPS.flash_decode(q, k, v, **every)
     check([out], [expected])
-    indices = torch.arange(33, dtype=torch.int32).expand(1, 1, 9, 33).contiguous()
+    indices = torch.arange(33, dtype=torch.int32).expand(1, 1, 33, 33).contiguous()
     out, _ = OPS.flash_decode(q, k, v, indices=indices, parents=None, **every)
     check(differentiated(out), (expected, *gradients))
     # New keys and the decode in one step: the last key is appended.
@@ -87,7 +87,7 @@ explained = launches(torch.ops.metal_attn_explain.flash_fwd(*qkv, **every))
 assert " softcap temperature score_clamp " in explained[0]["tuning"]["key"]
 
 # The cases of `verify` and `fuzz` have the number.
-case = attention("score_clamp", call="flash_varlen_fwd", packed=((9, 33),))
+case = attention("score_clamp", call="flash_varlen_fwd", packed=((33, 33),))
 assert case.score_clamp == FEATURES["score_clamp"](case)["score_clamp"] == 1.0
 assert any(change.get("score_clamp") == -1 for change in case.wrong())
 with torch_metal_attn.simulate(check=True):

@@ -38,7 +38,7 @@ def test_training(attention, context):
     stock = NanoGPT if attention is NanoGPT else NanoChat
     expected = modules.train(build(lambda: Language(stock(), stock())))
     model = build(lambda: Language(attention(), attention()))
-    with kernels({"flash_fwd": 6} | backward_of(6)), context() as counted:
+    with kernels({"flash_decode": 6} | backward_of(6)), context() as counted:
         losses = modules.train(model)
     if context is sdpa_replaced:
         assert (counted.replaced, counted.left_alone) == (6, {})
@@ -73,7 +73,7 @@ def test_accelerate():
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     exact = gradients(lambda model: model, torch.Tensor.backward)
     stock = gradients(accelerator.prepare, accelerator.backward)
-    with kernels({"flash_fwd": 1} | backward_of(1)), sdpa_replaced():
+    with kernels({"flash_decode": 1} | backward_of(1)), sdpa_replaced():
         ours = gradients(accelerator.prepare, accelerator.backward)
     assert {x.dtype for x in ours} == {torch.float32}
     assert 0 < error(ours) <= 2 * error(stock)

@@ -61,7 +61,7 @@ def test_loads_through_local_kernels(layout):
     done = run(layout, USE, "mps" if ON_MPS else "cpu")
     assert done.returncode == 0, done.stderr
     assert f"version: {hf_kernel.project_version()}" in done.stdout
-    assert ON_MPS or "kernels: flash_fwd" in done.stdout
+    assert ON_MPS or "kernels: flash_decode" in done.stdout
 
 
 def test_a_process_loads_one_version(layout):

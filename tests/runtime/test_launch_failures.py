@@ -21,10 +21,10 @@ from torch_metal_attn.tuned import tiles
 fake = FakeMps("bytes", sys.argv[1])
 shaders.serve(fake.library)
 ops = fake.ops
-q = torch.randn(1, 4, 8, 32)
-bias = torch.zeros(4, 8, 8)
-lse, delta = torch.zeros(1, 4, 8), torch.zeros(1, 4, 8)
-table = torch.zeros(8, 16)
+q = torch.randn(1, 4, 40, 32)
+bias = torch.zeros(4, 40, 40)
+lse, delta = torch.zeros(1, 4, 40), torch.zeros(1, 4, 40)
+table = torch.zeros(40, 16)
 cache = torch.zeros(2, 1, 4, 64, 32)
 new = torch.zeros(1, 4, 1, 32)
 length = torch.tensor([3], dtype=torch.int32)
@@ -276,7 +276,7 @@ STRESS = """
 import signal, sys, threading, time, torch, torch_metal_attn
 from tests.runtime.fake_mps.build import FakeMps
 from torch_metal_attn.runtime import shaders
-q = torch.randn(1, 2, 8, 16)
+q = torch.randn(1, 2, 40, 16)
 if sys.argv[1] == "simulator":
     on = torch_metal_attn.simulate(workers=1)
     on.__enter__()

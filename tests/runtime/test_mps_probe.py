@@ -26,7 +26,7 @@ from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.simulator import compile_shader
 
-q = torch.randn(1, 2, 8, 16)
+q = torch.randn(1, 2, 40, 16)
 
 def memory(address):
     return torch.frombuffer((ctypes.c_float * 96).from_address(address), dtype=torch.float32)

@@ -26,7 +26,7 @@ from torch_metal_attn.simulator import compile_shader
 folder = tempfile.TemporaryDirectory()
 os.mkdir(folder.name + "/hung")
 record = os.path.join(folder.name, "new", "record")
-q = torch.randn(1, 2, 8, 16).half()
+q = torch.randn(1, 2, 40, 16).half()
 
 def memory(address, size):
     return torch.frombuffer((ctypes.c_float * size).from_address(address), dtype=torch.float32)
@@ -89,7 +89,7 @@ def score(text):
     return fake_mac.outcome(fake.ops.flex_fwd, q, q, q, captures=[], score=f"return {text};")
 
 def differentiate(x=q):
-    lse = torch.zeros(1, 2, 8)
+    lse = torch.zeros(1, 2, 40)
     return fake_mac.outcome(fake.ops.flash_bwd, x, None, x, x, x, x, lse)
 
 def call(run, *problems, name="Apple M5", macos=1, setting=None, then=lambda: None, note=record,

@@ -7,12 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.sdpa.sdpa_check import close, nothing_said, qkv  # noqa: F401
+from tests.sdpa.sdpa_check import close, normal, nothing_said  # noqa: F401
 from tests.tuning.explained import HELD
 from torch_metal_attn import allow_tf32, sdpa_replaced, simulate
 from torch_metal_attn.tuned import advice, loading
 
-PLAIN, BAND = (f"flash_fwd float 8 8 {feature} q<=16 k<=16" for feature in ("plain", "band"))
+PLAIN, BAND = (f"flash_fwd float 8 8 {feature} q<=512 k<=512" for feature in ("plain", "band"))
+
+
+def qkv(queries=40):
+    return normal(2, 4, queries, 8), normal(2, 4, 50, 8, seed=1), normal(2, 4, 50, 8, seed=2)
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +62,16 @@ def test_rows_are_for_the_features_of_a_call():
     assert attend() == 1
     assert attend(is_causal=True) == 0
     # A mask that hides the same keys has another kernel.
-    mask = torch.ones(9, 11, dtype=torch.bool).tril()
+    mask = torch.ones(40, 50, dtype=torch.bool).tril()
     assert attend(attn_mask=mask) == 1
+
+
+@pytest.mark.parametrize("kind", ["forward", "decode"])
+def test_few_queries_have_the_row_of_flash_decode(kind):
+    timed("flash_decode float 8 8 plain q<=8 k<=512", **{kind: 0.5})
+    with simulate(record=True), sdpa_replaced(prefer="fastest") as calls:
+        F.scaled_dot_product_attention(*qkv(5))
+    assert calls.replaced == 0
 
 
 def test_tf32_has_other_rows(gpu):
@@ -68,7 +80,7 @@ def test_tf32_has_other_rows(gpu):
     assert attend() == 0
     with allow_tf32():
         assert attend() == 1
-    timed("flash_fwd_tensor float 8 8 plain q<=16 k<=16", forward=0.5)
+    timed("flash_fwd_tensor float 8 8 plain q<=512 k<=512", forward=0.5)
     assert attend() == 1
     with allow_tf32():
         assert attend() == 0
@@ -130,5 +142,5 @@ def test_keys_are_cached_by_layout(monkeypatch):
         attend(is_causal=True)
     assert len(explained) == 2
     monkeypatch.setattr(advice, "_MOST_KEYS", 2)
-    attend(attn_mask=torch.ones(9, 11, dtype=torch.bool))
+    attend(attn_mask=torch.ones(40, 50, dtype=torch.bool))
     assert len(advice._keys) == 1

@@ -252,7 +252,7 @@ def test_the_default_shapes_have_kernels_to_choose(shape):
 # For a new process, which reads the table on import.
 USED = """
 import torch, torch_metal_attn
-q = torch.zeros(1, 1, 8, 16, dtype=torch.float16)
+q = torch.zeros(1, 1, 40, 16, dtype=torch.float16)
 print(torch_metal_attn.explain(q, q, q).kernels["flash_fwd"].choice)
 """
 
@@ -269,13 +269,13 @@ def test_end_to_end_in_the_simulator(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tune.mps, "problem", lambda: "")
     monkeypatch.setattr(tune, "DEVICE", CPU)
     out = tmp_path / "table.json"
-    shape = {"length": 8, "kv_length": 8, "heads": 1, "dtype": "float16"}
+    shape = {"length": 40, "kv_length": 40, "heads": 1, "dtype": "float16"}
     with simulate():
         done = run(shape, options=["--out", out])
     assert done.status == 0
     assert "left out" not in done.out
     rows = loading.read(out, loading.this_machine()).rows
-    assert rows.keys() == {"flash_fwd half 16 16 plain q<=8 k<=8"}
+    assert rows.keys() == {"flash_fwd half 16 16 plain q<=512 k<=512"}
     used = run_alone(USED, **{loading.SETTING: str(out)})
     assert used == "table of TORCH_METAL_ATTN_TUNED\n"
     assert run_alone(USED, **{loading.SETTING: "off"}) == "default\n"

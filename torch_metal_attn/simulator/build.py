@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from . import cache, diagnostics, toolchain
+from .engine import MAX_THREADS
 from .llvm.batches import batch_products
 from .llvm.instrument import Frame, Site, instrument, with_padded_variables
 from .llvm.ir import with_bool_elements
@@ -38,7 +39,6 @@ INLINED = (
     "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n",
     "\n#pragma clang attribute pop\n",
 )
-MAX_THREADS = 1024  # of a threadgroup
 MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
 
 # Functions are convergent until their body shows otherwise: the engine's entries call through a

@@ -7,18 +7,21 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .build import MAX_THREADS, Image
 from .diagnostics import KernelError, hides_frames, in_metal
-from .llvm.instrument import Site
 from .llvm.operations import ALWAYS, COUNTS
-from .metal.kernels import Kernel
 from .tensors import DEFAULT_MODEL, LANE_MAPS, TensorModel
 from .wording import count_text
 
+if TYPE_CHECKING:
+    from .build import Image
+    from .llvm.instrument import Site
+    from .metal.kernels import Kernel
+
 __tracebackhide__ = hides_frames
 MAX_ARGUMENTS = 31
+MAX_THREADS = 1024  # of a threadgroup
 SPACES = ("device", "threadgroup", "constant", "thread")
 LANES = re.compile(r"(?:(?<=lanes )|(?<=lanes [0-9a-f]{8} of )|(?<=; ))([0-9a-f]{8})\b")
 
@@ -204,8 +207,8 @@ class SimulatorFault(KernelError):
         kind: str,
         kernel: str,
         detail: str,
-        site: Site = (),
-        other: Site = (),
+        site: "Site" = (),
+        other: "Site" = (),
         threadgroup: tuple[int, ...] = (0, 0, 0),
         thread: tuple[int, ...] = (0, 0, 0),
     ) -> None:
@@ -231,7 +234,7 @@ class SimulatorFault(KernelError):
         return type(self), (self.kind, self.kernel, self.detail, *places)
 
 
-def _place(site: Site) -> str:
+def _place(site: "Site") -> str:
     frames = [
         f"{frame.file}:{frame.line}" + (f" in {in_metal(frame.function)}" if frame.function else "")
         for frame in site
@@ -277,8 +280,8 @@ def _interruptible() -> tuple[Any, Interpreter]:
 
 
 def run(
-    image: Image,
-    kernel: Kernel,
+    image: "Image",
+    kernel: "Kernel",
     buffers: Sequence[Buffer],
     *,
     threads_per_grid: Sequence[int],
@@ -329,8 +332,8 @@ def run(
     return _counters(counters, counted)
 
 
-def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
-    def site(index: int) -> Site:
+def _fault(image: "Image", kernel: "Kernel", report: FaultReport) -> SimulatorFault:
+    def site(index: int) -> "Site":
         return image.sites[index] if index < len(image.sites) else ()
 
     kind = FAULT_KINDS[report.kind] if report.kind < len(FAULT_KINDS) else f"fault {report.kind}"

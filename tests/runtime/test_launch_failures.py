@@ -174,7 +174,7 @@ def test_torch_without_error_texts(fakes):
 
 
 def test_out_of_memory(any_fake):
-    any_fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
+    any_fake.add_family("flash_decode", "kernel void flash_decode() {}")
     q = torch.randn(1, 1, 1, 64)
     many = q.expand(2**20, 2**10, 2**10, 64)
     key = q.expand(2**20, 2**10, 1, 64)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.helpers.forks import run_alone
 from torch_metal_attn.runtime import session, shaders
 from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
 from torch_metal_attn.simulator.runs import BACKEND
@@ -34,6 +35,18 @@ def test_cost_of_a_launch():
         sys.setprofile(None)
     assert len(calls) < 50
     assert run.launches[0].defines is run.launches[2].defines
+
+
+IMPORTED = """
+import sys, torch_metal_attn
+modules = {"build", "library", "replacing"}
+print([name for name in modules if f"torch_metal_attn.simulator.{name}" in sys.modules])
+torch_metal_attn.simulator.compile_shader
+"""
+
+
+def test_modules_that_compile_are_imported_at_the_first_use():
+    assert run_alone(IMPORTED).strip() == "[]"
 
 
 def test_off_by_default():

@@ -114,7 +114,8 @@ class Params {
   // Appends a structure without padding: the sizes of structures must be multiples of 4.
   template <typename Structure>
   void append(const Structure& more) {
-    static_assert(std::is_trivially_copyable_v<Structure> && alignof(Structure) <= 4);
+    static_assert(std::is_trivially_copyable_v<Structure> && alignof(Structure) <= 4 &&
+                  sizeof(Structure) % 4 == 0);
     if (size_ + sizeof(Structure) > kMaxParamsBytes) {
       throw std::invalid_argument("metal_attn: no room behind " + std::to_string(size_) +
                                   " bytes of params");

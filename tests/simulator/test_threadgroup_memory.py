@@ -28,7 +28,7 @@ template <typename T, int N>
 template [[host_name("half_7")]] kernel void typed<half, 7>(device float*, uint);
 template [[host_name("float_40")]] kernel void typed<float, 40>(device float*, uint);
 kernel void aligned(device float* out, uint i [[thread_index_in_threadgroup]]) {
-  threadgroup char one;
+  threadgroup __attribute__((aligned)) char one;
   alignas(64) threadgroup int two[2][3];
   one = 1;
   two[1][2] = 3;

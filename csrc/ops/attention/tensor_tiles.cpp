@@ -75,16 +75,16 @@ void warn(const std::string& user, const std::string& why) {
                kSetting);
 }
 
+// The result of a comparison, which runs at most once per process.
+std::string problem_of(Backend& backend, TileComparison comparison);
+
+#if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
+
 std::string name(TileComparison comparison) {
   const std::string pass =
       comparison.pass == Pass::kBackward ? "attention's backward" : "attention";
   return pass + (comparison.float32 ? " in float32" : "");
 }
-
-// The result of a comparison, which runs at most once per process.
-std::string problem_of(Backend& backend, TileComparison comparison);
-
-#if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
 // The path of an empty file, which exists if an earlier process compared both kinds of tile. "" if
 // there is no folder for it.

@@ -183,7 +183,7 @@ def _declarator(tokens: TokenList, start: int, end: int) -> int:
 
 
 def _take_alignment(tokens: TokenList, start: int, end: int) -> str:
-    """Remove alignas(N) or __attribute__((aligned(N))) and return N, or 16 without either."""
+    """Remove alignas(N) or __attribute__((aligned(N))) and return N, or 16 if none has a number."""
     align = "16"
     index = start
     while index < end:
@@ -191,13 +191,13 @@ def _take_alignment(tokens: TokenList, start: int, end: int) -> str:
             index += 1
             continue
         close = tokens.close(index + 1)
-        names = (i for i in range(index, close) if tokens.text(i).strip("_") in ALIGNMENTS)
-        name = next(names, None)
-        inner = (name + 2, tokens.close(name + 1)) if name is not None else (close, close)
-        if inner[0] < inner[1]:
-            align = tokens.source(*inner)
-            if tokens[inner[0]].kind == "name" and inner[1] - inner[0] == 1:
-                align = f"alignof({align})"
+        for name in range(index, close):
+            if tokens.text(name).strip("_") in ALIGNMENTS and tokens.text(name + 1) == "(":
+                first, last = name + 2, tokens.close(name + 1)
+                align = tokens.source(first, last) or align
+                if tokens[first].kind == "name" and last - first == 1:
+                    align = f"alignof({align})"
+                break
         tokens.remove(index, close + 1)
         end -= close + 1 - index
     return align

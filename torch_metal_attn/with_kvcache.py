@@ -113,7 +113,6 @@ def flash_attn_with_kvcache(
             block_table[b, i // page].
         rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).
         num_splits: number of parts that the keys are split into, in 1..1024; 0 lets the op choose.
-            Calls with more than 64 queries per sequence are never split, unless q is packed.
         return_softmax_lse: also return the log-sum-exp.
         k_scale, v_scale: scales of a quantised cache: (Bc, Lk, Hkv, D/32), or for fp8_e4m3 (Hkv,)
             or (B, Hkv).
@@ -277,7 +276,8 @@ class _Call:
             # Only this op checks that no sequence reads rows that another one writes.
             self._step(_EXPLAIN.decode_step)
         check_writes("append_kv", *self._append(_EXPLAIN.append_kv, q))
-        self._attention(_EXPLAIN.flash_fwd, q, after, self.cache)
+        op, cache = self._attention_op()
+        self._attention(getattr(_EXPLAIN, op._opname), q, after, cache)
 
     def _step(self, op: Any) -> Any:
         """Run `decode_step`, or only its checks."""
@@ -296,14 +296,19 @@ class _Call:
 
     def _attend(self, q: Tensor, seqlens: Any) -> tuple[Tensor, Tensor]:
         """Attention to the rows in the cache. q is already rotated."""
-        op, cache, blocks = _FLASH_DECODE, self._decode_options(), 0
-        if not self.few:
-            op, cache, blocks = _FLASH_FWD, self.cache, self.hadamard
+        op, cache = self._attention_op()
+        blocks = self.hadamard if op is _FLASH_FWD else 0  # flash_decode rotates by itself
         q = rotated_in_blocks(q, blocks) if blocks else q
         out, lse = forward_only(
             *_FORWARD_ONLY, self._named(q), lambda: self._attention(op, q, seqlens, cache)
         )
         return rotated_in_blocks(swapped(out), blocks) if blocks else swapped(out), lse
+
+    def _attention_op(self) -> tuple[Any, dict[str, Any]]:
+        """The op and its options of the cache. flash_fwd takes no number of splits."""
+        if self.few or self.num_splits > 0:
+            return _FLASH_DECODE, self._decode_options()
+        return _FLASH_FWD, self.cache
 
     def _attention(self, op: Any, q: Tensor, seqlens: Any, cache: dict[str, Any]) -> Any:
         options = self.options | cache | only_given(seqused_k=seqlens)

@@ -1,12 +1,18 @@
-"""Calls of attention with few queries run the kernel of flash_decode, which splits the keys."""
+"""flash_fwd runs the kernel of flash_decode for few queries, or to fill the GPU by splits."""
 
 import math
 
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import make_qkv, rotary_tables
-from torch_metal_attn import explain, flash_attn_func, scaled_dot_product_attention
+from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv, rotary_tables
+from torch_metal_attn import (
+    explain,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    scaled_dot_product_attention,
+    simulate,
+)
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 ops = torch.ops.metal_attn
@@ -20,10 +26,10 @@ def kernels(function, *arguments, **options):
     return [row.explanation.kernel for row in rows]
 
 
-def operands(heads, kv_heads, queries, head_dim, dtype=torch.half):
-    """q, k and v of 8,192 keys, whose memory nothing touches."""
-    q = torch.empty(1, heads, queries, head_dim, dtype=dtype)
-    return q, *torch.empty(2, 1, kv_heads, 8192, head_dim, dtype=dtype)
+def operands(heads, kv_heads, queries, head_dim, dtype=torch.half, keys=8192):
+    """q, k and v, each one row that is expanded, for calls that are not computed."""
+    q = torch.empty(head_dim, dtype=dtype).expand(1, heads, queries, -1)
+    return q, *[torch.empty(head_dim, dtype=dtype).expand(1, kv_heads, keys, -1) for _ in range(2)]
 
 
 def blhd(queries):
@@ -81,3 +87,54 @@ def test_splits_follow_from_what_a_core_holds(name, gpu, cores):
     cores(20)
     for shape, dtype, splits in SPLITS[name]:
         assert explain(ops.flash_decode, *operands(*shape, dtype)).grid[0] == splits
+
+
+# (heads, KV heads, queries, head dim, dtype, keys) and the cores that flash_fwd does not fill.
+SPLIT = [
+    ((8, 8, 256, 128, torch.half, 32768), 80),  # 32 threadgroups
+    ((32, 8, 128, 128, torch.half, 8192), 40),  # 64
+    ((8, 8, 64, 128, torch.bfloat16, 4096), 10),  # 8
+]
+WHOLE = [
+    ((32, 8, 128, 128, torch.half, 8192), 10),  # 64 on 10 cores: 91 % of 7 waves
+    ((8, 8, 513, 128, torch.half, 32768), 80),
+    ((8, 8, 64, 128, torch.half, 2047), 80),
+    ((4, 4, 64, 264, torch.half, 8192), 80),
+]
+
+
+@pytest.mark.parametrize("kernel, calls", [("flash_decode", SPLIT), ("flash_fwd", WHOLE)])
+def test_more_queries_are_split_to_fill_the_gpu(kernel, calls, cores):
+    for sizes, count in calls:
+        cores(count)
+        assert kernels(ops.flash_fwd, *operands(*sizes)) == [kernel], (sizes, count)
+
+
+def test_calls_that_are_not_split(cores, gpu):
+    cores(80)
+    q, k, v = operands(8, 8, 256, 128)
+    assert kernels(ops.flash_fwd, q, k, v, causal=True, window_size_left=99) == ["flash_fwd"]
+    # Blocks that the mask hides are skipped.
+    mask = torch.ones(256, 8192, dtype=torch.bool)
+    assert kernels(ops.flash_fwd, q, k, v, attn_mask=mask) == ["flash_fwd"]
+    gpu("Apple M5")
+    assert kernels(ops.flash_fwd, q, k, v) == ["flash_fwd_tensor"]
+
+
+def test_values_of_splits(cores):
+    cores(80)
+    shape = {"batch": 1, "heads": 2, "kv_heads": 1, "q_length": 40, "kv_length": 2100}
+    with simulate(check=True) as run:
+        check_flash_fwd(*make_qkv(**shape, head_dim=64), device="cpu", causal=True)
+    assert [launch.kernel for launch in run.launches] == ["flash_decode", "merge_splits"]
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_a_number_of_splits_holds_for_many_queries(num_splits):
+    """flash_fwd has no such argument."""
+    q, k, v = (x.transpose(1, 2) for x in make_qkv(q_length=70, kv_length=90))
+    with simulate(record=True) as run:
+        flash_attn_with_kvcache(q, k, v, num_splits=num_splits)
+    (launch,) = run.recorded[:1]
+    assert launch.kernel == ("flash_decode" if num_splits else "flash_fwd")
+    assert launch.threadgroups[0] == (num_splits or 2)

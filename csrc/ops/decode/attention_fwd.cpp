@@ -1,16 +1,35 @@
+#include <algorithm>
 #include <limits>
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tuning.h"
+#include "csrc/ops/attention/work.h"
 #include "csrc/ops/decode/flash_decode.h"
+#include "csrc/runtime/callbacks.h"
+#include "csrc/tiles/flash_fwd.h"
 
 namespace metal_attn {
 namespace {
 
 // The most queries for which flash_decode is chosen, as in torch_metal_attn/with_kvcache.py.
 constexpr int64_t kDecodeQueries = 32;
+
+// The most queries, and the fewest keys, for which flash_decode is chosen to fill the GPU.
+constexpr int64_t kSplitQueries = 512;
+constexpr int64_t kSplitKeys = 2048;
+
+// The widest heads for which the time of flash_decode's products was estimated.
+constexpr int kSplitColumns = 256;
+
+// Cycles of a product of 8x8 matrices in the kernels' loops (bench/results/agx.md).
+constexpr double kForwardCycles = 22;
+constexpr double kDecodeCycles = 24;
+
+// The part of flash_fwd's estimated time that flash_decode must save.
+constexpr double kLeastGain = 0.05;
 
 // True if all rows of a KV head, which are queries of several heads, have the same list.
 bool have_one_list(const FlexOptions& flex, const FlashFwdCall& call) {
@@ -23,10 +42,36 @@ bool have_one_list(const FlexOptions& flex, const FlashFwdCall& call) {
   return shared && listed_rows(flex, FlexWalk::kOverKeys) <= std::numeric_limits<int32_t>::max();
 }
 
-// True if flash_decode has all options of the call, and its queries are few.
+// True if flash_decode has all options of the call, and may be faster for so many queries.
 bool suits_decode(const FlashFwdArguments& a) {
-  const bool few = a.q.defined() && a.q.dim() == 4 && a.q.size(2) <= kDecodeQueries;
-  return few && !a.packing && !a.options.k_rotary_cos && a.options.dropout_p == 0.0;
+  const bool suits = a.q.defined() && a.q.dim() == 4 && a.q.size(2) <= kSplitQueries;
+  return suits && !a.packing && !a.options.k_rotary_cos && a.options.dropout_p == 0.0;
+}
+
+// True if many keys of many queries may be split.
+bool may_be_split(const FlashFwdArguments& a, const FlashFwdCall& call) {
+  const FlashFwdProblem& p = call.problem;
+  return !a.flex && gpu().family < kTensorFamily && !skips_mask_blocks(call) &&
+         std::max(p.head_dim_qk, p.head_dim_v) <= kSplitColumns &&
+         keys_seen(a, call, call.q_length) >= kSplitKeys;
+}
+
+// The estimated cycles of the busiest core for 8 keys, if each threadgroup has so many rows.
+double cycles(int64_t threadgroups, int64_t rows, double product_cycles) {
+  return double(divide_up(threadgroups, gpu().cores) * divide_up(rows, 8)) * product_cycles;
+}
+
+// True if flash_fwd has too few threadgroups to fill the GPU, or its last wave has, so that the
+// splits of flash_decode gain time.
+bool gains(const FlashDecodeCall& decode, const FlashFwdCall& call) {
+  const FlashFwdSpecialisation f = choose_flash_fwd(call.problem, false, gpu());
+  const int64_t tiles = divide_up(call.q_length, f.block_q()) * f.v_slices();
+  const int64_t heads = int64_t{call.batch} * call.heads;
+  const double forward = cycles(heads * tiles, f.block_q(), kForwardCycles);
+  const int64_t groups = int64_t{call.batch} * call.kv_heads * decode.row_groups;
+  const int64_t rows = divide_up(decode.list_rows(), decode.row_groups);
+  const double split = cycles(groups * decode.splits, rows, kDecodeCycles) / double(decode.splits);
+  return split <= (1.0 - kLeastGain) * forward;
 }
 
 // The call of flash_decode, or none if flash_fwd runs.
@@ -36,12 +81,15 @@ std::optional<FlashDecodeCall> decode_call(const FlashFwdArguments& a) {
   if (!call.launches() || int64_t{call.q_length} * call.heads / call.kv_heads > kMaxRows) {
     return std::nullopt;
   }
+  const bool few = call.q_length <= kDecodeQueries;
+  if (!few && !may_be_split(a, call)) { return std::nullopt; }
   if (a.flex) {
     if (a.flex->kv_num_blocks && !have_one_list(*a.flex, call)) { return std::nullopt; }
     // Threadgroups of flash_decode share the lists evenly.
     call.problem.features.flex->ordered = false;
   }
-  return choose_flash_decode(call, {a, 0}, false);
+  const FlashDecodeCall decode = choose_flash_decode(call, {a, 0}, false);
+  return few || gains(decode, call) ? std::optional(decode) : std::nullopt;
 }
 
 }  // namespace

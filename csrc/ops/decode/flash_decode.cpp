@@ -22,7 +22,7 @@ int64_t keys_read(const FlashDecodeArguments& a, const FlashFwdCall& call) {
 }
 
 // The most waves of threadgroups for which choose_splits tries a number of splits.
-constexpr int kMostWaves = 4;
+constexpr int kMostWaves = 16;
 
 // The estimated time of the launch that merges splits, in keys of a threadgroup.
 constexpr int64_t kMergeKeys = 64;

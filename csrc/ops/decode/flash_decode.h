@@ -13,8 +13,8 @@ namespace metal_attn {
 // Like flash_fwd, without dropout and without rotation of k.
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& arguments, Backend& backend);
 
-// metal_attn::flash_fwd, flash_varlen_fwd and flex_fwd: the kernel of flash_decode for few queries,
-// and that of flash_fwd for all other calls.
+// metal_attn::flash_fwd, flash_varlen_fwd and flex_fwd. flash_decode's kernel runs for few queries,
+// and for more of them over many keys if flash_fwd's kernel would leave cores idle.
 std::tuple<Tensor, Tensor> attention_fwd(const FlashFwdArguments& arguments, Backend& backend);
 
 // The most rows of a KV head, so that the kernel's row numbers do not exceed int32.

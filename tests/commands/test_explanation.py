@@ -319,7 +319,8 @@ def test_generation_of_transformers():
     enable(llama)
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     explanation = explain(llama.generate, ids, attention_mask=torch.ones_like(ids), **options)
-    assert [row.op for row in explanation.rows] == ["flash_fwd"] * 2 + ["flash_decode"] * 6
+    kernels = [row.explanation.kernel for row in explanation.rows]
+    assert kernels == ["flash_fwd"] * 2 + ["flash_decode"] * 6
     assert "1 x 34-36" in str(explanation)
     assert str(explanation).count("model.layers.{0-1}.self_attn") == 2
 

@@ -215,8 +215,7 @@ struct SplitResult {
     batch = task.batch;
     first = task.sequence.q_start;
     out = all + split * params.out_split_stride;
-    lse = all_lse + batch * params.lse_strides.batch + first * params.lse_strides.row +
-          split * params.lse_split_stride;
+    lse = all_lse + batch * params.lse_strides.batch + first * params.lse_strides.row + split;
   }
 
   METAL_FUNC void place(thread OutRow& row, int head,
@@ -224,12 +223,17 @@ struct SplitResult {
     row.reset(out, params.out_strides, batch, head, first, 0);
   }
 
-  METAL_FUNC void store_lse(thread const TileRow& row, float value,
+  // value: the log-sum-exp, or with SPLIT the maximum of the scores. sum: of the weights.
+  METAL_FUNC void store_lse(thread const TileRow& row, float value, float sum,
                             constant FlashDecodeParams& params) const thread {
-    lse[row.head * params.lse_strides.head + row.query * params.lse_strides.row] = value;
+    device float* of_row =
+        lse + row.head * params.lse_strides.head + row.query * params.lse_strides.row;
+    of_row[0] = value;
+    if (SPLIT) { of_row[params.lse_sum_offset] = sum; }
   }
 
-  // Fills all rows of a task that is not computed. With SPLIT, merge_splits adds the sink.
+  // Fills all rows of a task that is not computed with 0 or NaN. With SPLIT, merge_splits adds the
+  // sink.
   METAL_FUNC void fill(float value, thread const DecodeTask& task, thread const FlashInputs& inputs,
                        int thread_index, constant FlashDecodeParams& params) const thread {
     for (int n = task.row_group * THREADS + thread_index; n < task.rows;
@@ -239,9 +243,9 @@ struct SplitResult {
       OutRow out_row;
       place(out_row, row.head, params);
       out_row.fill(value, row.query, row.query + 1, 1);
-      float row_lse = isnan(value) ? value : -INFINITY;
+      float row_lse = SPLIT ? MASKED_ROW_MAX : isnan(value) ? value : -INFINITY;
       WHEN(SINK, if (!SPLIT && !isnan(value)) { row_lse = float(inputs.learnable_sink[row.head]); })
-      store_lse(row, row_lse, params);
+      store_lse(row, row_lse, value, params);
     }
   }
 };

@@ -88,7 +88,8 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
       const float correction = fast::exp2(rows.softmax[i].row_max - total.softmax.row_max);
       o.scale_row(i, correction / total.sum, sees_nothing);
       if (lane.stores_lse() && tile_row < ROWS && result.has_row(tile_row)) {
-        result.split.store_lse(result.rows[i], total.logsumexp(), params);
+        result.split.store_lse(result.rows[i], SPLIT ? total.softmax.row_max : total.logsumexp(),
+                               total.sum, params);
       }
     }
     o.write(result, params);

@@ -9,11 +9,12 @@
 #include "softmax.h"
 
 // The specialisation, from the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE and
-// SOME_ROWS of merge_state, and SINK, SINK_ELEMENT of merge_splits.
+// SOME_ROWS of merge_state; SINK, SINK_ELEMENT and SUMS of merge_splits.
 
 FEATURE(INFINITY_IS_EMPTY)
 FEATURE(IN_PLACE)
 FEATURE(SOME_ROWS)
+FEATURE(SUMS)
 
 // The indices of a row.
 struct MergeRow {
@@ -142,7 +143,10 @@ constant constexpr float NO_KEYS = -1.0f;
 // decoding, so a SIMD group has few columns. A lane loads its part of 32 splits before it sums,
 // which keeps many loads in flight. Each lane computes the weight of one split.
 //
-// partial_out is (row, split, column) and partial_lse is (row, split), contiguous.
+// partial_out is (row, split, column) and partial_lse is (row, split), contiguous. With SUMS, which
+// flash_decode writes, a row of partial_lse has the maximum of each split's scores, in base 2, and
+// then the sum of each split's weights. A log-sum-exp of both would lose the sum if the maximum is
+// as large as the lowest float, which masks have.
 [[kernel, max_total_threads_per_threadgroup(MERGE_SPLITS_SIMDGROUPS* SIMD_LANES)]] void
 merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]],
              const device float* partial_lse [[buffer(MERGE_SPLITS_PARTIAL_LSE)]],
@@ -162,17 +166,22 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
       (int(threadgroup_position.x) * MERGE_SPLITS_COLUMN_LANES + slice_lane) * SPLIT_COLUMNS;
   const bool in_row = column < params.shape.columns;
   const int64_t first_split = int64_t(index) * params.splits;
-  const device float* row_lse = partial_lse + first_split;
+  const device float* row_lse = partial_lse + (SUMS ? 2 : 1) * first_split;
   const device float* row_out = partial_out + first_split * params.shape.columns + column;
 
-  SoftmaxNormaliser normaliser;
+  Normaliser<SUMS> normaliser;
   normaliser.reset();
   SplitColumns sum = SplitColumns(0.0f);
   for (int block = 0; block < params.splits; block += SIMD_LANES) {
-    const float own_lse = block + lane < params.splits ? lse_of(row_lse[block + lane]) : -INFINITY;
+    float own_lse = block + lane < params.splits ? lse_of(row_lse[block + lane]) : -INFINITY;
+    float own_sum = 1.0f;
+    if (SUMS && block + lane < params.splits) {
+      own_sum = row_lse[params.splits + block + lane];
+      own_lse = own_sum == 0.0f ? -INFINITY : own_lse;
+    }
     // max() drops a NaN, and simd_max need not. The weight keeps it.
     sum *= normaliser.raise(simd_max(max(normaliser.row_max, own_lse)));
-    const float own_weight = normaliser.weight(own_lse);
+    const float own_weight = normaliser.weight(own_lse) * own_sum;
     normaliser.row_sum += own_weight;
     const float shared_weight = own_lse == -INFINITY ? NO_KEYS : own_weight;
     float weights[SPLIT_STEPS];
@@ -190,7 +199,7 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
     for (short i = 0; i < SPLIT_STEPS; i++) { sum += weights[i] * loaded[i]; }
   }
   normaliser.merge_lanes();
-  WHEN(SINK, const float logit = float(sink[row.head]);
+  WHEN(SINK, const float logit = float(sink[row.head]) * (SUMS ? M_LOG2E_F : 1.0f);
        sum *= normaliser.raise(max(normaliser.row_max, logit));
        normaliser.row_sum += normaliser.weight(logit);)
   sum = sum_splits(sum) * normaliser.finalize();

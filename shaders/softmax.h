@@ -61,23 +61,26 @@ struct OnlineSoftmax {
 };
 
 // The maximum and the sum of exp(x - row_max) of the values that a lane has read: algorithm 3 of
-// the paper. Values are not in base 2: the rounding error of x * log2(e) grows with x, and that of
-// (x - row_max) * log2(e) does not.
-struct SoftmaxNormaliser {
+// the paper. With BASE_2 values are in base 2. Other values are not converted to it, because the
+// rounding error of x * log2(e) grows with x, and that of (x - row_max) * log2(e) does not.
+template <bool BASE_2>
+struct Normaliser {
   float row_max;
   float row_sum;
+
+  METAL_FUNC static float to_base_2(float x) { return BASE_2 ? x : x * M_LOG2E_F; }
 
   METAL_FUNC void reset() thread {
     row_max = MASKED_ROW_MAX;
     row_sum = 0.0f;
   }
 
-  // exp(x - row_max)
-  METAL_FUNC float weight(float x) const thread { return fast::exp2((x - row_max) * M_LOG2E_F); }
+  // exp(x - row_max), or exp2 of it with BASE_2.
+  METAL_FUNC float weight(float x) const thread { return fast::exp2(to_base_2(x - row_max)); }
 
   // Raises the maximum. Returns the factor of earlier sums of weights.
   METAL_FUNC float raise(float new_max) thread {
-    const float correction = fast::exp2((row_max - new_max) * M_LOG2E_F);
+    const float correction = fast::exp2(to_base_2(row_max - new_max));
     row_sum *= correction;
     row_max = new_max;
     return correction;
@@ -104,8 +107,11 @@ struct SoftmaxNormaliser {
   // The factor of the weights: 0 for a row of nothing but -inf.
   METAL_FUNC float finalize() const thread { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 
-  // The natural logarithm of the sum of exp(x).
+  // The natural logarithm of the sum of exp(x), or of exp2(x) with BASE_2.
   METAL_FUNC float logsumexp() const thread {
-    return row_sum == 0.0f ? -INFINITY : row_max + log(row_sum);
+    if (row_sum == 0.0f) { return -INFINITY; }
+    return BASE_2 ? (row_max + log2(row_sum)) * M_LN2_F : row_max + log(row_sum);
   }
 };
+
+using SoftmaxNormaliser = Normaliser<false>;

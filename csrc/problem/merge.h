@@ -37,6 +37,7 @@ struct MergeProblem {
   bool infinity_is_empty;
   bool in_place;
   bool some_rows;  // a mask selects the rows
+  bool sums;       // splits have a maximum and a sum each, and no log-sum-exp
   MergeShape shape;
 };
 

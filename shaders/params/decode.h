@@ -20,7 +20,7 @@ struct FlashDecodeParams {
   RowStrides out_strides;
   RowStrides lse_strides;
   int64_t out_split_stride;
-  int64_t lse_split_stride;
+  int64_t lse_sum_offset;     // from the maxima of all splits of a row to their sums (SPLIT)
   int64_t tree_batch_stride;  // TREE
   int64_t tree_row_stride;    // TREE_MASK
   int32_t row_groups;         // threadgroups that share the rows of a KV head

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv, rotary_tables
+from tests.helpers.mutants import plant
 from torch_metal_attn import (
     explain,
     flash_attn_func,
@@ -138,3 +139,30 @@ def test_a_number_of_splits_holds_for_many_queries(num_splits):
     (launch,) = run.recorded[:1]
     assert launch.kernel == ("flash_decode" if num_splits else "flash_fwd")
     assert launch.threadgroups[0] == (num_splits or 2)
+
+
+def mean_of_splits(num_splits):
+    """Each key has the lowest bias, whose rounding hides the number of a split's keys."""
+    q, k = make_qkv(batch=1, heads=1, kv_heads=1, q_length=1, kv_length=513, head_dim=64)[:2]
+    v = torch.zeros_like(k)
+    v[:, :, -1] = 1
+    bias = torch.full((1, 513), torch.finfo(torch.float32).min)
+    with simulate(check=True):
+        out, lse = ops.flash_decode(0 * q, k, v, attn_bias=bias, num_splits=num_splits)
+    torch.testing.assert_close(out, torch.full_like(out, 1 / 513), rtol=1e-5, atol=0.0)
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 17])
+def test_splits_count_by_their_keys(num_splits):
+    mean_of_splits(num_splits)
+
+
+@pytest.mark.parametrize(
+    "family, sums",
+    [("merge", ("(own_lse) * own_sum", "(own_lse)")), ("flash_decode", ("[params.lse_sum_offset] = sum", "[params.lse_sum_offset] = 1"))],
+)
+def test_sums_of_splits_that_are_dropped_are_caught(family, sums, monkeypatch):
+    plant(monkeypatch, family, *sums)
+    with pytest.raises(AssertionError):
+        mean_of_splits(17)

@@ -62,7 +62,7 @@ MUTANTS = {
         a step between splits left out: min((split + 1) * split_steps{~=> - 1~}, shared_steps)
         every split from the first key: keys.begin + {~min(split * split_steps, shared_steps) => 0~}
         out of splits in one place [race]: all {~+ split * params.out_split_stride =>~}
-        a split's lse where the first has its own [race]: {~split * params.lse_split_stride => 0~}
+        a split's lse where the first has its own [race]: params.lse_strides.row {~+ split =>~};
     """,
     "columns": """
         a part of the scores left out: part < COLUMN_SIMDGROUPS{~=> - 1~}; part++

@@ -236,7 +236,7 @@ MUTANTS = {
         +inf merged: lse {~== INFINITY ? -INFINITY : lse =>~}
     """,
     splits_of_every_kind: """
-        maximum not subtracted: return fast::exp2({~(x - row_max) => x~} * M_LOG2E_F)
+        maximum not subtracted: return fast::exp2(to_base_2({~x - row_max => x~}))
         sum not rescaled: {~sum *= =>~} normaliser.raise(simd_max
         maximum of one lane: {~simd_max( =>~}max(normaliser.row_max, own_lse){~) =>~}
         partials in half: sum += weights[i] * {~loaded[i] => (rint(loaded[i] * 1024.0f) / 1024.0f)~}

@@ -250,7 +250,7 @@ MUTANTS = {
         sum of one lane: row_sum = {~simd_sum(row_sum) => row_sum~}
         maximum not carried: float new_max = {~row_max => MASKED_ROW_MAX~};
         one value left out: i < VALUES{~=> - 1~}; i++) { sum
-        base 2: fast::exp2({~(x - row_max) * M_LOG2E_F => x - row_max~})
+        base 2: fast::exp2({~to_base_2(x - row_max) => x - row_max~})
         -inf rows are not 0: {~row_sum == 0.0f ? 0.0f : =>~} 1.0f / row_sum
         NaN lost: {~row_sum == 0.0f => !(row_sum > 0.0f)~} ? 0.0f
         scaled by 0.98: weight(items[i]) * {~=> 0.98f *~} factor

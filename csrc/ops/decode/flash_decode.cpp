@@ -120,7 +120,7 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
     params.out_strides.batch = params.lse_strides.batch = 0;
   }
   params.out_split_stride = split ? out.stride(3) : 0;
-  params.lse_split_stride = split ? lse.stride(3) : 0;
+  params.lse_sum_offset = split ? call.splits : 0;
   params.row_groups = static_cast<int32_t>(call.row_groups);
   params.list_groups = static_cast<int32_t>(call.row_groups / call.list_count());
   params.list_rows = static_cast<int32_t>(call.list_rows());
@@ -155,12 +155,12 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
   return launch;
 }
 
-// A tensor of results with a dimension of splits after the dimension of queries.
-Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t columns) {
+// A tensor of results of each split, (batch, heads, queries, ...).
+Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, const Dims& row) {
   const FlashFwdCall& f = call.forward;
   const bool packed = f.problem.features.packed_q;
-  Dims sizes{packed ? 1 : f.batch, f.heads, packed ? f.q_total : f.q_length, call.splits};
-  if (columns > 0) { sizes.push_back(columns); }
+  Dims sizes{packed ? 1 : f.batch, f.heads, packed ? f.q_total : f.q_length};
+  for (const int64_t size : row) { sizes.push_back(size); }
   return new_empty(like, sizes, ScalarType::Float);
 }
 
@@ -228,8 +228,9 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
   const int64_t group_rows = divide_up(rows, list_groups);
   call.splits =
       a.num_splits > 0 ? a.num_splits : choose_splits(s, groups, group_rows, call.keys, gpu());
-  // Each split writes partial results, so these are `splits` times as long as out.
-  if (double(forward.queries()) * forward.heads * s.head_dim_v * call.splits > kMaxLength) {
+  // Each split writes partial results, and two statistics of a row.
+  if (double(forward.queries()) * forward.heads * std::max(s.head_dim_v, 2) * call.splits >
+      kMaxLength) {
     call.specialisation.features.long_offsets = true;
   }
   call.threadgroups =
@@ -255,10 +256,12 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
   if (call.splits == 1) {
     decode_into(out, lse);
   } else {
-    const Tensor partial_out = empty_partial(call, a.q, call.specialisation.head_dim_v);
-    const Tensor partial_lse = empty_partial(call, a.q, 0);
-    decode_into(partial_out, partial_lse);
-    merge_splits(partial_out, partial_lse, a.options.learnable_sink, out, lse, backend);
+    const Tensor partial_out =
+        empty_partial(call, a.q, {call.splits, call.specialisation.head_dim_v});
+    // The maxima of a row's splits, and then their sums.
+    const Tensor statistics = empty_partial(call, a.q, {2 * call.splits});
+    decode_into(partial_out, statistics);
+    merge_splits(partial_out, statistics, a.options.learnable_sink, out, lse, backend);
   }
   return {out, lse};
 }

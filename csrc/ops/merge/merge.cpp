@@ -136,6 +136,7 @@ Defines merge_defines(const MergeProblem& p, const MergeSpecialisation& s) {
   define_if(p.infinity_is_empty, defines, "INFINITY_IS_EMPTY");
   define_if(p.in_place, defines, "IN_PLACE");
   define_if(p.some_rows, defines, "SOME_ROWS");
+  define_if(p.sums, defines, "SUMS");
   return defines;
 }
 
@@ -236,15 +237,16 @@ std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& 
   return {out, lse};
 }
 
-void merge_splits(const Tensor& partial_out, const Tensor& partial_lse, const OptionalTensor& sink,
+void merge_splits(const Tensor& partial_out, const Tensor& statistics, const OptionalTensor& sink,
                   Tensor& out, Tensor& lse, Backend& backend) {
   MergeProblem p{};
   const auto sizes = partial_out.sizes();
   p.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2],
                         static_cast<int>(sizes[4]));
   p.element = check_element("out", out);
+  p.sums = true;
   if (sink) { p.sink = check_element("learnable_sink", *sink); }
-  run_splits(partial_out, partial_lse, sink, p, rows_aligned_16(out), out, lse, backend);
+  run_splits(partial_out, statistics, sink, p, rows_aligned_16(out), out, lse, backend);
 }
 
 }  // namespace metal_attn

@@ -24,8 +24,9 @@ void merge_state_inplace(const MergeStateArguments& arguments, Backend& backend)
 std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& arguments, Backend& backend);
 
 // For other ops: writes to out, of any of the three dtypes, the last stride 1, and to lse, float32.
-// Does not check them.
-void merge_splits(const Tensor& partial_out, const Tensor& partial_lse, const OptionalTensor& sink,
+// statistics: (B, H, L, 2 S), the maximum of the scores of each split in base 2, then the sums of
+// the splits' weights. Does not check them.
+void merge_splits(const Tensor& partial_out, const Tensor& statistics, const OptionalTensor& sink,
                   Tensor& out, Tensor& lse, Backend& backend);
 
 }  // namespace metal_attn

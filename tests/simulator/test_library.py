@@ -136,7 +136,7 @@ ONE = torch.ones(1)
         ("scale", (ONE, "a"), TypeError, "argument 1 is or holds a str"),
         ("scale", (1.0, 1.0), ValueError, "no argument is a tensor, so pass threads="),
         ("scale", (ONE.to("meta"), 1.0), ValueError, "a tensor on meta"),
-        ("scale", (ONE.to_sparse(), 1.0), ValueError, "argument 0 is a tensor torch.sparse_coo"),
+        ("scale", (ONE.to_sparse(), 1.0), ValueError, "a tensor of layout torch.sparse_coo"),
         ("pick", (ONE, []), ValueError, "argument 1 is empty"),
         ("pick", (ONE, [ONE]), TypeError, "holds a float32 tensor of"),
         ("full", (ONE, 2**63), OverflowError, "argument 1 does not fit an int64"),

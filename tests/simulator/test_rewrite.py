@@ -100,11 +100,11 @@ def test_missing_function_constants_of_each_kernel():
         ({9: 1}, ValueError, "no function constant 9; it has flag (1), by (2), maybe (3)"),
         ({"nope": 1}, ValueError, "no function constant 'nope'"),
         ({1: 2}, ValueError, "constants['flag'] is 2"),
-        ({"maybe": 2**31}, ValueError, "int holds -2147483648 to 2147483647"),
+        ({"maybe": 2**31}, ValueError, "int accepts -2147483648 to 2147483647"),
         ({"maybe": 0.5}, TypeError, "is a float; the source declares it as int"),
         ({"by": "x"}, TypeError, "is a str"),
         ({"by": float("inf")}, ValueError, "must be finite"),
-        ({"by": 1e300}, ValueError, "float holds up to 3.40282e"),
+        ({"by": 1e300}, ValueError, "float accepts up to 3.40282e"),
         ({1: True, "flag": True}, ValueError, "by name and as index 1"),
     ],
 )
@@ -131,7 +131,7 @@ def test_wrong_function_constants(constants, error, words):
             1,
             "neither a number nor an earlier enumerator",
         ),
-        ("void f(int a,\n device int x[4) { }", 2, "`)` closes nothing"),
+        ("void f(int a,\n device int x[4) { }", 2, "`)` closes no bracket"),
         ("template [[kernel]] void f<int>();", 1, "needs [[host_name"),
     ],
 )

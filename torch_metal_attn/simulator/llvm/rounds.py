@@ -1,8 +1,8 @@
-"""The order of the meetings of lanes, and the rounds of the loops around them.
+"""The order of the meetings of lanes, and the rounds of the loops that contain the meetings.
 
-A meeting is a SIMD operation or a barrier. Each lane runs until its next meeting. Two lanes are at
-the same meeting if they are at the same call in the same rounds of all loops. If lanes wait at
-different meetings, the first one in the program's order continues.
+A meeting is a SIMD operation or a barrier. A round is one iteration of a loop. Each lane runs until
+its next meeting. Two lanes are at the same meeting if they are at the same call in the same rounds
+of all loops. If lanes wait at different meetings, the first meeting in program order continues.
 """
 
 import re
@@ -18,7 +18,7 @@ MEETING = re.compile(
 ENTRY = re.compile(rf"@{ENTRY_PREFIX}")
 CALLED = re.compile(r"@([\w.$-]+)\(")
 BRANCHES = ("  br ", "  switch ")
-MOST_LOOPS = 8  # nested loops, as in abi.h
+MOST_LOOPS = 8  # nested loops with a round number; as in abi.h
 UNKNOWN = -1  # the order of a meeting in a function that is not inlined
 
 
@@ -47,22 +47,22 @@ class _Graph:
         self.order = self._order()
 
     def _order(self) -> dict[str, int]:
-        """Each block's number in an order in which only the back edges of loops go backwards."""
-        done: list[str] = []
+        """Numbers the blocks so that only the back edges of loops lead to a lower number."""
+        finished: list[str] = []
         seen, path = {self.entry}, [(self.entry, iter(self.after.get(self.entry, ())))]
         while path:
             name, rest = path[-1]
             target = next((target for target in rest if target not in seen), None)
             if target is None:
-                done.append(name)
+                finished.append(name)
                 path.pop()
             else:
                 seen.add(target)
                 path.append((target, iter(self.after.get(target, ()))))
-        return {name: place for place, name in enumerate(reversed(done))}
+        return {name: place for place, name in enumerate(reversed(finished))}
 
     def loops(self) -> dict[str, set[str]]:
-        """The blocks of each loop with a meeting, by its header. Outer loops are first."""
+        """The blocks of each loop that has a meeting, by loop header. Outer loops are first."""
         result: dict[str, set[str]] = {}
         meetings = set(self.of_line.values())
         for header, sources in self.before.items():
@@ -81,7 +81,7 @@ class _Graph:
 
 
 def mark_rounds(functions: list[Function]) -> None:
-    """Let functions report their place to the engine before each meeting and in each round."""
+    """Insert calls that report the place of each meeting and the start of each round."""
     meeting: dict[str, Function] = {}
     for function in functions:
         is_shims = "@__msl_" in function.head and not ENTRY.search(function.head)
@@ -118,7 +118,7 @@ def _mark(function: Function, is_ordered: bool) -> None:
         for number, block in graph.of_line.items()
         if block in order
     }
-    # The blocks of a loop may be apart in the order of all blocks. Sorting by headers joins them.
+    # In the order of all blocks, a loop's blocks may be apart. Sorting by headers joins the blocks.
     places = sorted(where, key=lambda number: (*where[number][0], *where[number][1:]))
     added: dict[int, list[str]] = {}
     for place, number in enumerate(places):

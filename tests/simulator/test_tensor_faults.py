@@ -120,25 +120,25 @@ def test_a_simd_group_must_be_whole():
 REFUSED = {
     "auto l = product<16, 16, 16>().LEFT(half, half); auto r = product<16, 16, 16>()."
     "RIGHT(half, half); product<16, 16, 16>().OUT(decltype(l), decltype(r));": (
-        "one of them is 32"
+        "and at least one 32"
     ),
-    "product<16, 32, 16>().LEFT(bfloat, half);": "does not multiply these types of elements",
+    "product<16, 32, 16>().LEFT(bfloat, half);": "does not support this combination of element types",
     "product<16, 32, 16>().LEFT(half, int8_t);": "multiplies half, bfloat and float only",
-    "product<16, 32, -1>().LEFT(half, half);": "a K that is no dynamic_extent",
+    "product<16, 32, -1>().LEFT(half, half);": "a constant K, not dynamic_extent",
     "product<16, 32, 16, execution_simdgroups<2>>().LEFT(half, half);": "need execution_simdgroup",
-    "product<16, 32, 16>().OUT(half, half);": "by the types of both operands (decltype",
-    "product<16, 32, 16>().OUT(decltype(c), decltype(a));": "no tensor of const elements",
-    "product<16, 12, 16>().OUT(decltype(a), decltype(a));": "a multiple of 16 and the other of 8",
-    "product<8, 8, 16>().OUT(decltype(a), decltype(a));": "a multiple of 16 and the other of 8",
+    "product<16, 32, 16>().OUT(half, half);": "the types of both operands (decltype",
+    "product<16, 32, 16>().OUT(decltype(c), decltype(a));": "not accept tensors of const elements",
+    "product<16, 12, 16>().OUT(decltype(a), decltype(a));": "16, and the other a multiple of 8",
+    "product<8, 8, 16>().OUT(decltype(a), decltype(a));": "16, and the other a multiple of 8",
     "product<16, 32, 24>().OUT(decltype(a), decltype(a));": "dynamic_extent or a multiple of 16",
-    "product<16, 32, 16>().run(c, a, f);": "no tensor of const elements",
-    "product<16, 32, 16>().run(a, a, f);": "whether it overwrites is not known",
+    "product<16, 32, 16>().run(c, a, f);": "not accept tensors of const elements",
+    "product<16, 32, 16>().run(a, a, f);": "not known whether multiply overwrites",
     "auto o = product<16, 32, 16>().OUT(decltype(a), decltype(a)); "
     "product<32, 16, 16>().run(a, a, o);": "the destination belongs to another product",
     "auto l = product<16, 32, 16>().LEFT(half, half); "
     "product<16, 16, 32>().run(l, a, f);": "the left operand belongs to another product",
     "auto o = product<16, 32, 16>().OUT(decltype(a), decltype(a)); o.store(a);": (
-        "elements of its own type"
+        "elements of the same type"
     ),
     "auto o = product<16, 32, 16>().OUT(decltype(a), decltype(a)); o.load(a);": (
         "does not convert elements"

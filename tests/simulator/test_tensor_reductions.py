@@ -111,7 +111,7 @@ def test_a_destination_is_an_input_where_the_lane_maps_are_the_same(kernels, ope
 
 def test_an_input_of_another_lane_map_is_a_fault(kernels, operands):
     arguments = (*operands, torch.zeros(16, 16), 0, torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(SimulatorFault, match="a left input is made of a tensor") as caught:
+    with pytest.raises(SimulatorFault, match="a left input is copied from a tensor") as caught:
         kernels.chained(*arguments, threads=32, group_size=32, arg_casts="int32", lane_map=0)
     line = (TENSORS + KERNELS[: KERNELS.index("auto input =")]).count("\n") + 1
     assert (caught.value.kind, caught.value.line) == ("tensor", line)

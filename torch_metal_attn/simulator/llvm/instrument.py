@@ -36,7 +36,7 @@ BLOCK = re.compile(
 )
 ENGINE_CALL = re.compile(r"^  (?:%\S+ = )?(?:tail |musttail |notail )?call [^@]*@(__msl_\w+)\(")
 START_OR_END = re.compile(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w+)\(")
-NO_SITE = ("__msl_access", "__msl_count", "__msl_leave", "__msl_site", "__msl_take")
+NO_SITE = ("__msl_access", "__msl_count", "__msl_deposit", "__msl_result", "__msl_site")
 DEBUG_VERSION = '!"Debug Info Version", i32 3'
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
 VARIABLE = re.compile(

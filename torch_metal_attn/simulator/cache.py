@@ -140,7 +140,7 @@ def _store(key: str, files: dict[str, bytes]) -> Path:
 
 
 def trim(most: int) -> None:
-    """Remove the least recently used entries down to `most` bytes, but none of the last hour."""
+    """Remove entries, the least recently used first, down to `most` bytes; keep the last hour's."""
     now, total = time.time(), 0
     old: list[tuple[float, int, Path, _Version]] = []
     for entry in cache_dir().glob("??/*"):
@@ -152,9 +152,8 @@ def trim(most: int) -> None:
             continue
         total += size
         if now - used > IN_USE_SECONDS:
-            old.append(
-                (used if is_complete else 0.0, size, entry, version)
-            )  # 0.0: removed in any case
+            # 0.0: left by a process that ended, and removed in any case.
+            old.append((used if is_complete else 0.0, size, entry, version))
     for used, size, entry, version in sorted(old, key=lambda one: one[:3]):
         if used > 0.0 and total <= most:
             break

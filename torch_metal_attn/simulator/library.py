@@ -51,7 +51,7 @@ def compile_shader(
     Args:
         source: Metal text. Headers of torch (`c10/metal/...`) are always found.
         include_dirs: where `#include` looks.
-        defines: macros by name. True becomes 1 and False becomes 0.
+        defines: macros by name. True becomes 1, and False becomes 0.
         constants: function constants, by index or by name.
         check: build with checks: a kernel that breaks a rule raises SimulatorFault.
         count: build with checks, and also count operations: see `Counters`.
@@ -137,9 +137,7 @@ def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
     folders = []
     for directory in include_dirs:
         if not isinstance(directory, (str, os.PathLike)):
-            raise TypeError(
-                f"include_dirs has {value_text(directory)}; each element must be a path"
-            )
+            raise TypeError(f"include_dirs has {value_text(directory)}; each item must be a path")
         if not os.path.isdir(directory):
             raise FileNotFoundError(f"include_dirs: {directory} is not a directory")
         folders.append(os.fspath(directory))
@@ -239,17 +237,16 @@ class ShaderKernel:
             args: argument i is for [[buffer(i)]]: a CPU tensor, an int (as int64), a float (as
                 float32), a bool (as int64), or a list or tuple of numbers; None for no buffer.
             threads: threads of the grid, 1 to 3 dimensions; by default the first tensor's numel.
-            group_size: threads of a threadgroup, with as many dimensions as `threads`. The product
-                is at most 1024, or the kernel's max_total_threads_per_threadgroup if it is less. By
-                default, the first dimension is as large as possible.
+            group_size: threads of a threadgroup, with as many dimensions as `threads`. At most 1024
+                in all, or the kernel's max_total_threads_per_threadgroup; by default as many as fit
+                in the first dimension.
             arg_casts: the types of scalars, as one name for all or a dict by argument index: fp16,
                 bf16, int32, int16, int8 or uint8. As in torch, values are cast without a check.
             seed: shuffles the order of threadgroups and SIMD groups. If the library checks, the
                 seed also switches threads at atomics and lets weak exchanges fail.
             workers: host threads to use, at most 1024; one per core by default.
             step_limit: how many loop iterations the threads of a threadgroup may run in total. If
-                the library checks, exceeding it is a fault. The default is 2**28, which takes two
-                seconds or more.
+                the library checks, more is a fault. The default, 2**28, takes two seconds or more.
             threadgroup_bytes: length of each [[threadgroup(i)]] argument.
             lane_map: which lane holds which element of a cooperative tensor: "apple10", "apple9"
                 or the seed of a random map. The default is that of the `simulate` block, or

@@ -29,9 +29,7 @@ _lock = threading.Lock()  # guards _open, _process_wide and _renaming
 _open = 0  # number of open blocks, of all threads
 _process_wide: tuple[_Block, ...] = ()
 _renaming: Renaming | None = None
-_thread_block: ContextVar[_Block | None] = ContextVar(
-    "torch_metal_attn_compile_shader", default=None
-)
+_in_thread: ContextVar[_Block | None] = ContextVar("torch_metal_attn_compile_shader", default=None)
 
 
 @contextmanager
@@ -66,12 +64,12 @@ def replacing_compile_shader(
         if _renaming is None:
             original = torch.mps.compile_shader
             _renaming = Renaming(original, _replacement_of(original), torch.mps)
-    token = _thread_block.set(block) if is_thread_only else None
+    token = _in_thread.set(block) if is_thread_only else None
     try:
         yield
     finally:
         if token is not None:
-            _thread_block.reset(token)
+            _in_thread.reset(token)
         with _lock:
             _process_wide = tuple(other for other in _process_wide if other is not block)
             _open -= 1
@@ -83,7 +81,7 @@ def replacing_compile_shader(
 def _replacement_of(original: Callable[[str], Any]) -> Callable[[str], Any]:
     @functools.wraps(original)
     def replaced(source: str) -> ShaderLibrary | Any:
-        block = _thread_block.get() or (_process_wide[-1] if _process_wide else None)
+        block = _in_thread.get() or (_process_wide[-1] if _process_wide else None)
         if block is None:
             return original(source)
         library = compile_for_torch(source, block.check, block.language)

@@ -86,9 +86,7 @@ def template_asserts(tokens: TokenList) -> Iterator[Place]:
 
     clang before 17 evaluates such an assertion even if the template is never used.
     """
-    parameters: dict[
-        int, set[str]
-    ] = {}  # for each assertion, parameters of all templates around it
+    parameters: dict[int, set[str]] = {}  # parameters of all templates around each assertion
     for index in tokens.find("template"):
         if tokens.text(index + 1) != "<" or tokens.text(index + 2) == ">":
             continue
@@ -103,9 +101,7 @@ def template_asserts(tokens: TokenList) -> Iterator[Place]:
     for index, names in parameters.items():
         condition = range(index + 2, tokens.close(index + 1))
         if names.isdisjoint(tokens.text(i) for i in condition):
-            message = (
-                "the condition does not depend on the template: some compilers always check it"
-            )
+            message = "this does not depend on template parameters: some compilers always check it"
             yield index, "template-assert", message
 
 

@@ -80,14 +80,14 @@ class Program:
         return lanes
 
     def condition(self, loops):
-        by, most = self.random.randint(0, 7), self.random.randint(2, 5)
+        offset, modulus = self.random.randint(0, 7), self.random.randint(2, 5)
         bit = self.random.randint(0, 3)
         if self.random.random() < 0.5:
             return f"(s >> {bit} & 1)", lambda lane: self.s[lane] >> bit & 1
         k = " + k0" if loops else ""
         return (
-            f"(lane + {by}{k}) % {most} < {most // 2}",
-            lambda lane: (lane + by + (self.rounds[0] if loops else 0)) % most < most // 2,
+            f"(lane + {offset}{k}) % {modulus} < {modulus // 2}",
+            lambda n: (n + offset + (self.rounds[0] if loops else 0)) % modulus < modulus // 2,
         )
 
     def statement(self, depth, loops):
@@ -126,13 +126,13 @@ class Program:
         return f"if ({text}) {{ {then} }} else {{ {other} }}", model
 
     def loop(self, depth, loops):
-        by, most, least = (self.random.randint(*ends) for ends in ((0, 7), (1, 4), (0, 1)))
+        offset, modulus, minimum = (self.random.randint(*ends) for ends in ((0, 7), (1, 4), (0, 1)))
         body, steps = self.block(depth - 1, loops + 1)
 
         def model(lanes):
             ended, outer = set(), (self.broken, self.continued)
             self.rounds.append(0)
-            while live := {n for n in lanes if self.rounds[-1] < (n + by) % most + least}:
+            while live := {n for n in lanes if self.rounds[-1] < (n + offset) % modulus + minimum}:
                 ended |= lanes - live
                 self.broken, self.continued = set(), set()
                 after = self.run(steps, live)
@@ -144,7 +144,7 @@ class Program:
             return ended | lanes
 
         k = f"k{loops}"
-        head = f"for (uint {k} = 0; {k} < (lane + {by}) % {most} + {least}; ++{k})"
+        head = f"for (uint {k} = 0; {k} < (lane + {offset}) % {modulus} + {minimum}; ++{k})"
         return f"{head} {{ {body} }}", model
 
     def leave(self, _, loops):

@@ -83,7 +83,7 @@ class Flags:
         bits = self.emit(f"bitcast <{lanes} x i1> {flag} to i{lanes}")
         return self.emit(f"icmp eq i{lanes} {bits}, -1")
 
-    def fitted(self, flag: str, lanes: int, wanted: int) -> str:
+    def resized(self, flag: str, lanes: int, wanted: int) -> str:
         """The flag converted from `lanes` to `wanted` elements; 0 is a scalar."""
         if lanes == wanted:
             return flag
@@ -115,7 +115,7 @@ class Flags:
             condition = f"{operands[0][0]} {operands[0][1]}"
             chosen = f"select {condition}, {flags} {of(1)}, {flags} {of(2)}"
             if operands[0][1] in self.unset:
-                both = self.fitted(of(0), lanes_of(operands[0][0]), lanes)
+                both = self.resized(of(0), lanes_of(operands[0][0]), lanes)
                 self.out.append(f"{result}and {flags} {self.emit(chosen)}, {both}")
             else:
                 self.out.append(result + chosen)
@@ -131,16 +131,16 @@ class Flags:
             self.out.append(f"{result}shufflevector {source} {of(0)}, {source} {of(1)}, {mask}")
         else:
             undefined = [i for i, operand in enumerate(operands) if operand[1] in self.unset]
-            parts = [self.fitted(of(i), lanes_of(operands[i][0]), lanes) for i in undefined]
+            parts = [self.resized(of(i), lanes_of(operands[i][0]), lanes) for i in undefined]
             if value.op in ("and", "or") and value.type == "i1":
-                parts = self.decided(value, parts, undefined)
+                parts = self.short_circuit(value, parts, undefined)
             total = parts[0]
             for part in parts[1:]:
                 total = self.emit(f"and {flags} {total}, {part}")
             one = f"<{', '.join(['i1 true'] * lanes)}>" if lanes else "true"
             self.out.append(f"{result}and {flags} {total}, {one}")
 
-    def decided(self, value: Value, parts: list[str], undefined: list[int]) -> list[str]:
+    def short_circuit(self, value: Value, parts: list[str], undefined: list[int]) -> list[str]:
         """`and` is defined if one defined operand is false, and `or` if one is true."""
         decides = []  # for each operand, whether it alone decides the result
         for at, (_, operand) in enumerate(value.operands):

@@ -171,6 +171,7 @@ class TokenList:
         return MetalSourceError(message, token.file, token.line)
 
     def close(self, index: int) -> int:
+        """The index of the bracket that closes the bracket at `index`."""
         depth: list[str] = []
         tokens = self.tokens
         for at in range(index, len(tokens)):
@@ -198,6 +199,7 @@ class TokenList:
         raise self.error(index, f"`{self.text(index)}` closes no bracket")
 
     def after(self, index: int) -> int:
+        """The index after the token, or after the brackets that it opens."""
         return (self.close(index) if self.text(index) in OPENERS else index) + 1
 
     def before(self, index: int) -> int:

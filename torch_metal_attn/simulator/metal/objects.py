@@ -145,6 +145,7 @@ def sole_constructors(tokens: TokenList) -> None:
 
 
 def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
+    """Record a declaration that begins at `index`, if it is of a pointer, array or reference."""
     at = index + 1
     words = []
     while tokens[at].kind == "name" or tokens.text(at) in ("::", "<", "*", "&"):
@@ -265,6 +266,7 @@ def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
 
 
 def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
+    """Wrap the object `name[i]`, `*name`, `*(name + i)` or `.name[i]` with its name at `index`."""
     name = tokens.text(index)
     start, ends = _path(tokens, index)
     if tokens.text(index - 1) in (".", "->") and name in declared.fields:

@@ -51,6 +51,7 @@ def check_shifts(tokens: TokenList, shifts: list[tuple[int, int]]) -> None:
 
 
 def _closes_arguments(tokens: TokenList, index: int) -> bool:
+    """True if the two `>` at `index` close template argument lists."""
     at, lists = index - 1, 2
     while lists and at > 0 and tokens.text(at) not in ENDS:
         text = tokens.text(at)

@@ -51,6 +51,7 @@ def _in_function(tokens: TokenList, index: int, kinds: list[bool]) -> bool:
 
 
 def _declared(tokens: TokenList, index: int) -> list[str]:
+    """The variables without a value that the statement at `index` declares."""
     if tokens.text(index) in NOT_TYPES:
         return []
     at = index + 1

@@ -295,17 +295,17 @@ def preprocess(
         tokens = TokenList(lex(unexpanded.partition(END_OF_SHIM)[2]))
         reserved.refuse_names(tokens, reserved.MACROS)
     preprocessed = _run(command_of_text, text)
-    return _shim(tuple(command)) + _named(preprocessed.partition(END_OF_SHIM)[2])
+    return _shim(tuple(command)) + _with_shared_names(preprocessed.partition(END_OF_SHIM)[2])
 
 
 @lru_cache(maxsize=16)
 def _shim(command: tuple[str, ...]) -> str:
     """The shim's text, which is the same for all kernels that `command` preprocesses."""
-    text = _named(_run([*command, "-include", "metal_stdlib", "-"], ""))
+    text = _with_shared_names(_run([*command, "-include", "metal_stdlib", "-"], ""))
     return text[: text.index(END_OF_SHIM)] + END_OF_SHIM
 
 
-def _named(preprocessed: str) -> str:
+def _with_shared_names(preprocessed: str) -> str:
     """The text with the shim's folder as IN_TEXTS, so that installations can share a cache."""
     return preprocessed.replace(str(SHIM) + os.sep, IN_TEXTS)
 
@@ -424,7 +424,9 @@ def _run(command: list[str], text: str) -> str:
         command, input=text.encode(), capture_output=True, cwd=tempfile.gettempdir()
     )
     if done.returncode:
-        messages = _named(done.stderr.decode(errors="replace")).replace(IN_TEXTS, IN_TEXTS[1:])
+        messages = _with_shared_names(done.stderr.decode(errors="replace")).replace(
+            IN_TEXTS, IN_TEXTS[1:]
+        )
         readable = diagnostics.readable(messages, in_shim)
         raise ShaderCompileError(f"the Metal source does not compile:\n{readable}")
     return done.stdout.decode()

@@ -5,9 +5,9 @@ A case has a name, the kind of fault and statements. `{~faulty => clean~}` is th
     division_by_zero: integer_division, unchecked too: int 5 divided by 0
       o[i] = 5 / n[{~i => i + 1~}];
 
-`unchecked too`: a run without checks reports this fault as well, but without a line. The second
-colon is followed by a part of the message. The fault is at a line of the case. If lines end in
-`//!`, it is at one of these. In a function, its line ends in `//!` and the function's name.
+`unchecked too`: a run without checks reports this fault as well, but without a line. A part of the
+message follows the second colon. The fault is at a line of the case: at one that ends in `//!`, if
+there is any. A line of a function at which a fault may be ends in `//!` and the function's name.
 """
 
 import functools
@@ -43,7 +43,7 @@ class Planted:
     """A table of cases, compiled when the first case runs."""
 
     def __init__(self, table, functions="", parameters=PARAMETERS, arguments=arguments, **options):
-        """arguments: makes those for `parameters` but the last. options: of the build and runs."""
+        """arguments: returns the values for all `parameters` but the last, `which`."""
         self.arguments = arguments
         self.build = {n: options.pop(n) for n in ("language", "strict_simd") if n in options}
         self.options = {"threads": 32, "group_size": 32, "workers": 1, "step_limit": 100_000}
@@ -101,13 +101,13 @@ class Planted:
                     self.fault(name, check=False, **order)
 
         @each_case("name", self.names)
-        def clean_twin_is_not(name):
+        def clean_twin_has_no_fault(name):
             for order in orders:
                 checked = self.run(name, True, **order)
                 plain = self.run(name, True, check=False, **order)
                 assert torch.equal(checked.view(torch.int32), plain.view(torch.int32))
 
-        return fault_is_reported, clean_twin_is_not
+        return fault_is_reported, clean_twin_has_no_fault
 
 
 def read(table):
@@ -127,13 +127,13 @@ def compiled(body, parameters=PARAMETERS, above="", **options):
 
 
 def choice(statements):
-    """A body in which `which` chooses a statement, so all are compiled once."""
+    """A body in which `which` chooses a statement, so that one kernel has all statements."""
     cases = [f"case {which}: {text} break;" for which, text in enumerate(statements)]
     return f"switch (which) {{ {' '.join(cases)} }}"
 
 
 def result(body, *values, size=64, parameters=PARAMETERS, above="", check=True, **options):
-    """The first argument after a run of a kernel with this body. `values` are the others."""
+    """The first argument after a run of a kernel with this body. `values`: the other arguments."""
     out, *rest = arguments()
     out = torch.zeros(size) if isinstance(size, int) else size
     library = compiled(body, parameters, above, check=check)
@@ -143,14 +143,14 @@ def result(body, *values, size=64, parameters=PARAMETERS, above="", check=True, 
 
 
 def check_refused(lines, above="", below="", **options):
-    """lines: each line of a text after `above`, with a part of the error at that line."""
+    """lines: the lines of a text after `above`, each with a part of the error at this line."""
     above = HEAD + above
     with pytest.raises(ShaderCompileError) as caught:
         compile_shader("\n".join([above.rstrip(), *lines, below]), **options)
-    said = {}
+    messages = {}
     for message in str(caught.value).splitlines()[1:]:
         place = re.match(r"program_source:(\d+):", message)
-        said[int(place[1])] = said.get(int(place[1]), "") + message
+        messages[int(place[1])] = messages.get(int(place[1]), "") + message
     for line, (text, words) in enumerate(lines.items(), above.rstrip().count("\n") + 2):
-        assert words in said.get(line, ""), (text, caught.value)
+        assert words in messages.get(line, ""), (text, caught.value)
     return str(caught.value)

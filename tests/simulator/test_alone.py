@@ -44,7 +44,7 @@ assert not any(name.startswith("torch_metal_attn") for name in sys.modules)
 """
 
 
-def test_under_another_name(tmp_path):
+def test_the_simulator_works_as_a_package_of_another_name(tmp_path):
     compiler = shutil.which("c++")
     if compiler is None or not ENGINE.is_dir():
         pytest.skip("needs a C++ compiler and the source of the engine")

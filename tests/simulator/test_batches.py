@@ -10,7 +10,7 @@ from torch_metal_attn.simulator.llvm.batches import MOST, batch_products
 
 
 def products(calls, between="", call="call double"):
-    """IR of a function with products (result, a, b, c), and a line before the last."""
+    """IR of a function with products (result, a, b, c). `between` is before the last product."""
     lines = [
         f"  %{result} = tail {call} @__msl_matrix(ptr noundef nonnull @f, "
         f"double noundef {a}, double noundef {b}, double noundef {c}) #8"
@@ -29,7 +29,7 @@ CHAIN = [(f"x{i}", "%a", "%b", f"%x{i - 1}" if i else "0.0") for i in range(MOST
     [
         ((*TWO, ("z", "%a", "%b", "%x")), "", [[-1, -1, 0]]),
         ((TWO[0], ("y", "%x", "%b", "0.0")), "", [[-1], [-1]]),  # a factor is a result
-        # A line that only reads results is delayed. One that meets lanes or stores a result is not.
+        # A line that only computes with results is delayed. A store or a meeting ends the batch.
         (TWO, "  %n = fneg double %x", [[-1, -1]]),
         (TWO, "  store double %a, ptr %p, align 8", [[-1, -1]]),
         (TWO, "  call void @__msl_simdgroup_barrier(i32 2)", [[-1], [-1]]),
@@ -39,7 +39,7 @@ CHAIN = [(f"x{i}", "%a", "%b", f"%x{i - 1}" if i else "0.0") for i in range(MOST
         (CHAIN, "", [[*range(-1, MOST - 1)], [-1, 0]]),  # long batches are cut
     ],
 )
-def test_batches(calls, between, batches):
+def test_a_batch_ends_where_a_result_is_needed(calls, between, batches):
     out = batch_products(products(calls, between))
     tables = re.findall(r"@msl\.products\.\d+ = private constant \[.*", out)
     assert [[int(n) for n in re.findall(r"ptr @f, i32 (-?\d+)", t)] for t in tables] == batches
@@ -49,8 +49,8 @@ def test_batches(calls, between, batches):
 
 
 @each_case("label", ["", "entry:", '"f(int).exit":'])
-def test_a_first_block_with_and_without_a_name(label):
-    """A block without a name gets its number as a label."""
+def test_blocks_keep_their_name_or_get_one(label):
+    """LLVM numbers a block without a name."""
     call = "call double @__msl_matrix(ptr @f, double %0, double %0, double 0.0)"
     body = [label, f"  %r = {call}"] if label else [f"  %2 = {call}"]
     text = "\n".join(["define void @k(double %0) {", *body, "  br label %5", "5:", "}"])

@@ -26,17 +26,17 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 def forget(monkeypatch):
-    """Act as a new process, in which nothing is loaded."""
+    """Act like a new process, which has loaded no program."""
     monkeypatch.setattr(build, "_programs", {})
 
 
 @pytest.fixture
 def commands(monkeypatch):
-    ran = []
+    calls = []
     original = build._run
     build._shim.cache_clear()
-    monkeypatch.setattr(build, "_run", lambda *args: (ran.append(args[0]), original(*args))[1])
-    return ran
+    monkeypatch.setattr(build, "_run", lambda *args: (calls.append(args[0]), original(*args))[1])
+    return calls
 
 
 def result(source=SOURCE, **options):
@@ -75,7 +75,7 @@ def test_changed_header_is_compiled_again(tmp_path, commands, monkeypatch):
     before = len(commands)
     forget(monkeypatch)
     assert result(source, **options) == 1
-    # Only preprocessed, for the text of its headers and their macros.
+    # The text is only preprocessed: once for the headers' text and once for their macros.
     assert len(commands) == before + 2
 
 
@@ -102,19 +102,19 @@ def test_many_kernels_are_compiled_when_they_are_called(commands):
 
 
 @pytest.mark.parametrize("check", [False, True])
-@pytest.mark.parametrize("trouble", ["none can be made", "it is unusable"])
-def test_without_a_precompiled_shim_texts_are_compiled_whole(trouble, check, monkeypatch):
+@pytest.mark.parametrize("problem", ["none can be made", "it is unusable"])
+def test_without_a_precompiled_shim_texts_are_compiled_whole(problem, check, monkeypatch):
     run = build._run
 
-    def troubled(command, *args):
+    def failing(command, *args):
         if "c++-header" in command:
-            if trouble == "none can be made":
-                raise build.ShaderCompileError(trouble)
+            if problem == "none can be made":
+                raise build.ShaderCompileError(problem)
             Path(command[-1]).write_bytes(b"of another compiler")
             return ""
         return run(command, *args)
 
-    monkeypatch.setattr(build, "_run", troubled)
+    monkeypatch.setattr(build, "_run", failing)
     assert result(check=check) == 7
 
 
@@ -129,7 +129,7 @@ def flipped(data):
 
 @pytest.mark.parametrize("name", ["one", "two", "seal.json"])
 @pytest.mark.parametrize("damage", [truncated, flipped, None])
-def test_damaged_entry_is_gone_and_made_again(name, damage):
+def test_a_damaged_entry_is_removed_and_stored_again(name, damage):
     files = {"one": b"1" * 100, "two": b"2" * 100}
     entry = cache.store("abcd", files)
     assert cache.lookup("abcd") == entry
@@ -143,7 +143,7 @@ def test_damaged_entry_is_gone_and_made_again(name, damage):
 
 
 def test_a_damaged_image_is_compiled_again(empty_cache):
-    """Two children compile at once. Truncating a mapped file would end this process."""
+    """Two children compile at once. In this process, truncating a mapped image would be fatal."""
     for _ in range(2):
         assert in_children(2, result) == [7, 7]
         assert not list(empty_cache.glob("??/.new-*"))
@@ -153,7 +153,7 @@ def test_a_damaged_image_is_compiled_again(empty_cache):
             text.unlink()
 
 
-def test_store_keeps_the_entry_that_is_there():
+def test_store_keeps_an_existing_entry():
     entry = cache.store("abcd", {"file": b"first"})
     assert cache.store("abcd", {"file": b"second"}) == entry
     assert (entry / "file").read_bytes() == b"first"
@@ -182,7 +182,7 @@ def test_an_entry_stored_during_a_lookup_stays(empty_cache, monkeypatch):
 
 
 def test_an_entry_that_replaced_a_damaged_one_stays(monkeypatch):
-    """Two processes find the damage. One is slow, and the other has stored the entry again."""
+    """Two processes find the damage. The slow one must not discard the other one's new entry."""
     files = {"file": b"sound"}
     entry = cache.store("abcd", files)
     (entry / "file").write_bytes(b"damaged")
@@ -199,7 +199,7 @@ def test_an_entry_that_replaced_a_damaged_one_stays(monkeypatch):
     assert cache.lookup("abcd") == entry
 
 
-def test_parts_of_a_key_do_not_run_together():
+def test_a_key_depends_on_where_its_parts_end():
     assert cache.digest(["ab", "c"]) != cache.digest(["a", "bc"])
 
 
@@ -209,13 +209,13 @@ OLDER = [4000.0 + 100 * n for n in range(6)]
 @pytest.mark.parametrize(
     "limit, ages, used_again, stay",
     [
-        ("4", OLDER, 5, [True, True, False, False, False, True]),  # the least recently used go
-        ("1", [60.0] * 3, None, [True] * 3),  # in use
+        ("4", OLDER, 5, [True, True, False, False, False, True]),  # 2, 3, 4 are the oldest
+        ("1", [60.0] * 3, None, [True] * 3),  # used in the last hour
         ("9", [1e6] * 3, None, [True] * 3),
     ],
 )
-def test_entries_that_stay_in_the_cache(limit, ages, used_again, stay, empty_cache, monkeypatch):
-    """`ages`: seconds since the last use of entries of 1 MiB. Leftovers of killed processes go."""
+def test_entries_unused_for_long_go(limit, ages, used_again, stay, empty_cache, monkeypatch):
+    """`ages`: seconds since each entry of 1 MiB was used. Leftovers of killed processes go too."""
     monkeypatch.setattr(cache, "_unmeasured", None)
     monkeypatch.setenv(cache.LIMIT, limit)
     entries = []
@@ -246,7 +246,7 @@ def test_the_directory_is_measured_rarely(monkeypatch):
 
 
 @each_case("value", ["0", "-1", "1.5", "much"])
-def test_wrong_limit(monkeypatch, value):
+def test_a_wrong_limit_is_an_error(monkeypatch, value):
     monkeypatch.setenv(cache.LIMIT, value)
     words = f"{cache.LIMIT} is '{value}'; it must be a whole number"
     with pytest.raises(cache.CacheError, match=words):
@@ -255,7 +255,7 @@ def test_wrong_limit(monkeypatch, value):
         cache.lookup("0000")
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a directory")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         monkeypatch.setenv(cache.OVERRIDE, str(place))
@@ -265,14 +265,14 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
             result()
 
 
-def test_a_full_cache_of_another_user_serves(empty_cache, monkeypatch):
+def test_entries_of_a_read_only_cache_are_used(empty_cache, monkeypatch):
     entry = cache.store("abcd", {"file": b"first"})
     os.utime(entry / cache.SEAL, (1e9, 1e9))
 
     def deny(*arguments, **options):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    # Permission bits would not do: root may write everywhere.
+    # Permission bits would not stop root.
     monkeypatch.setattr(cache.os, "utime", deny)
     monkeypatch.setattr(cache.tempfile, "mkdtemp", deny)
     assert cache.lookup("abcd") == entry
@@ -280,7 +280,7 @@ def test_a_full_cache_of_another_user_serves(empty_cache, monkeypatch):
         cache.store("abce", {"file": b"second"})
 
 
-def test_a_user_without_a_home(monkeypatch):
+def test_a_user_without_a_home_needs_a_setting(monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -292,10 +292,10 @@ def test_a_user_without_a_home(monkeypatch):
         result()
 
 
-def test_place_of_the_cache(monkeypatch, tmp_path):
+def test_the_setting_or_the_platform_decides_the_place_of_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv(cache.OVERRIDE, "here")
     monkeypatch.chdir(tmp_path)
-    assert cache.cache_dir() == tmp_path / "here"  # which does not move
+    assert cache.cache_dir() == tmp_path / "here"  # absolute
     monkeypatch.delenv(cache.OVERRIDE)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The compiler's messages are at lines of the user's text. Some texts are refused only here."""
+"""The compiler's messages are at lines of the user's text, and name what it refuses."""
 
 import functools
 
@@ -46,7 +46,7 @@ In file included from a.metal:5:
         ("clang: error: no input files\n", "clang: error: no input files\n"),
     ],
 )
-def test_messages(output, shown):
+def test_messages_are_those_about_the_users_files(output, shown):
     assert readable(output, in_shim) + "\n" == shown
 
 
@@ -66,7 +66,7 @@ def test_variable_length_arrays_are_refused(check):
 
 # Indices come from memory, so the arrays stay on the stack.
 @pytest.mark.parametrize("check", [False, True])
-def test_more_memory_than_a_thread_has(check):
+def test_more_stack_than_a_thread_has_is_refused(check):
     use = "int a[{}]; for (int i = 0; i < n; ++i) a[o[i]] = i; o[0] = a[o[1]];"
     compiled(use.format(40_000), check=check)
     with pytest.raises(ShaderCompileError, match=r"stack frame size .* '.*k.*'"):
@@ -76,7 +76,7 @@ def test_more_memory_than_a_thread_has(check):
 def test_an_error_in_a_header_is_at_its_line_after_many_others():
     """Clang reports errors in templates at the end of a text."""
     lines = [f"int a{i} = missing{i};\n" for i in range(30)]
-    with pytest.raises(ShaderCompileError) as raised:
+    with pytest.raises(ShaderCompileError) as caught:
         compiled("".join(lines) + "auto v = float4(1, 2, 3, 4, 5);", check=True)
-    said = str(raised.value).split("\n")[1:]
-    assert [int(line.split(":")[1]) for line in said] == list(range(6, 6 + 31)), said
+    messages = str(caught.value).split("\n")[1:]
+    assert [int(line.split(":")[1]) for line in messages] == list(range(6, 6 + 31)), messages

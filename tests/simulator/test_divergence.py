@@ -44,7 +44,7 @@ one_threadgroup_barrier_in_different_rounds: divergent_barrier, unchecked too: i
 """
 SEEDS = [{"seed": seed} for seed in range(3)]
 PLANTED = Planted(CASES, threads=64, group_size=64)
-test_fault_is_reported, test_clean_twin_is_not = PLANTED.tests(SEEDS)
+test_fault_is_reported, test_clean_twin_has_no_fault = PLANTED.tests(SEEDS)
 
 STRICT = """
 reduction_in_different_rounds: partial_simd
@@ -54,7 +54,7 @@ vote_of_some_lanes: partial_simd
   o[i] = simd_any(i == 0); if (lane < {~8 => 32~}) o[i] = simd_all(i < 64);
 """
 PLANTED_STRICT = Planted(STRICT, threads=64, group_size=64, strict_simd=True)
-test_strict_fault_is_reported, test_strict_clean_twin_is_not = PLANTED_STRICT.tests(SEEDS)
+test_strict_fault_is_reported, test_strict_clean_twin_has_no_fault = PLANTED_STRICT.tests(SEEDS)
 
 WRAP = 2**32 - 1
 
@@ -70,8 +70,8 @@ class Program:
         self.text, self.steps = self.block(3, 0)
 
     def block(self, depth, loops):
-        made = [self.statement(depth, loops) for _ in range(self.random.randint(1, 3))]
-        return " ".join(text for text, _ in made), [run for _, run in made]
+        statements = [self.statement(depth, loops) for _ in range(self.random.randint(1, 3))]
+        return " ".join(text for text, _ in statements), [run for _, run in statements]
 
     def run(self, steps, lanes):
         """The lanes that are still active after the statements."""
@@ -80,14 +80,14 @@ class Program:
         return lanes
 
     def condition(self, loops):
-        by, most = self.random.randint(0, 7), self.random.randint(2, 5)
+        offset, modulus = self.random.randint(0, 7), self.random.randint(2, 5)
         bit = self.random.randint(0, 3)
         if self.random.random() < 0.5:
             return f"(s >> {bit} & 1)", lambda lane: self.s[lane] >> bit & 1
         k = " + k0" if loops else ""
         return (
-            f"(lane + {by}{k}) % {most} < {most // 2}",
-            lambda lane: (lane + by + (self.rounds[0] if loops else 0)) % most < most // 2,
+            f"(lane + {offset}{k}) % {modulus} < {modulus // 2}",
+            lambda n: (n + offset + (self.rounds[0] if loops else 0)) % modulus < modulus // 2,
         )
 
     def statement(self, depth, loops):
@@ -120,19 +120,19 @@ class Program:
         (then, yes), (other, no) = self.block(depth - 1, loops), self.block(depth - 1, loops)
 
         def model(lanes):
-            taken = {lane for lane in lanes if condition(lane)}
-            return self.run(yes, taken) | self.run(no, lanes - taken)
+            chosen = {lane for lane in lanes if condition(lane)}
+            return self.run(yes, chosen) | self.run(no, lanes - chosen)
 
         return f"if ({text}) {{ {then} }} else {{ {other} }}", model
 
     def loop(self, depth, loops):
-        by, most, least = (self.random.randint(*ends) for ends in ((0, 7), (1, 4), (0, 1)))
+        offset, modulus, minimum = (self.random.randint(*ends) for ends in ((0, 7), (1, 4), (0, 1)))
         body, steps = self.block(depth - 1, loops + 1)
 
         def model(lanes):
             ended, outer = set(), (self.broken, self.continued)
             self.rounds.append(0)
-            while live := {n for n in lanes if self.rounds[-1] < (n + by) % most + least}:
+            while live := {n for n in lanes if self.rounds[-1] < (n + offset) % modulus + minimum}:
                 ended |= lanes - live
                 self.broken, self.continued = set(), set()
                 after = self.run(steps, live)
@@ -144,7 +144,7 @@ class Program:
             return ended | lanes
 
         k = f"k{loops}"
-        head = f"for (uint {k} = 0; {k} < (lane + {by}) % {most} + {least}; ++{k})"
+        head = f"for (uint {k} = 0; {k} < (lane + {offset}) % {modulus} + {minimum}; ++{k})"
         return f"{head} {{ {body} }}", model
 
     def leave(self, _, loops):
@@ -192,7 +192,7 @@ end:
 
 
 @pytest.mark.parametrize("order", [("inside", "end"), ("end", "inside")])
-def test_a_loop_is_before_what_follows_it(order):
+def test_meetings_in_a_loop_are_before_those_after_it(order):
     text = batch_products(LOOP.format(*order))
     assert re.findall(r"__msl_place\(i32 (\d), i32 (\d)\)", text) == [("0", "1"), ("1", "0")]
     assert "phi i32 [ 0, %0 ], [ 1, %inside ]" in text

@@ -23,7 +23,7 @@ threadgroup_neighbour_overrun: threadgroup_out_of_bounds
 uninitialised_threadgroup_read: uninitialised
   threadgroup float s[65]; s[i] = i{~=> ; if (i == 0) s[64] = 0~}; BARRIER(threadgroup)
   o[i] = s[i + 1];
-an_initialiser_is_not_there_for_other_threads: uninitialised
+an_initialiser_does_not_run_for_other_threads: uninitialised
   threadgroup float s[64] = {1}; {~=> s[i] = 1; BARRIER(threadgroup)~}
   o[i] = s[63 - i];
 write_then_read_by_another_simdgroup: race
@@ -80,7 +80,7 @@ atomic_against_plain: race
   threadgroup atomic_uint n; if (i == 0) atomic_store_explicit(&n, 0u, memory_order_relaxed);
   BARRIER(threadgroup) atomic_fetch_add_explicit(&n, 1u, memory_order_relaxed);
   {~=> BARRIER(threadgroup)~} o[i] = *(threadgroup uint*)&n;
-atomic_update_of_nothing: uninitialised
+atomic_update_of_an_unwritten_value: uninitialised
   threadgroup atomic_uint n;
   {~=> if (i == 0) atomic_store_explicit(&n, 0u, memory_order_relaxed); BARRIER(threadgroup)~}
   o[i] = atomic_fetch_add_explicit(&n, 0u, memory_order_relaxed);
@@ -95,7 +95,8 @@ simdgroup_barrier_against_threadgroup_barrier: divergent_barrier, unchecked too
 """
 PLANTED = Planted(CASES, threads=64, group_size=64, strict_simd=True)
 
-test_fault_is_reported, test_clean_twin_is_not = PLANTED.tests([{"seed": n} for n in range(5)])
+SEEDS = [{"seed": seed} for seed in range(5)]
+test_fault_is_reported, test_clean_twin_has_no_fault = PLANTED.tests(SEEDS)
 
 GROUP = PARAMETERS.replace("uint lane", "uint group [[threadgroup_position_in_grid]], uint lane")
 
@@ -163,7 +164,7 @@ def test_unchecked_threadgroup_memory_starts_as_nan():
 
 @pytest.mark.parametrize("slow", (0, 1))
 def test_the_first_of_several_faults_is_reported(slow):
-    # Two host threads run threadgroups 0 and 1 at once; either may be the one that takes long.
+    # Two host threads run threadgroups 0 and 1 at once. Threadgroup `slow` takes longer.
     body = f"""float x = 1; uint turns = group == {slow} ? 3000000 : 600000;
         for (uint k = 0; k < turns; ++k) x += a[k % 64]; o[i] = a[i + 64] + x;"""
     for _ in range(3):

@@ -86,7 +86,7 @@ the_fence_before_the_write: race
     if (before == groups - 1) for (uint g = 0; g < groups; g++) p[0] += o[g];
   }
 """
-# Threadgroups wait for others, so all must run at once.
+# Threadgroups wait for other threadgroups, so all must run at once.
 WAITING = """
 all_wait_for_all: race
   o[64 * group + i] = i; {~=> FENCE~} BARRIER(device)
@@ -132,7 +132,7 @@ test_fault_between_threadgroups_is_reported, test_twin_between_threadgroups = BE
 ALONE = [*SEEDS, {"workers": 1}, {"workers": 1, "seed": 1}]
 test_fault_where_threadgroups_wait_is_reported, test_twin_where_they_wait = WAITING.tests(ALONE)
 # The seed starts the threadgroups as 3, 2, 0, 1.
-test_fault_where_nothing_goes_on_is_reported, test_twin_where_it_does = STUCK.tests(SEEDS[1:2])
+test_fault_where_all_are_stuck_is_reported, test_twin_where_none_is = STUCK.tests(SEEDS[1:2])
 
 
 @pytest.mark.parametrize("table", [WITHIN, BETWEEN, WAITING], ids=["within", "between", "waiting"])

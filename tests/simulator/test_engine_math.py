@@ -83,7 +83,7 @@ UNARY = {
 }
 
 
-def test_float_functions():
+def test_float_functions_match_torch():
     out = evaluate(list(UNARY), X, "float")
     for row, (name, model) in zip(out, UNARY.items(), strict=True):
         expected = model(X.double()).float()
@@ -115,7 +115,7 @@ def test_conversions_round_to_nearest_even_and_keep_nan(dtype, type_name):
     assert evaluate([f"float({type_name}(x))"], nan, "float").isnan().all()
 
 
-def test_relations():
+def test_relational_functions_of_special_values():
     values = torch.tensor([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 1e-40])
     names = ["isnan(x)", "isinf(x)", "isfinite(x)", "isnormal(x)", "signbit(x)"]
     out = evaluate(names, values, "float", "int", torch.int32)
@@ -156,7 +156,7 @@ INTEGER = {
 }
 
 
-def test_integer_functions():
+def test_integer_functions_match_python():
     numbers = [0, 1, 2, 5, 17, -1, -2, -17, 12345, -98765, 0x12345678]
     numbers += [2**30, 2**31 - 1, -(2**31) + 1]
     out = evaluate(list(INTEGER), torch.tensor(numbers, dtype=torch.int32), "int")
@@ -197,7 +197,7 @@ VECTORS = {  # x is float4(1, -2, 3, -4)
 }
 
 
-def test_vectors():
+def test_vector_expressions_have_the_expected_elements():
     values = torch.tensor([[1.0, -2.0, 3.0, -4.0]]).repeat(3, 1)
     out = evaluate(list(VECTORS), values, "float4")
     for row, (name, expected) in zip(out, VECTORS.items(), strict=True):
@@ -220,7 +220,7 @@ LIMITS = {
 }
 
 
-def test_limits_and_traits():
+def test_limits_and_traits_have_the_values_of_torch():
     out = evaluate(list(LIMITS), torch.zeros(1), "float")
     assert dict(zip(LIMITS, out[:, 0].tolist(), strict=True)) == LIMITS
 
@@ -248,7 +248,7 @@ BOOLS = {  # m is bool2(true, false) = (1, 4) < (2, 3), and b is bool4(1, 0, 1, 
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_bool_vectors(check):
+def test_bool_vectors_have_the_operators_and_sizes_of_metal(check):
     stores = "".join(f"o[{n}] = {e};" for n, e in enumerate(BOOLS))
     library = compile_shader(
         f"""{HEAD}kernel void k(device int* o [[buffer(0)]], device bool4* p [[buffer(1)]]) {{
@@ -263,7 +263,7 @@ def test_bool_vectors(check):
     assert memory.tolist() == [[False, True, False, False], [True, False, True, True]]
 
 
-# A template that deduces bool uses clang's vector of bool, whose IR is repaired.
+# A template that deduces bool uses clang's vector of bool. Its IR needs a repair.
 CHOSEN = """template <typename T> float4 {name}(T any, const device float* a) {{
   vec<{element}, 4> m; for (int j = 0; j < 4; ++j) m[j] = a[j] > 0;
   m[int(a[4])] = any; return select(float4(1.0f), float4(2.0f), m); }}"""
@@ -289,7 +289,7 @@ def test_elements_of_a_bool_vector_are_written_at_any_index(check):
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_packed_and_bool_vectors_in_memory(check):
+def test_packed_and_bool_vectors_are_read_and_stored_in_memory(check):
     library = compile_shader(
         f"""{HEAD}kernel void k(device packed_float3* o [[buffer(0)]],
             device bool3* m [[buffer(1)]], const device packed_float3* a [[buffer(2)]],
@@ -312,7 +312,7 @@ def test_packed_and_bool_vectors_in_memory(check):
     assert halves[1:9].tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
 
 
-# Constructs of ggml, candle and MLX, which ship compiled.
+# Constructs of ggml, candle and MLX.
 OBJECTS = (
     HEAD
     + """
@@ -383,7 +383,7 @@ kernel void k(device Point* p [[buffer(0)]], device packed_float3* q [[buffer(1)
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_objects_in_any_memory(check):
+def test_structs_are_read_and_stored_in_any_memory(check):
     points = torch.zeros(2, 28, dtype=torch.uint8)
     points.view(torch.float32)[1, :3] = torch.tensor([4.0, 5.0, 6.0])
     packed, matrices = torch.tensor([[1.0, 2, 3], [2, 2.5, 3]]), torch.zeros(3, 4, 4)

@@ -41,7 +41,7 @@ ATTRIBUTES = {
 
 @pytest.mark.parametrize("seed", (0, 3))
 @pytest.mark.parametrize("grid,group", [((10, 1, 1), (4, 1, 1)), ((7, 5, 3), (4, 3, 2))])
-def test_attributes_and_edge_threadgroups(grid, group, seed):
+def test_attributes_are_right_in_edge_threadgroups_too(grid, group, seed):
     names = list(ATTRIBUTES)
     parameters = "device int* o [[buffer(0)]], uint3 at [[thread_position_in_grid]], "
     parameters += "uint3 size [[threads_per_grid]], "
@@ -150,7 +150,7 @@ def test_arithmetic_is_counted_on_request():
 
 
 POINTERS = {"float": 4, "float4": 16, "half4": 8, "uchar": 1, "ulong": 8}
-# A statement, and the loads, loaded bytes and stored bytes of 32 lanes.
+# Each statement, with the loads, loaded bytes and stored bytes of its 32 lanes.
 ACCESSES = {
     f"((device {p}*)o)[i] = ((const device {p}*)a)[i];": (32, 32 * size, 32 * size)
     for p, size in POINTERS.items()
@@ -221,7 +221,7 @@ DTYPES = {"float": torch.float32, "ulong": torch.int64}
 
 
 @pytest.mark.parametrize("check", (False, True))
-def test_device_atomics_over_many_threadgroups(check):
+def test_device_atomics_over_many_threadgroups_lose_no_value(check):
     calls = [
         f"atomic_{'' if of_type == 'ulong' else 'fetch_'}{operation}_explicit("
         f"(device atomic_{of_type}*)o, {OPERANDS.get(of_type, 'i + 1')}, memory_order_relaxed);"
@@ -241,7 +241,7 @@ def test_device_atomics_over_many_threadgroups(check):
 
 
 @pytest.mark.parametrize("check", (False, True))
-def test_threadgroup_atomics_and_exchanges(check):
+def test_threadgroup_atomics_and_exchanges_lose_no_value(check):
     body = f"""
         threadgroup atomic_uint total; threadgroup atomic_uint last;
         if (i == 0) {{ atomic_store_explicit(&total, 0u, memory_order_relaxed);
@@ -260,7 +260,7 @@ def test_threadgroup_atomics_and_exchanges(check):
     library.k(out, threads=20 * 64, group_size=64, seed=2)
     assert (out[:, 64] == 64 * 63 // 2).all()
     for row in out[:, :64].tolist():
-        # Each exchange returns the value of another, or the initial value.
+        # Each exchange returns the value of another exchange, or the initial value.
         assert len(set(row)) == 64
         assert set(row) <= {7, *range(100, 164)}
 
@@ -301,7 +301,7 @@ def test_threads_that_alternate_are_no_fault():
     assert turns.item() > 2
 
 
-def test_threadgroup_arguments():
+def test_threadgroup_arguments_have_the_length_of_the_call():
     library = compiled(
         f"s[i] = i; t[i] = 2 * i; {BARRIER} o[i] = s[63 - i] + t[i];",
         """device float* o [[buffer(0)]], threadgroup float* s [[threadgroup(0)]],
@@ -333,17 +333,17 @@ def test_two_python_threads_run_at_once(check):
         check=check,
     )
 
-    def right(number: int) -> bool:
+    def is_right(number: int) -> bool:
         out = torch.zeros(640)
         library.k(out, float(number), threads=640, group_size=64)
         return bool((out == 32.0 * number).all())
 
     with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(right, [1, 2, 3] * 20))
+        assert all(pool.map(is_right, [1, 2, 3] * 20))
 
 
 @pytest.mark.parametrize("most", (0, 16))
-def test_error_if_the_system_starts_no_more_threads(most):
+def test_an_error_says_that_the_system_starts_no_more_threads(most):
     library = compiled("for (int n = 0; n < 1000; n++) o[g] += 1;", ONE_THREAD)
     library.k(torch.zeros(1), threads=1, group_size=1)
 
@@ -359,12 +359,12 @@ def test_error_if_the_system_starts_no_more_threads(most):
     actual = in_child(run)
     if str(actual).startswith(("PermissionError", "OSError")):
         pytest.skip(f"root may not become another user here: {actual}")
-    # A user with 16 processes gets no thread either.
+    # With a limit of 16, the run fails too if the user already has 16 processes.
     assert actual == refused or (most > 0 and actual == [1000] * 256)
 
 
 def test_a_run_starts_with_fresh_state():
-    """Runs of a host thread share a region, also after a fault. Memory and counts are new."""
+    """Runs on one host thread share a region, even after a fault, but no memory and no counts."""
     parameters = "device float* o [[buffer(0)]], constant int& writes [[buffer(1)]]"
     parameters += ", uint i [[thread_index_in_threadgroup]]"
     body = f"threadgroup float s[64]; if (writes) s[i] = 1; {BARRIER} o[i] = s[63 - i];"

@@ -12,7 +12,7 @@ LANES = range(32)
 
 
 def on_lanes(body, out, values=None, type_name="float", lanes=32, **options):
-    """`out`, which is o, after a kernel of this body has run on one SIMD group; `values` is a."""
+    """Run `body` on one SIMD group and return `out`. In the body, o is `out` and a is `values`."""
     parameters = f"device {type_name}* o, const device {type_name}* a, "
     parameters += "uint lane [[thread_index_in_simdgroup]]"
     values = out if values is None else values
@@ -81,7 +81,7 @@ REDUCTIONS = {
     "quad_max(x)": over(max, True),
     "quad_min(x)": over(min, True),
 }
-OF_BITS = {
+BITWISE = {
     "simd_and(x)": over(operator.and_),
     "simd_or(x)": over(operator.or_),
     "simd_xor(x)": over(operator.xor),
@@ -114,7 +114,7 @@ PRODUCTS = {
     "models, values, type_name",
     [
         (SHUFFLES, torch.arange(32.0) * 3 + 1, "float"),
-        (REDUCTIONS | OF_BITS, (torch.arange(32) * 37 % 23 + 1).int(), "int"),
+        (REDUCTIONS | BITWISE, (torch.arange(32) * 37 % 23 + 1).int(), "int"),
         (REDUCTIONS, (torch.arange(32) % 3).float(), "float"),
         (REDUCTIONS, (torch.arange(32) % 3).half(), "half"),
         (PRODUCTS, torch.tensor([1.0] * 3 + [2] + [1] * 13 + [3] + [1] * 13 + [5]), "float"),
@@ -122,7 +122,7 @@ PRODUCTS = {
     ],
     ids=["shuffles", "int", "float", "half", "products", "votes"],
 )
-def test_shuffles_reductions_and_votes(models, values, type_name):
+def test_shuffles_reductions_and_votes_match_a_model(models, values, type_name):
     v = values.tolist()
     expected = {name: [model(v, i) for i in LANES] for name, model in models.items()}
     assert lane_values(models, values, type_name) == expected
@@ -132,7 +132,7 @@ def test_shuffles_reductions_and_votes(models, values, type_name):
     "type_name,dtype,size",
     [("float4", torch.float32, 4), ("long4", torch.int64, 4), ("half2", torch.float16, 2)],
 )
-def test_vectors_go_element_by_element(type_name, dtype, size):
+def test_simd_functions_work_on_each_element_of_a_vector(type_name, dtype, size):
     values = (torch.arange(32 * size) % 7).to(dtype).view(32, size)
     body = "o[lane] = simd_sum(a[lane]); o[lane + 32] = simd_shuffle_xor(a[lane], 9);"
     out = on_lanes(body, torch.zeros(64, size, dtype=dtype), values, type_name)
@@ -187,7 +187,7 @@ void multiply(device void* o, const device void* a, const device void* b, const 
 
 
 @pytest.mark.parametrize("check", (False, True))
-def test_matrix_multiply_accumulate(check):
+def test_matrix_multiply_accumulate_matches_a_model(check):
     calls = choice(f"multiply<{', '.join(names)}>(o, a, b, c);" for names in COMBINATIONS)
     parameters = "device void* o, const device void* a, const device void* b, const device void* c,"
     library = compiled(calls, f"{parameters} constant int& which", MULTIPLY, check=check)
@@ -216,7 +216,7 @@ void copy(Source source, Target target) {
 
 
 @pytest.mark.parametrize("element", TYPES)
-def test_matrix_load_and_store(element):
+def test_matrices_are_loaded_and_stored_at_strides_and_origins(element):
     places = [(source, target) for source in "as" for target in "ot"]
     fill = "for (uint n = lane; n < 400; n += 32) { s[n] = a[n]; t[n] = o[n]; }"
     copy = "if (which & 1) for (uint n = lane; n < 400; n += 32) o[n] = t[n];"
@@ -253,7 +253,7 @@ def test_lanes_hold_apples_elements():
         assert out[lane].tolist() == [row * 8 + column, row * 8 + column + 1]
 
 
-def test_filled_and_diagonal_matrices():
+def test_filled_and_diagonal_matrices_have_their_elements():
     body = (
         "simdgroup_half8x8 d(2.0h), p; simdgroup_half8x8 f ="
         " make_filled_simdgroup_matrix<half, 8, 8>(3.0h); simdgroup_multiply(p, d, f);"

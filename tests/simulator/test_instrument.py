@@ -69,7 +69,7 @@ def test_alignment_below_the_length_is_flagged():
     assert run(f"{body}16")[0][0] == access("%0", 16, 0)
 
 
-def test_site_in_a_lexical_block_of_another_file():
+def test_a_site_has_the_file_of_its_lexical_block():
     _, sites, _ = run("  call void @__tsan_read4(ptr %0), !dbg !23")
     assert sites == [(Frame('/h/with "quote".h', 77, "k"),)]
 
@@ -98,7 +98,7 @@ def test_site_in_a_lexical_block_of_another_file():
         ("tail call i32 @fma_of_the_kernel(i32 %a)", None),
     ],
 )
-def test_operations(line, counted):
+def test_operations_are_counted_by_kind(line, counted):
     assert operation(f"  %3 = {line}") == counted
 
 
@@ -160,6 +160,6 @@ THIRD = "%q = getelementptr i8, ptr %a, i64 8\n"
         ("%p = load ptr, ptr %a, align 8", None),
     ],
 )
-def test_places_of_addresses(body, expected):
+def test_constant_places_of_addresses_are_found(body, expected):
     lines = [f"  {line}" for line in (IN_MEMORY + body).split("\n")]
     assert Places(lines, {"%struct.P": "{ i8, [3 x float] }"}).of("%p") == expected

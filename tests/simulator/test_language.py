@@ -1,4 +1,4 @@
-"""Constructs of Metal compile and run correctly. Others are refused, by the language's version."""
+"""Constructs of Metal compile and run. Those of later versions and unknown ones are refused."""
 
 import pytest
 import torch
@@ -307,7 +307,7 @@ WORDS = {
 
 def test_messages_use_metals_spellings():
     above = "void f(thread half4* x) {}\nkernel void k(device half4* d, constant float* c) {\n"
-    said = check_refused({f"{{ {text} }}": words for text, words in WORDS.items()}, above, "}")
-    assert "address space 'device' as a pointer to address space 'thread'" in said
+    messages = check_refused({f"{{ {text} }}": words for text, words in WORDS.items()}, above, "}")
+    assert "address space 'device' as a pointer to address space 'thread'" in messages
     hosts = "__global __local __constant _Float16 __bf16 ext_vector_type aka __tg_ __".split()
-    assert not [word for word in hosts if word in said], said
+    assert not [word for word in hosts if word in messages], messages

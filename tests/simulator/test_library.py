@@ -57,7 +57,7 @@ def library(request):
         ("widen_char", -3.7, "int8", [-3]),
     ],
 )
-def test_numbers(library, kernel, value, casts, expected):
+def test_numbers_are_cast_as_in_torch(library, kernel, value, casts, expected):
     out = torch.zeros(len(expected), dtype=torch.int64 if kernel == "full" else torch.float32)
     getattr(library, kernel)(out, value, arg_casts=casts)
     assert out.tolist() == expected
@@ -105,7 +105,7 @@ def test_launches_of_ops_keep_to_the_limit_of_their_kernel(monkeypatch):
         torch.ops.metal_attn.softmax(torch.ones(3, 7), -1)
 
 
-def test_no_threads_do_nothing(library):
+def test_a_grid_of_no_threads_runs_nothing(library):
     x = torch.ones(3)
     library.scale(x, 5.0, threads=0)
     library.scale(torch.empty(0), 5.0)
@@ -136,19 +136,19 @@ ONE = torch.ones(1)
         ("scale", (ONE, "a"), TypeError, "argument 1 is or holds a str"),
         ("scale", (1.0, 1.0), ValueError, "no argument is a tensor, so pass threads="),
         ("scale", (ONE.to("meta"), 1.0), ValueError, "a tensor on meta"),
-        ("scale", (ONE.to_sparse(), 1.0), ValueError, "argument 0 is a tensor torch.sparse_coo"),
+        ("scale", (ONE.to_sparse(), 1.0), ValueError, "a tensor of layout torch.sparse_coo"),
         ("pick", (ONE, []), ValueError, "argument 1 is empty"),
         ("pick", (ONE, [ONE]), TypeError, "holds a float32 tensor of"),
         ("full", (ONE, 2**63), OverflowError, "argument 1 does not fit an int64"),
         ("reverse", (ONE,), TypeError, "length of threadgroup(0) scratch"),
     ],
 )
-def test_wrong_calls(library, kernel, args, error, words):
+def test_wrong_calls_are_refused(library, kernel, args, error, words):
     with pytest.raises(error, match=re.escape(words)):
         getattr(library, kernel)(*args)
 
 
-def test_counters_of_the_last_kernel():
+def test_last_counters_are_those_of_the_last_kernel():
     library = compile_shader(SOURCE, check=True)
     assert library.last_counters is None
     library.scale(torch.ones(8), 2.0)
@@ -166,15 +166,15 @@ def test_a_fault_has_its_kind_place_and_thread():
     source += "kernel void k(device float* x, uint i [[thread_position_in_grid]])\n{ put(x, i); }"
     library = compile_shader(source, check=True)
     x = torch.zeros(70)
-    with pytest.raises(SimulatorFault) as raised:
+    with pytest.raises(SimulatorFault) as caught:
         library.k(x[:64], threads=70, group_size=32)
-    fault = raised.value
+    fault = caught.value
     assert (fault.kind, fault.kernel) == ("out_of_bounds", "k")
     assert (fault.file, fault.line) == ("program_source", 5)
     assert (fault.threadgroup, fault.thread) == ((2, 0, 0), (5, 0, 0))
     assert "program_source:5 in put\n    inlined into program_source:8 in k" in str(fault)
-    again = pickle.loads(pickle.dumps(fault))  # as from a worker process
-    assert (str(again), vars(again)) == (str(fault), vars(fault))
+    unpickled = pickle.loads(pickle.dumps(fault))  # as from a worker process
+    assert (str(unpickled), vars(unpickled)) == (str(fault), vars(fault))
 
 
 CONSTANTS = """
@@ -192,7 +192,7 @@ kernel void counts(device float* x [[buffer(0)]]) { x[0] = count; }
 """
 
 
-def test_function_constants():
+def test_function_constants_are_set_by_index_or_name():
     x = torch.ones(2)
     compile_shader(CONSTANTS, constants={0: True, "added": 0.5}).k(x, 4.0)
     assert x.tolist() == [6, 6]
@@ -213,7 +213,7 @@ def test_missing_function_constants_are_errors():
         library.k(torch.ones(1))
 
 
-def test_defines_and_headers(tmp_path):
+def test_defines_apply_to_headers_but_not_to_the_shim(tmp_path):
     """The shim has a name T, to which defines do not apply."""
     (tmp_path / "more.h").write_text("#pragma once\nconstant int PLUS = VALUE + 1;\n")
     source = '#include "more.h"\n'
@@ -242,11 +242,11 @@ def test_headers_of_torch_are_found():
         ("\nkernel void k(device float* x) {\n x[0] = 1;\n", "program_source:2:"),
     ],
 )
-def test_source_that_does_not_compile(source, words):
-    with pytest.raises(SyntaxError) as raised:
+def test_compile_errors_name_the_line(source, words):
+    with pytest.raises(SyntaxError) as caught:
         compile_shader(source)
-    assert isinstance(raised.value, RuntimeError)
-    head, first = str(raised.value).split("\n")[:2]
+    assert isinstance(caught.value, RuntimeError)
+    head, first = str(caught.value).split("\n")[:2]
     assert head == "the Metal source does not compile:"
     assert first.startswith(words)
 
@@ -274,13 +274,13 @@ def test_parameters_of_one_slot_may_exclude_each_other():
         ("__global__ void k(float* x) {}", "it is CUDA, whose __global__ is `kernel` in Metal"),
     ],
 )
-def test_a_source_without_kernels(source, words):
+def test_a_source_without_kernels_is_refused(source, words):
     with pytest.raises(ShaderCompileError, match=re.escape(words)):
         compile_shader(source)
 
 
 @each_case("name", ["air.f", "f"])
-def test_a_function_without_a_definition(name):
+def test_a_function_without_a_definition_is_an_error(name):
     source = f'float f(float) __asm("{name}"); kernel void k(device float* x) {{ x[0] = f(1); }}'
     with pytest.raises(ShaderCompileError, match=f"`{re.escape(name)}`, which is only declared"):
         compile_shader(source)
@@ -292,7 +292,7 @@ def shrunk():
     return x
 
 
-UNUSUAL = {
+UNSUPPORTED = {
     "nested": lambda: torch.nested.nested_tensor([torch.zeros(4), torch.zeros(4)]),
     "negated by a flag": lambda: torch._neg_view(torch.ones(4)),
     "conjugated by a flag": lambda: torch.ones(4, dtype=torch.complex64).conj(),
@@ -302,14 +302,14 @@ UNUSUAL = {
 }
 
 
-@each_case("kind", UNUSUAL)
+@each_case("kind", UNSUPPORTED)
 @pytest.mark.filterwarnings("ignore")
-def test_unsupported_tensors(library, kind):
+def test_unsupported_tensors_are_refused(library, kind):
     with pytest.raises(ValueError, match=f"scale: argument 0 .*{kind}"):
-        library.scale(UNUSUAL[kind](), 2.0, threads=1)
+        library.scale(UNSUPPORTED[kind](), 2.0, threads=1)
 
 
-def test_tensors_of_transforms(library):
+def test_tensors_of_transforms_are_refused(library):
     def step(x):
         library.scale(x, 2.0)
         return x.sum()

@@ -32,8 +32,8 @@ def shader(case: tuple[str, ...]) -> str:
 
 
 # Cases without lines above the kernel share a text.
-ALONE = [[case] for case in CASES if "  above: " in case[-1]]
-GROUPS = [[case for case in CASES if [case] not in ALONE], *ALONE]
+WITH_LINES_ABOVE = [[case] for case in CASES if "  above: " in case[-1]]
+GROUPS = [[case for case in CASES if [case] not in WITH_LINES_ABOVE], *WITH_LINES_ABOVE]
 
 
 def texts(cases: list[tuple[str, ...]], side: int) -> list[str]:
@@ -43,16 +43,16 @@ def texts(cases: list[tuple[str, ...]], side: int) -> list[str]:
 
 
 @each_case("cases", GROUPS)
-def test_rejects(cases: list[tuple[str, ...]]) -> None:
+def test_the_faulty_side_of_a_case_is_reported(cases: list[tuple[str, ...]]) -> None:
     broken = texts(cases, 1)
     actual = lint_source("".join(broken))
     assert {f.file for f in actual} == {"program_source"}
     start = 1
     for case, text in zip(cases, broken, strict=True):
-        name, rule, _, says, _ = case
+        name, rule, _, pattern, _ = case
         end = start + text.count("\n")
         findings = [f for f in actual if f.rule == rule and start <= f.line < end]
-        assert any(re.search(says, f.message) for f in findings), (name, actual)
+        assert any(re.search(pattern, f.message) for f in findings), (name, actual)
         whole = shader(case)
         line = start + whole.count("\n", 0, whole.index("{~"))
         assert {f.line for f in findings} == {line}, (name, actual)
@@ -60,11 +60,11 @@ def test_rejects(cases: list[tuple[str, ...]]) -> None:
 
 
 @each_case("cases", GROUPS)
-def test_accepts(cases: list[tuple[str, ...]]) -> None:
+def test_the_clean_side_of_a_case_has_no_findings(cases: list[tuple[str, ...]]) -> None:
     assert lint_source("".join(texts(cases, 2))) == []
 
 
-def test_ascii() -> None:
+def test_characters_outside_of_ascii_are_reported() -> None:
     assert [(f.line, f.rule) for f in lint_source("// plain\n// caf\u00e9\n")] == [(2, "ascii")]
     assert lint_source("// plain\n// cafe\n") == []
 
@@ -80,8 +80,8 @@ def test_command_names_file_and_line(tmp_path, capsys):
     for result, returns in (("float", 0), ("double", 1), ("double", 1)):
         (tmp_path / "helper.h").write_text(f"#pragma once\n\ninline {result} f() {{ return 1; }}\n")
         assert lint.main([str(tmp_path)]) == returns
-        said = "shaders/helper.h:3: double: `double` is not in Metal\n"
-        assert (said in capsys.readouterr().out) == bool(returns)
+        finding = "shaders/helper.h:3: double: `double` is not in Metal\n"
+        assert (finding in capsys.readouterr().out) == bool(returns)
 
 
 def test_command_refuses_an_empty_folder_and_an_unknown_family(tmp_path, capsys):

@@ -34,9 +34,9 @@ def linted(source=SOURCE, **options):
     lint_source(source, **options)
 
 
-OF_KERNELS = {"check": True, "count": True, "seed": 3, "workers": 1, "language": "4.0"}
-OF_KERNELS |= {"lane_map": 3, "relaxed_precision": "round"}
-NOTHING = {"check": True, "uninitialised": ONE}
+KERNEL_OPTIONS = {"check": True, "count": True, "seed": 3, "workers": 1, "language": "4.0"}
+KERNEL_OPTIONS |= {"lane_map": 3, "relaxed_precision": "round"}
+NOT_A_LIST = {"check": True, "uninitialised": ONE}
 WRONG = {
     (block, ValueError): [
         ({"workers": 0}, "workers is 0; .* from 1 to"),
@@ -46,15 +46,15 @@ WRONG = {
             for value in (-1, 1.5, "2", 2**64)
         ),
         ({"uninitialised": [ONE]}, "uninitialised needs check=True"),
-        (NOTHING | {"uninitialised": [ONE, META]}, r"uninitialised\[1\] is on meta"),
+        (NOT_A_LIST | {"uninitialised": [ONE, META]}, r"uninitialised\[1\] is on meta"),
         *(
             ({"record": True, name: value}, f"runs no kernel, so .*{name}.* no effect")
-            for name, value in OF_KERNELS.items()
+            for name, value in KERNEL_OPTIONS.items()
         ),
     ],
     (block, TypeError): [
-        (NOTHING, "uninitialised is a float32 tensor .*; it must be a list of tensors"),
-        (NOTHING | {"uninitialised": [3]}, r"uninitialised\[0\] is an int"),
+        (NOT_A_LIST, "uninitialised is a float32 tensor .*; it must be a list of tensors"),
+        (NOT_A_LIST | {"uninitialised": [3]}, r"uninitialised\[0\] is an int"),
     ],
     (compiled, ValueError): [
         ({"defines": {"A B": 1}}, "has 'A B', which is not the name"),
@@ -67,7 +67,7 @@ WRONG = {
         ({"defines": {"A": None}}, r"defines\['A'\] is None"),
         ({"constants": [1]}, "constants is a list; it must be a dict"),
         ({"include_dirs": "."}, r"include_dirs is '\.'; it must be a list"),
-        ({"include_dirs": [5]}, "include_dirs has 5; it must hold paths"),
+        ({"include_dirs": [5]}, "include_dirs has 5; each item must be a path"),
         ({"count": torch.ones(2)}, "count is a float32 tensor .*; it must be a bool"),
     ],
     (compiled, FileNotFoundError): [({"include_dirs": ["/no/such"]}, "include_dirs: /no/such")],
@@ -93,8 +93,8 @@ for call, flags in FLAGS.items():
         WRONG.setdefault((call, error), []).append(row)
 
 
-@each_case("call, error, options, words", [(*of, *row) for of in WRONG for row in WRONG[of]])
-def test_wrong_options(call, error, options, words):
+@each_case("call, error, options, words", [(*key, *row) for key in WRONG for row in WRONG[key]])
+def test_wrong_options_are_refused(call, error, options, words):
     with pytest.raises(error, match=words):
         call(**options)
 
@@ -114,7 +114,7 @@ def scale() -> ShaderKernel:
         ({"relaxed_precision": np.ones(2)}, ValueError, "relaxed_precision is a float64 ndarray"),
     ],
 )
-def test_wrong_options_of_tensor_operations(scale, options, error, message):
+def test_wrong_options_of_tensor_operations_are_refused(scale, options, error, message):
     for call in (block, lambda **options: scale(torch.zeros(1), 1.0, **options)):
         with pytest.raises(error, match=message):
             call(**options)
@@ -134,7 +134,7 @@ def test_wrong_options_of_tensor_operations(scale, options, error, message):
         ({"threads": 2**32}, ValueError, r"threads is 4294967296; .* 0 to 2\*\*32 - 1"),
         ({"threads": (2**32 - 1,) * 3, "group_size": (1,) * 3}, ValueError, "too large"),
         ({"threads": 8.0}, TypeError, r"threads is 8\.0; it must be an int or 1 to 3 ints"),
-        ({"threads": (1, 1), "group_size": 1}, ValueError, "has 1 dimension and threads 2"),
+        ({"threads": (1, 1), "group_size": 1}, ValueError, "has 1 dimension and threads has 2"),
         ({"group_size": 4.0}, TypeError, r"group_size is 4\.0; it must be an int"),
         ({"group_size": 0}, ValueError, "is 0 threads"),
         ({"threadgroup_bytes": 5}, TypeError, "threadgroup_bytes is an int"),
@@ -145,14 +145,14 @@ def test_wrong_options_of_tensor_operations(scale, options, error, message):
         ({"seed": 2**63}, ValueError, r"seed is 9223372036854775808; .* 0 to 2\*\*63 - 1"),
     ],
 )
-def test_wrong_options_of_a_call(scale, options, error, message):
+def test_wrong_options_of_a_call_are_refused(scale, options, error, message):
     x = torch.zeros(8)
     with pytest.raises(error, match=message):
         scale(x, 2.0, **options)
 
 
 @each_case("size", [0, -1, 2**64 + 32, 32.0, "32", None])
-def test_wrong_threadgroup_bytes(size):
+def test_wrong_threadgroup_bytes_are_refused(size):
     words = r"\[0\] is .* threadgroup\(0\) scratch and must be an int of at least 1"
     with pytest.raises(TypeError, match=words):
         compile_shader(SOURCE).reverse(torch.zeros(8), threadgroup_bytes={0: size})

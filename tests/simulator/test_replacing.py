@@ -1,4 +1,4 @@
-"""replacing_compile_shader: torch's function compiles for the CPU, only inside of a block."""
+"""replacing_compile_shader: inside a block, torch's function compiles for the CPU."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ TORCHS_ERROR = "MPS is not available"
 
 
 @pytest.fixture(autouse=True)
-def restored():
+def original_is_restored():
     yield
     assert torch.mps.compile_shader is ORIGINAL
 
@@ -89,7 +89,7 @@ def test_options_that_torch_lacks_are_refused(source, options, words):
         library.last_counters  # noqa: B018
 
 
-def test_texts_that_only_a_mac_would_refuse():
+def test_checks_refuse_texts_that_a_mac_would_refuse():
     source = SOURCE.replace("x[i] += y;", "\ndouble z = y; x[i] += z;")
     with replacing_compile_shader():
         with pytest.raises(SyntaxError, match="program_source:4: double: `double` is not in Metal"):
@@ -99,7 +99,7 @@ def test_texts_that_only_a_mac_would_refuse():
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="torch's own function compiles")
-def test_other_threads():
+def test_only_process_wide_blocks_apply_to_other_threads():
     with replacing_compile_shader():
         assert str(in_thread(checks)) == TORCHS_ERROR
         with replacing_compile_shader(check=False, process_wide=True):
@@ -111,7 +111,7 @@ def test_other_threads():
         assert checks()
 
 
-def test_a_block_that_ends_in_another_order():
+def test_process_wide_blocks_may_end_in_any_order():
     first, second = (replacing_compile_shader(process_wide=True) for _ in range(2))
     first.__enter__()
     second.__enter__()
@@ -120,7 +120,7 @@ def test_a_block_that_ends_in_another_order():
     second.__exit__(None, None, None)
 
 
-def test_modules_that_imported_the_function(monkeypatch):
+def test_the_function_is_replaced_in_modules_that_imported_it(monkeypatch):
     module = types.ModuleType("kernels_of_a_user")
     module.compile_shader, module.other = ORIGINAL, 1
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -129,7 +129,7 @@ def test_modules_that_imported_the_function(monkeypatch):
         assert dir(inside(SOURCE)) == ["add"]
     assert module.compile_shader is ORIGINAL
     with replacing_compile_shader():
-        module.compile_shader = len  # is not restored
+        module.compile_shader = len  # rebound, so not restored
     assert module.compile_shader is len
     if not torch.backends.mps.is_available():
         with pytest.raises(RuntimeError, match=TORCHS_ERROR):

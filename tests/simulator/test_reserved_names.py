@@ -1,4 +1,4 @@
-"""Reserved words as names are refused at their line. Other uses of the words are not."""
+"""Reserved words as names are refused at their line. Other uses of the words compile."""
 
 import re
 
@@ -64,7 +64,7 @@ CASES = [
     for place, table in (("body", BODY), ("above", ABOVE))
     for line in table.strip().splitlines()
 ]
-FREE = """
+OTHER_USES = """
 static inline float4 f(float x) { return half(x) > half(2) ? float4(1) : x * float4(2); }
 struct S { auto f() const thread -> float4 { return float4(1); } uint : 3; };
 struct T { float x; operator half() const thread { return half(x); } };
@@ -99,10 +99,10 @@ def text(place: str, line: str) -> str:
 
 
 @each_case("place, word, line", CASES)
-def test_refused(place, word, line):
+def test_reserved_words_as_names_are_refused(place, word, line):
     source = text(place, line)
-    says = f"program_source:{LINES[place]}: error: `{word}` is a"
-    with pytest.raises(ShaderCompileError, match=re.escape(says)) as caught:
+    words = f"program_source:{LINES[place]}: error: `{word}` is a"
+    with pytest.raises(ShaderCompileError, match=re.escape(words)) as caught:
         compile_shader(source)
     assert f"rename it, for example to `{word}_`" in str(caught.value)
     actual = lint.lint_source(source)
@@ -110,7 +110,7 @@ def test_refused(place, word, line):
     assert all(f"`{word}`" in f.message for f in actual if f.rule == "reserved-name")
 
 
-def test_refused_by_the_command_and_the_fixture(tmp_path, capsys) -> None:
+def test_the_command_and_the_fixture_refuse_reserved_names(tmp_path, capsys) -> None:
     source = text("body", "short fragment = 1; out[i] = fragment;")
     path = tmp_path / "kernel.metal"
     path.write_text(source)
@@ -126,13 +126,13 @@ def test_refused_by_the_command_and_the_fixture(tmp_path, capsys) -> None:
 
 
 def test_other_uses_of_reserved_words_compile() -> None:
-    source = KERNEL.format(above=FREE, body="out[i] = f(1).x;")
+    source = KERNEL.format(above=OTHER_USES, body="out[i] = f(1).x;")
     compile_shader(source.replace("kernel void", "[[kernel]] void"), check=True)
     assert lint.lint_source(source, strict=False) == []
 
 
 def test_the_shim_defines_every_macro_of_metal() -> None:
-    """If the shim lacked a macro of the table, a text's `#ifndef` would define it."""
+    """If the shim lacked a macro of the table, `#ifndef` in a text would define the macro."""
     shim = "".join(path.read_text() for path in SHIM.rglob("*") if path.is_file())
     defined = set(re.findall(r"#define (\w+)", shim))
     defined |= {name[2:].partition("=")[0] for name in PREDEFINED if "=" in name}

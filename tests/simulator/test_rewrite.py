@@ -1,4 +1,4 @@
-"""The text passes: the C++ that they make of Metal, and the lines of their errors."""
+"""The passes over Metal text: the C++ that they produce, and the lines of their errors."""
 
 import re
 
@@ -45,14 +45,14 @@ def test_slot_may_be_an_enumerator_or_a_sum():
         "kernel [[max_total_threads_per_threadgroup(64)]] void",
     ],
 )
-def test_spellings_of_a_kernel(head):
+def test_each_spelling_of_a_kernel_is_recognised(head):
     text = f"{head} k(device int* a [[buffer(0)]]) {{ }}"
     assert kernel_of(text).callee == "::k"
     limit = "constant constexpr unsigned __msl_most_threads_0 = 64; " if "64" in head else ""
     assert rewritten(text) == f"{limit}static void k(device int* a) {{ }}"
 
 
-def test_kernel_in_a_namespace():
+def test_a_kernel_in_a_namespace_has_a_qualified_name():
     text = "namespace a { namespace b { kernel void k(device int* x) { } } } void other() { }"
     assert kernel_of(text).callee == "::a::b::k"
 
@@ -65,8 +65,8 @@ template [[host_name("y")]] kernel decltype(k<int, 4, false>) k<int, 4, false>;
 """
 
 
-def test_kernels_of_one_name():
-    """As in MLX's block_masked_gemm. An instantiation has the slots of its template."""
+def test_an_instantiation_finds_its_overload():
+    """As in MLX's block_masked_gemm. An instantiation has the slots of its overload."""
     kernels = rewrite(OVERLOADS.replace("N1", "3")).kernels
     assert [kernel.parameters[1].index for kernel in kernels] == [3, 5]
     with pytest.raises(MetalSourceError, match="cannot tell which `k<int,4>` is: rename all"):
@@ -89,7 +89,7 @@ kernel void has_a_local(device float* x) { int V = 2; x[0] = V; }
 """
 
 
-def test_missing_function_constants_of_each_kernel():
+def test_each_kernel_lists_its_missing_function_constants():
     missing = {kernel.name: kernel.missing for kernel in rewrite(CONSTANTS).kernels}
     assert missing == {"uses": ["by"], "free": [], "shadows": [], "has_a_local": []}
 
@@ -100,15 +100,15 @@ def test_missing_function_constants_of_each_kernel():
         ({9: 1}, ValueError, "no function constant 9; it has flag (1), by (2), maybe (3)"),
         ({"nope": 1}, ValueError, "no function constant 'nope'"),
         ({1: 2}, ValueError, "constants['flag'] is 2"),
-        ({"maybe": 2**31}, ValueError, "int holds -2147483648 to 2147483647"),
+        ({"maybe": 2**31}, ValueError, "int accepts -2147483648 to 2147483647"),
         ({"maybe": 0.5}, TypeError, "is a float; the source declares it as int"),
         ({"by": "x"}, TypeError, "is a str"),
         ({"by": float("inf")}, ValueError, "must be finite"),
-        ({"by": 1e300}, ValueError, "float holds up to 3.40282e"),
+        ({"by": 1e300}, ValueError, "float accepts up to 3.40282e"),
         ({1: True, "flag": True}, ValueError, "by name and as index 1"),
     ],
 )
-def test_wrong_function_constants(constants, error, words):
+def test_wrong_function_constants_are_errors(constants, error, words):
     with pytest.raises(error, match=re.escape(words)):
         rewrite(CONSTANTS, constants)
 
@@ -131,14 +131,14 @@ def test_wrong_function_constants(constants, error, words):
             1,
             "neither a number nor an earlier enumerator",
         ),
-        ("void f(int a,\n device int x[4) { }", 2, "`)` closes nothing"),
+        ("void f(int a,\n device int x[4) { }", 2, "`)` closes no bracket"),
         ("template [[kernel]] void f<int>();", 1, "needs [[host_name"),
     ],
 )
 def test_errors_name_the_line(text, line, words):
-    with pytest.raises(MetalSourceError, match=re.escape(words)) as raised:
+    with pytest.raises(MetalSourceError, match=re.escape(words)) as caught:
         rewrite(f'# 1 "some.metal"\n{text}\n')
-    assert str(raised.value).startswith(f"some.metal:{line}: error: ")
+    assert str(caught.value).startswith(f"some.metal:{line}: error: ")
 
 
 @each_case(

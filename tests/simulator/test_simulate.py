@@ -17,7 +17,7 @@ ops = torch.ops.metal_attn
 
 
 @pytest.fixture(autouse=True)
-def backend_unset(monkeypatch):
+def without_backend(monkeypatch):
     monkeypatch.delenv(BACKEND, raising=False)
 
 
@@ -26,7 +26,7 @@ def attend(**options):
     return ops.flash_fwd(q, k, v, **options)
 
 
-def test_cost_of_a_launch():
+def test_a_launch_needs_few_python_calls():
     calls = []
     with simulate() as run:
         attend(), attend()
@@ -49,7 +49,7 @@ def test_modules_that_compile_are_imported_at_the_first_use():
     assert run_alone(IMPORTED).strip() == "[]"
 
 
-def test_off_by_default():
+def test_the_simulator_is_off_by_default():
     assert not session.active()
     with pytest.raises(KeyError), simulate():
         assert session.active()
@@ -57,7 +57,7 @@ def test_off_by_default():
     assert not session.active()
 
 
-def test_environment_turns_it_on(monkeypatch):
+def test_an_environment_variable_turns_the_simulator_on(monkeypatch):
     for value in ("simulator", "reference", "mps", ""):
         monkeypatch.setenv(BACKEND, value)
         assert session.active() == (value == "simulator")
@@ -67,7 +67,7 @@ def test_environment_turns_it_on(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"check": True}, {"count": True}])
-def test_counters(options):
+def test_counters_are_summed_over_launches(options):
     with simulate(**options) as run:
         attend()
         once = run.counters["flash_fwd"]
@@ -89,12 +89,12 @@ def test_counters(options):
 def test_counters_need_a_counting_run(options, words):
     with simulate(**options) as run:
         attend()
-    assert len(run.launches) == (not options)
+    assert len(run.launches) == (0 if options else 1)  # a recording runs nothing
     with pytest.raises(RuntimeError, match=words):
         run.counters  # noqa: B018
 
 
-def test_innermost_run_decides_and_records():
+def test_the_innermost_block_has_effect_and_records():
     with simulate(check=True) as outer:
         with simulate() as inner:
             attend()
@@ -104,7 +104,7 @@ def test_innermost_run_decides_and_records():
     assert list(outer.counters) == ["flash_fwd"]
 
 
-def test_kernels_of_compile_shader_are_listed_or_refused():
+def test_kernels_of_compile_shader_run_unless_the_block_records():
     library = compile_shader("kernel void k(device int* x) { x[0] = 1; }", check=True)
     x = torch.zeros(1, dtype=torch.int32)
     with simulate(count=True) as run:
@@ -166,7 +166,7 @@ def test_recorded_launch_equals_the_one_that_runs():
     assert f"void {launch.kernel}(" in shaders.source(launch.family)
 
 
-def test_buffers_are_the_tensors():
+def test_recorded_buffers_are_the_tensors():
     whole = torch.empty(1, 2, 20, 8)
     q, k = whole[:, :, 3:12], torch.empty(1, 2, 9, 8)
     (launch,), (out, lse) = record(lambda: ops.flash_fwd(q, k, k))
@@ -180,7 +180,7 @@ def test_buffers_are_the_tensors():
     assert [b.writable for b in launch.buffers] == [False] * 3 + [True] * 2
 
 
-def test_params_are_the_bytes():
+def test_recorded_params_are_the_bytes_of_the_structure():
     (launch,), _ = record(lambda: attend(softmax_scale=0.375))
     assert launch.params_slot not in {b.slot for b in launch.buffers}
     assert struct.pack("i", 40) in launch.params  # the lengths
@@ -189,8 +189,8 @@ def test_params_are_the_bytes():
     assert 0 < len(changed) <= 4 * 2
 
 
-def test_nothing_is_compiled_or_run(monkeypatch):
-    """Half a billion keys would take hours."""
+def test_a_recording_compiles_and_runs_nothing(monkeypatch):
+    """A run with half a billion keys would take hours."""
     monkeypatch.setattr(shaders, "source", lambda family: pytest.fail("the text is read"))
     q = torch.empty(1, 1, 1, 128)
     k = torch.empty(1, 1, 1, 128).expand(1, 1, 2**29, 128)
@@ -202,7 +202,7 @@ def test_nothing_is_compiled_or_run(monkeypatch):
 
 
 def test_a_recording_keeps_its_tensors():
-    """Otherwise two successive tensors could have the same memory and look like one."""
+    """Otherwise two successive tensors could have the same address and look like one tensor."""
 
     def call():
         for _ in range(20):
@@ -219,12 +219,12 @@ def test_recorded_memory_is_freed_with_the_recording():
     out.fill_(3.0)
     tensor = weakref.ref(out)
     del out, launch
-    assert storage.view(torch.float32).eq(3).all()  # still there
+    assert storage.view(torch.float32).eq(3).all()  # the storage keeps the memory
     del storage
     assert tensor() is None
 
 
-def test_empty_tensors_have_no_bytes():
+def test_recorded_empty_tensors_have_no_bytes():
     q = torch.empty(1, 2, 5, 8)
     k = torch.empty(1, 2, 0, 8)
     launches, _ = record(lambda: ops.flash_fwd(q, k, k))

@@ -1,4 +1,4 @@
-"""Wrong uses of tensor operations: faults, and errors of compilation."""
+"""Wrong uses of tensor operations are faults or compile errors."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ constant constexpr auto ACCUMULATE = matmul2d_descriptor::mode::multiply_accumul
   for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;                             \\
   for (ushort i = 0; i < right.get_capacity(); ++i) right[i] = 1.0h;                           \\
   for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
-// A product of operands that T threads have staged. STAGE: element i of the left one by a thread.
+// A product of operands that T threads have staged. STAGE: each thread writes left's elements.
 #define STAGED(T, Scope)                                                                       \\
   constexpr auto shape = matmul2d_descriptor(16, 32, 32, false, false, false);                 \\
   matmul2d<shape, Scope> op;                                                                   \\
@@ -106,13 +106,13 @@ def planted(table, **options):
 
 
 PLANTED = planted(CASES)
-test_fault_is_reported, test_clean_twin_is_not = PLANTED.tests()
+test_fault_is_reported, test_clean_twin_has_no_fault = PLANTED.tests()
 test_fault_of_two_groups_is_reported, test_twin_of_two_groups = planted(
     TWO_GROUPS, threads=64, group_size=64
 ).tests()
 
 
-def test_a_simd_group_must_be_whole():
+def test_a_tensor_operation_needs_all_32_lanes():
     with pytest.raises(SimulatorFault, match="SIMD group 0, which has lanes 0-23 only"):
         PLANTED.run("some_lanes", True, threads=24, group_size=24)
 
@@ -120,25 +120,25 @@ def test_a_simd_group_must_be_whole():
 REFUSED = {
     "auto l = product<16, 16, 16>().LEFT(half, half); auto r = product<16, 16, 16>()."
     "RIGHT(half, half); product<16, 16, 16>().OUT(decltype(l), decltype(r));": (
-        "one of them is 32"
+        "and at least one 32"
     ),
-    "product<16, 32, 16>().LEFT(bfloat, half);": "does not multiply these types of elements",
+    "product<16, 32, 16>().LEFT(bfloat, half);": "not support this combination of element types",
     "product<16, 32, 16>().LEFT(half, int8_t);": "multiplies half, bfloat and float only",
-    "product<16, 32, -1>().LEFT(half, half);": "a K that is no dynamic_extent",
+    "product<16, 32, -1>().LEFT(half, half);": "a constant K, not dynamic_extent",
     "product<16, 32, 16, execution_simdgroups<2>>().LEFT(half, half);": "need execution_simdgroup",
-    "product<16, 32, 16>().OUT(half, half);": "by the types of both operands (decltype",
-    "product<16, 32, 16>().OUT(decltype(c), decltype(a));": "no tensor of const elements",
-    "product<16, 12, 16>().OUT(decltype(a), decltype(a));": "a multiple of 16 and the other of 8",
-    "product<8, 8, 16>().OUT(decltype(a), decltype(a));": "a multiple of 16 and the other of 8",
+    "product<16, 32, 16>().OUT(half, half);": "the types of both operands (decltype",
+    "product<16, 32, 16>().OUT(decltype(c), decltype(a));": "not accept tensors of const elements",
+    "product<16, 12, 16>().OUT(decltype(a), decltype(a));": "16, and the other a multiple of 8",
+    "product<8, 8, 16>().OUT(decltype(a), decltype(a));": "16, and the other a multiple of 8",
     "product<16, 32, 24>().OUT(decltype(a), decltype(a));": "dynamic_extent or a multiple of 16",
-    "product<16, 32, 16>().run(c, a, f);": "no tensor of const elements",
-    "product<16, 32, 16>().run(a, a, f);": "whether it overwrites is not known",
+    "product<16, 32, 16>().run(c, a, f);": "not accept tensors of const elements",
+    "product<16, 32, 16>().run(a, a, f);": "not known whether multiply overwrites",
     "auto o = product<16, 32, 16>().OUT(decltype(a), decltype(a)); "
     "product<32, 16, 16>().run(a, a, o);": "the destination belongs to another product",
     "auto l = product<16, 32, 16>().LEFT(half, half); "
     "product<16, 16, 32>().run(l, a, f);": "the left operand belongs to another product",
     "auto o = product<16, 32, 16>().OUT(decltype(a), decltype(a)); o.store(a);": (
-        "elements of its own type"
+        "elements of the same type"
     ),
     "auto o = product<16, 32, 16>().OUT(decltype(a), decltype(a)); o.load(a);": (
         "does not convert elements"
@@ -147,7 +147,7 @@ REFUSED = {
 }
 
 
-def test_wrong_uses_are_refused_at_their_line():
+def test_wrong_uses_are_errors_at_their_line():
     above = """
 #define LEFT(L, R) get_left_input_cooperative_tensor<L, R, float>()
 #define RIGHT(L, R) get_right_input_cooperative_tensor<L, R, float>()

@@ -78,7 +78,7 @@ def test_multiplication_overwrites_the_destination():
 
 
 # The lane maps of 16x32x16 as MLX 0.32 and PyTorch 2.15 use them: (row, column) as stored.
-def table(operand, lane_map, lane, slot):
+def published(operand, lane_map, lane, slot):
     if lane_map == "apple10":
         row = ((lane >> 2 & 4) | (lane >> 1 & 3)) + 8 * (slot % 8 // 4)
         column = ((lane >> 2 & 2) | (lane & 1)) * 4 + slot % 4
@@ -135,7 +135,8 @@ def test_the_lane_maps_of_families_are_those_of_published_kernels(probe, lane_ma
     for operand, actual in probe(lane_map).items():
         _, slots, _ = actual.shape
         expected = [
-            [table(operand, lane_map, lane, slot) for slot in range(slots)] for lane in range(32)
+            [published(operand, lane_map, lane, slot) for slot in range(slots)]
+            for lane in range(32)
         ]
         assert actual.tolist() == [[list(place) for place in row] for row in expected], operand
 

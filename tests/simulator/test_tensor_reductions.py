@@ -43,7 +43,7 @@ kernel void softmax(device half* a, device half* b, device float* p, device floa
     if (it.is_valid_element()) sums[it.get_multidimensional_index()[0]] = *it;
 }
 
-// (A B) C, whose first product is the second's left input if it can be.
+// (A B) C. If the lane maps allow it, A B is copied to the left input of the second product.
 kernel void chained(device half* a, device half* b, device half* c, device float* out,
                     constant int& asks [[buffer(4)]], device int* could) {
   constexpr auto first = matmul2d_descriptor(ROWS, COLUMNS, 16, false, false, false, MULTIPLY);
@@ -80,7 +80,7 @@ def operands():
 
 @pytest.mark.parametrize("lane_map", LANE_MAPS)
 @pytest.mark.parametrize("identity", [-1e30, -1.0, torch.nan], ids=["lowest", "-1", "default"])
-def test_rows_and_columns(kernels, operands, lane_map, identity):
+def test_rows_and_columns_are_reduced(kernels, operands, lane_map, identity):
     a, b = -operands[0].abs() / 4, operands[1].abs()
     p, maxima, sums = torch.zeros(16, 32), torch.zeros(16), torch.zeros(32)
     kernels.softmax(a, b, p, maxima, sums, identity, threads=32, group_size=32, lane_map=lane_map)
@@ -102,7 +102,7 @@ def test_a_destination_is_an_input_where_the_lane_maps_are_the_same(kernels, ope
     arguments = (*operands, out, 1, could)
     kernels.chained(*arguments, threads=32, group_size=32, arg_casts="int32", lane_map=lane_map)
     is_family = isinstance(lane_map, str)
-    assert could.tolist() == [is_family, False]  # no other type of elements fits
+    assert could.tolist() == [is_family, False]  # the element types differ in the second
     if is_family:
         a, b, c = operands
         expected = (a.float() @ b.float()).half().float() @ c.float()
@@ -111,7 +111,7 @@ def test_a_destination_is_an_input_where_the_lane_maps_are_the_same(kernels, ope
 
 def test_an_input_of_another_lane_map_is_a_fault(kernels, operands):
     arguments = (*operands, torch.zeros(16, 16), 0, torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(SimulatorFault, match="a left input is made of a tensor") as caught:
+    with pytest.raises(SimulatorFault, match="a left input is copied from a tensor") as caught:
         kernels.chained(*arguments, threads=32, group_size=32, arg_casts="int32", lane_map=0)
     line = (TENSORS + KERNELS[: KERNELS.index("auto input =")]).count("\n") + 1
     assert (caught.value.kind, caught.value.line) == ("tensor", line)

@@ -37,8 +37,8 @@ kernel void of_three_groups(device half* a, device half* b, device float* c) {
   into_registers<execution_simdgroups<3>>(a, b, c);
 }
 
-// 2 (1 + A B), by set and get of each slot and of one past the last. Threads of three groups lack
-// some elements. sums: the sum of the elements that a thread gets.
+// 2 (1 + A B), by set and get of each slot and of a slot past the last. Some slots have no element.
+// sums: for each thread, the sum of the elements that it gets.
 kernel void by_get_and_set(device half* a, device half* b, device float* c, device float* sums,
                            uint thread_index [[thread_index_in_threadgroup]]) {
   PRODUCT(execution_simdgroups<3>, ACCUMULATE, VIEW(a, INNER, ROWS), VIEW(b, INNER, COLUMNS))
@@ -53,7 +53,7 @@ kernel void by_get_and_set(device half* a, device half* b, device float* c, devi
   out.store(VIEW(c, COLUMNS, ROWS));
 }
 
-// Slices of larger views, without the first row and the first 8 of K.
+// Slices of larger views, without the first row and without k < 8.
 kernel void sliced(device half* a, device half* b, device float* c) {
   PRODUCT(execution_simdgroup, ACCUMULATE, VIEW(a, INNER, ROWS).slice(8, 1),
           (VIEW(b, INNER, COLUMNS).slice<16, 32>(8, 0)))
@@ -62,8 +62,8 @@ kernel void sliced(device half* a, device half* b, device float* c) {
   out.store(VIEW(c, COLUMNS, ROWS - 1));
 }
 
-// One thread, a SIMD group and four of them, with the result in memory. The right operand is
-// in threadgroup memory, and the left is transposed.
+// One thread or four SIMD groups, with the result in memory. The right operand is in threadgroup
+// memory, and the left operand is transposed.
 template <class Scope, bool ALONE>
 void into_memory(device half* a, device half* b, device float* c, threadgroup half* shared,
                  uint thread_index) {
@@ -95,7 +95,7 @@ def views():
 
 
 def memory(rows, columns, dtype):
-    """A matrix in rows of 56, with NaN after its last column; and the memory."""
+    """A matrix, and its memory: rows of 56 elements, NaN after the matrix's last column."""
     whole = torch.full((rows, 56), torch.nan, dtype=dtype)
     whole[:, :columns] = torch.randn(rows, columns)
     return whole[:, :columns], whole
@@ -113,13 +113,14 @@ def matrices():
     }
 
 
-AS_NEEDED, OTHERWISE = ("a", "b"), ("a transposed", "b plain")
+RIGHT_TRANSPOSED, LEFT_TRANSPOSED = ("a", "b"), ("a transposed", "b plain")
 PRODUCTS = {
-    "cooperative": (32, AS_NEEDED, lambda a, b, c: a @ b.T),
-    "of_three_groups": (96, AS_NEEDED, lambda a, b, c: a @ b.T),  # some slots have no element
-    "sliced": (32, AS_NEEDED, lambda a, b, c: 1 + a[1:, 8:24] @ b[:, 8:24].T),
-    "by_thread": (128, OTHERWISE, lambda a, b, c: c + a.T @ b),
-    "by_simdgroups": (128, OTHERWISE, lambda a, b, c: c + a.T @ b),
+    "cooperative": (32, RIGHT_TRANSPOSED, lambda a, b, c: a @ b.T),
+    # Some slots of three groups have no element.
+    "of_three_groups": (96, RIGHT_TRANSPOSED, lambda a, b, c: a @ b.T),
+    "sliced": (32, RIGHT_TRANSPOSED, lambda a, b, c: 1 + a[1:, 8:24] @ b[:, 8:24].T),
+    "by_thread": (128, LEFT_TRANSPOSED, lambda a, b, c: c + a.T @ b),
+    "by_simdgroups": (128, LEFT_TRANSPOSED, lambda a, b, c: c + a.T @ b),
 }
 
 

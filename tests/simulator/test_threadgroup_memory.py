@@ -1,4 +1,4 @@
-"""The threadgroup memory of a kernel is known before a run, and equals that of a run."""
+"""The threadgroup memory that is known before a run equals the memory that the run uses."""
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from torch_metal_attn.simulator import cache, toolchain
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch, tmp_path):
+def no_cached_choice(monkeypatch, tmp_path):
     monkeypatch.delenv(toolchain.OVERRIDE, raising=False)
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path / "cache"))
     monkeypatch.setattr(toolchain.platform, "machine", lambda: "x86_64")
@@ -55,15 +55,15 @@ NO_BFLOAT = "cannot compute in bfloat16"
         ("x86_64", {"clang++": "Apple clang version 16.0.0 (clang-1600.0.26)"}, None, "clang++"),
         ("arm64", {"clang++": "Apple clang version 16.0.0 (clang-1600.0.26)"}, None, NO_BFLOAT),
         ("arm64", {"clang++": "Apple clang version 17.0.0 (clang-1700.0.13)"}, None, "clang++"),
-        # The newest of those with a number, if the plain one is old.
+        # If clang++ is too old, the newest clang++-N is chosen.
         ("x86_64", {"clang++": OLD, "clang++-17": NEW, "clang++-19": NEW}, None, "clang++-19"),
-        # The package, if the system has none that is new enough.
+        # If no clang of the system is new enough, the package is chosen.
         ("x86_64", {"clang++": OLD, **ZIG}, None, "zig"),
         ("x86_64", {"zig": "clang version 18.1.6"}, None, "zig"),
         ("aarch64", {"zig": "clang version 18.1.6"}, None, "-linux-gnu is clang 18"),
         ("x86_64", {"clang++": OLD}, None, "is clang 14.*install"),
         ("riscv64", {"clang++": NEW}, None, "not riscv64"),
-        # One that is named comes before all others.
+        # The clang that the setting names comes before all others.
         ("x86_64", {"clang++": NEW, "mine": NEW}, "mine", "mine"),
         ("x86_64", {"clang++": NEW, **ZIG}, "ziglang", "zig"),
         ("x86_64", {"clang++": NEW}, "ziglang", "CLANG=ziglang: the package is not installed"),
@@ -72,7 +72,7 @@ NO_BFLOAT = "cannot compute in bfloat16"
         ("x86_64", {"other": NEW}, "mine", "TORCH_METAL_ATTN_CLANG=mine: no such program"),
     ],
 )
-def test_choice_of_the_compiler(programs, monkeypatch, machine, installed, override, actual):
+def test_choice_or_its_error(programs, monkeypatch, machine, installed, override, actual):
     paths = {name: programs(name, version) for name, version in installed.items()}
     monkeypatch.setattr(toolchain.platform, "machine", lambda: machine)
     if override:
@@ -116,7 +116,7 @@ def test_ziglang_links_with_what_the_system_has(programs, monkeypatch, system):
         ("linux", "", r": run `pip install -U ziglang`"),
     ],
 )
-def test_what_to_install(programs, monkeypatch, system, release, advice):
+def test_the_error_says_what_to_install(programs, monkeypatch, system, release, advice):
     """No Xcode of macOS 14 has a clang that is new enough, and the newest zig is for macOS 15."""
     programs("clang++", "Apple clang version 16.0.0 (clang-1600.0.26.6)")
     monkeypatch.setattr(toolchain.platform, "machine", lambda: "arm64")
@@ -134,7 +134,7 @@ def test_what_to_install(programs, monkeypatch, system, release, advice):
         ("arm64", "Apple clang version 24.0", set()),
     ],
 )
-def test_flags_of_machine_and_compiler(monkeypatch, machine, version, flags):
+def test_flags_depend_on_machine_and_compiler(monkeypatch, machine, version, flags):
     monkeypatch.setattr(toolchain.platform, "machine", lambda: machine)
     tool = toolchain.Toolchain(("clang++",), ("clang++",), version, "")
     assert set(tool.compiler_flags()) == {"-fPIC"} | flags

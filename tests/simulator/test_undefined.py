@@ -34,10 +34,10 @@ void put(thread float* p, int at) {
 float sign_of(float x) {
   if (x >= 0) return 1;  //! sign_of
 }
-float deep(float x, float least) {
+float deep(float x, float lowest) {
   volatile float kept[100];  //! deep
   kept[0] = x;
-  return x < least ? x : deep(x - 1, least) + kept[0];
+  return x < lowest ? x : deep(x - 1, lowest) + kept[0];
 }
 template <typename T, typename Amount>
 T shifted(T x, Amount by) {
@@ -77,7 +77,7 @@ unsigned_index_below_a_buffer: out_of_bounds: at byte 17179869180 of buffer(1), 
   uint at = n[i]; o[i] = a[at {~- => +~} 1];
 division_by_zero: integer_division, unchecked too: int 5 divided by 0
   o[i] = 5 / n[i {~=> + 1~}];
-least_by_minus_one: integer_division, unchecked too
+smallest_by_minus_one: integer_division, unchecked too
   int x = n[1] - 2; o[i] = (x * 2147483647 {~- 1 =>~}) / x;
 vector_division_by_zero: integer_division
   int4 v = int4(8) / int4(n[1], n[2], {~n[0] => n[5]~}, n[3]); o[i] = v.x + v.z;
@@ -91,7 +91,7 @@ vector_to_int: float_to_integer
   int4 v = int4(float4({~1e20f => 1e7f~} * a[i])); o[i] = v.x;
 shift_by_the_width: shift: shift of int by 32 bits
   o[i] = {~1 << (n[i] + 1) => 1u << n[i]~};
-shift_by_less_than_nothing: shift: shift of int by -1 bits
+shift_by_a_negative_amount: shift: shift of int by -1 bits
   o[i] = 8 >> {~(n[i] - 1) => n[i]~};
 vector_by_the_width: shift
   int4 v = int4(i) << int4(n[{~32 => 31~}]); o[i] = v.y;
@@ -110,7 +110,7 @@ swizzle_that_is_changed: shift
   uint4 v = uint4(n[9]); v.zx >>= uint2(n[1], n[{~32 => 2~}]); o[i] = v.x;
 vector_in_device_memory: shift
   ((device packed_int2*)(o + 2 * i))[0] <<= n[30] + n[{~2 => 1~}];
-rotation_by_nothing: shift
+rotation_by_zero: shift
   uint4 v = uint4(i, 1, 2, 3);
   o[i] = (v << n[{~0 => 5~}] | v >> (32 - n[{~0 => 5~}])).x;  //!
 vector_in_a_template: shift
@@ -149,9 +149,9 @@ a_function_without_its_return: missing_return, unchecked too
   o[i] = sign_of({~-a[i] - 1 => a[i]~});
 recursion_without_end: stack_overflow, unchecked too
   o[i] = deep({~a[i], -1e30f => a[1], -1~});
-a_clamp_to_nothing: clamp: clamp to a minimum above the maximum
+a_clamp_with_its_minimum_above_its_maximum: clamp: clamp to a minimum above the maximum
   o[i] = clamp(n[i], 3, n[{~2 => 4~}]);
-a_clamp_of_a_vector_to_nothing: clamp
+a_clamp_of_a_vector_with_its_minimum_above_its_maximum: clamp
   o[i] = clamp(float2(a[i]), float2(1, a[{~3 => 2~}]), float2(2)).y;
 lane_past_the_last: simd_lane: lane 32, where 31 is the last
   o[i] = simd_shuffle(a[i], ushort(i + 1) {~=> % 32~});
@@ -178,14 +178,14 @@ a_loop_that_polls: endless_loop
 """
 PLANTED = Planted(CASES, FUNCTIONS)
 
-test_fault_is_reported, test_clean_twin_is_not = PLANTED.tests()
+test_fault_is_reported, test_clean_twin_has_no_fault = PLANTED.tests()
 
 
-def test_shifts_in_constants():
+def test_shifts_in_constant_expressions_have_their_value():
     assert PLANTED.run("constants", True)[0] == 8 * 4 + (2 << 9) + (8 << 9 >> 3) - 1
 
 
-def test_the_thread_of_a_shift():
+def test_a_fault_of_a_shift_names_the_thread():
     assert PLANTED.fault("one_thread_of_a_vector").thread == (31, 0, 0)
 
 
@@ -242,7 +242,7 @@ def test_signal_handlers_are_restored():
         signal.signal(signal.SIGURG, signal.SIG_DFL)
 
 
-def test_step_limit_of_a_call():
+def test_a_call_stops_at_its_step_limit():
     body = "volatile float x = 0;\nfor (int k = 0; k < which; ++k) x += 1;\no[0] = x;"
     library, (out, *rest) = compiled(body, check=True), arguments()
     library.k(out, *rest, 100, threads=3, step_limit=300, arg_casts="int32")
@@ -257,7 +257,7 @@ def test_step_limit_of_a_call():
             library.k(out, *rest, 1, step_limit=limit)
 
 
-def test_step_limit_of_a_simulate_block():
+def test_an_op_stops_at_the_step_limit_of_the_block():
     q = torch.randn(1, 1, 40, 32)
     with simulate(check=True, step_limit=20), pytest.raises(SimulatorFault) as caught:
         torch.ops.metal_attn.flash_fwd(q, q, q)

@@ -34,7 +34,7 @@ def library():
     return compile_shader(SOURCE, check=True)
 
 
-def test_reads_of_unwritten_elements(library):
+def test_reads_of_unwritten_elements_are_faults(library):
     o = torch.zeros(8)
     with simulate(check=True, uninitialised=[o]):
         library.put(o, threads=5)
@@ -58,7 +58,7 @@ def test_only_the_elements_of_the_tensor_are_uninitialised(library):
                 library.add(whole.flatten()[start:], threads=1)
 
 
-def test_an_atomic_update_reads(library):
+def test_an_atomic_update_of_an_unwritten_element_is_a_fault(library):
     n = torch.zeros(1, dtype=torch.int32)
     with simulate(check=True, uninitialised=[n]):
         with pytest.raises(SimulatorFault):
@@ -78,7 +78,7 @@ def test_tensors_that_an_op_allocates_are_uninitialised(monkeypatch):
     expect_caught(lambda: problems.run("splits"), fault="uninitialised", kernel="merge_splits")
 
 
-def test_an_op_does_not_remember_what_another_allocated():
+def test_memory_that_an_earlier_op_allocated_is_initialised_again():
     # torch reuses the memory of freed tensors for the next op.
     with simulate(check=True):
         for _ in range(3):
@@ -87,7 +87,7 @@ def test_an_op_does_not_remember_what_another_allocated():
             flash_attn_func(out, out, out)
 
 
-def test_a_write_to_a_const_buffer(library):
+def test_a_write_to_a_const_buffer_is_a_fault(library):
     o, p = torch.zeros(8), torch.zeros(8)
     with pytest.raises(SimulatorFault, match=r"read-only buffer\(0\)") as caught:
         library.write_through_a_cast(o, p, threads=1)

@@ -1,4 +1,4 @@
-"""Reads of unwritten private variables are faults if the value decides something."""
+"""A read of an unwritten private variable is a fault if its value decides something."""
 
 from .planted import Planted
 
@@ -166,4 +166,4 @@ among_cases: uninitialised
   float x; switch (n[{~3 => 2~}]) { case 1: x = 1; break; case 2: float y; y = 3; x = y; }
   o[i] = x;  //!
 """
-test_fault_is_reported, test_clean_twin_is_not = Planted(CASES, FUNCTIONS).tests()
+test_fault_is_reported, test_clean_twin_has_no_fault = Planted(CASES, FUNCTIONS).tests()

@@ -21,8 +21,7 @@ from .wording import count_text
 DESCRIPTION = """Compiles Metal files, reports what Apple's compiler would refuse, and lists
 the kernels with their arguments and threadgroup memory. The exit status is 1
 if a file does not compile or anything is reported, and 2 if the command
-cannot run. It does not say how many registers a kernel
-needs."""
+cannot run. The command does not report how many registers a kernel needs."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_all(options: argparse.Namespace) -> bool:
-    """Check all files; False for a finding. Raises BadRequest."""
+    """Check all files; True if no file has a finding. Raises BadRequest."""
     texts = {file: _text(file) for pattern in options.files for file in _matching(pattern)}
     passed = True
     for file, text in texts.items():
@@ -99,7 +98,7 @@ def _text(file: Path) -> str:
 
 
 def _check(file: Path, text: str, options: argparse.Namespace) -> bool:
-    """Print findings and kernels of a file; False for a finding. Raises BadRequest."""
+    """Print findings and kernels of a file; True without findings. Raises BadRequest."""
     folders = [file.resolve().parent, *options.include]
     pairs = (define.partition("=") for define in options.define)
     defines = {name: value if equals else "1" for name, equals, value in pairs}

@@ -31,19 +31,19 @@ __tracebackhide__ = diagnostics.hides_frames
 HERE = Path(__file__).parent
 SHIM = HERE / "shim"
 IN_TEXTS = "/<metal>/"  # the shim's folder in preprocessed texts; clang makes other names absolute
-SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that has no file
+SOURCE_NAME = "program_source"  # the name that Metal's own compiler gives a source without a file
 TEXT = "program.cpp"
 PRECOMPILED = "shim.pch"
-# All functions are inlined, as a GPU's compiler does. LLVM's own choice would take longer.
+# A GPU's compiler inlines all functions too. LLVM's own choice would take longer to compile.
 INLINED = (
     "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n",
     "\n#pragma clang attribute pop\n",
 )
-MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
+MAX_COMPILED_AT_ONCE = 8  # the kernels of a text that has more are compiled one by one
 
-# Functions are convergent until their body shows otherwise: the engine's entries call through a
-# table, so LLVM would take them for plain functions and duplicate a barrier into branches. Nor may
-# it take what a null pointer reaches for code that never runs.
+# -fconvergent-functions: calls of the engine go through a table, so LLVM would not recognise a
+# barrier and might duplicate it into branches. -fno-delete-null-pointer-checks: LLVM must not
+# remove code because it uses a null pointer.
 LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-math-errno
     -ffp-contract=on -Xclang -cl-single-precision-constant
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
@@ -63,46 +63,46 @@ KEYWORDS = [
     "-Dhalf=_Float16",
     "-Dcoherent(scope)=",  # here all memory is coherent
 ]
-# A thread's stack is small, as on a GPU. Needing more of it is an error instead of an overflow.
+# A thread's stack is small, as on a GPU. A function that needs more is an error, not an overflow.
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
     -Werror=return-stack-address -ferror-limit=200
     -fno-diagnostics-show-note-include-stack -fno-elide-type
     -ftemplate-backtrace-limit=0""".split()
-# A function that ends without its return stops there, an access outside of a private variable is a
-# trap, and a function that calls itself is found out.
+# The flags stop a function that ends without a return, trap an access outside of a private
+# variable, and call the engine at the start of each function, which finds endless recursion.
 PLAIN = """-O2 -fsanitize=return,local-bounds -fno-sanitize-recover=return
     -fsanitize-trap=local-bounds -finstrument-function-entry-bare""".split()
 CHECKED = """-O1 -gline-tables-only -gno-column-info -fno-vectorize -fno-slp-vectorize
     -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
     -mllvm -tsan-instrument-read-before-write=1 -mllvm -disable-vector-combine""".split()
 # llvm/undefined.py turns the sanitizer's calls into calls to the engine. Builds that only count
-# leave this out, as it would be counted.
+# omit these flags, because the checks would be counted.
 UNDEFINED = """-DMSL_UNDEFINED -fsanitize=array-bounds,integer-divide-by-zero,float-cast-overflow
     -fsanitize=shift-exponent,return,unreachable
     -fno-sanitize-recover=array-bounds,integer-divide-by-zero,float-cast-overflow,shift-exponent
     -ftrivial-auto-var-init=pattern""".split()
-# Not where operations are counted, which a GPU's compiler unrolls. Elsewhere loops stay loops: a
-# checked kernel seldom runs long, and half the code compiles in three quarters of the time.
+# Builds that count do unroll loops, because a GPU's compiler does. Other checked builds do not:
+# their kernels seldom run long, and half the code compiles in three quarters of the time.
 ROLLED = """-mllvm -unroll-threshold=0 -mllvm -pragma-unroll-threshold=0
     -mllvm -unroll-allow-partial=0""".split()
-# Only with the second does `clang -E` expand macros in pragmas, as clang does when it compiles.
+# -fms-extensions lets `clang -E` expand macros in pragmas, as clang does when it compiles.
 EXPAND = "-E -fms-extensions -U_MSC_EXTENSIONS".split()
 TO_IR = "-S -emit-llvm - -o -".split()
 UNOPTIMISED = "-Xclang -disable-llvm-passes".split()
-# Clang writes elements of its own vectors of bool wrongly (`ir.with_bool_elements`). Only LLVM's
-# verifier sees it: the passes make something else of it.
+# Clang emits invalid IR for elements of its vectors of bool (`ir.with_bool_elements`). Only LLVM's
+# verifier reports this. Without the verifier, LLVM's passes would turn the IR into other code.
 VERIFIED = "-fverify-intermediate-code -fno-crash-diagnostics".split()
-# The messages of Linux's and macOS's loaders for a function that is not there.
+# The messages of Linux's and macOS's loaders for a function that is not defined.
 MISSING = re.compile(r"(?:undefined symbol: |symbol not found[^']*'_)([^\s']+)")
 BROKEN = "Broken module found"
-# The IR is optimised already. Better machine code costs more time than a test's few launches save.
+# The IR is already optimised. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
 PLAIN_BACK_END = "-x ir -O2 -Xclang -disable-llvm-passes".split()
 
 
 class ShaderCompileError(diagnostics.KernelError, SyntaxError):
-    """Metal text that does not compile. torch raises one of two types for this; this is both."""
+    """Metal text that does not compile. torch raises RuntimeError or SyntaxError; this is both."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -122,7 +122,7 @@ class Image:
 
     @functools.cache  # noqa: B019
     def most_threads(self, symbol: str) -> int:
-        """Threads that a threadgroup may have of the kernel with this `most_threads_symbol`."""
+        """The maximum threads per threadgroup of the kernel with this `most_threads_symbol`."""
         limit = ctypes.c_uint.in_dll(self.library, symbol).value
         return min(limit or MAX_THREADS, MAX_THREADS)
 
@@ -151,7 +151,7 @@ class Program:
     @property
     def compiles_at_once(self) -> bool:
         """True if all kernels share one image."""
-        return len(self.kernels) <= MOST_TOGETHER
+        return len(self.kernels) <= MAX_COMPILED_AT_ONCE
 
     def image(self, name: str = "") -> Image:
         """The image that holds the kernel `name`, or all kernels."""
@@ -173,7 +173,7 @@ class Program:
         return _front_end([*host_command(), *PLAIN], text)
 
     def _compiled(self, text: str) -> Path:
-        """Its entry in the cache, by the text: not every define makes a difference."""
+        """The image's cache entry. The key is from the text, which some defines do not change."""
         kind = _kind(self.check, self.counted)
         key = cache.digest([own_digest(), toolchain.find().identity, text, kind])
         return cache.lookup(key) or cache.store(key, _compile(text, self.check, self.counted))
@@ -221,7 +221,7 @@ def _renew_lock() -> None:
         gc.enable()
 
 
-# Another thread of the parent may have held the lock, and does not exist in the child.
+# A thread that held the lock at the fork does not exist in the child, so nothing would release it.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
@@ -236,7 +236,7 @@ def build(
     count: bool = False,
     language: str = versions.DEFAULT,
 ) -> Program:
-    """Preprocess and rewrite a Metal text, or take it from the cache. count: all operations."""
+    """Preprocess and rewrite a Metal text, or load the result of an earlier build."""
     request = [
         own_digest(),
         toolchain.find().identity,
@@ -251,7 +251,7 @@ def build(
         return preprocess(source, include_dirs, defines or {}, check, count, language)
 
     try:
-        # The key needs the text of headers, which may change.
+        # Headers may change, so the key includes their text.
         text = preprocessed() if include_dirs else ""
         key = cache.digest([*request, text])
         with _lock:
@@ -283,10 +283,10 @@ def preprocess(
         command.append("-DMSL_CHECKED")
     if check:
         command.append("-DMSL_UNDEFINED")
-    # After the shim, which a macro called T would break.
+    # The macros follow the shim, because a macro called T would break it.
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     text = f'{macros}#line 1 "{SOURCE_NAME}"\n{source}\n'
-    # A kernel takes only macros of the shim: the text of it would be written and read each time.
+    # -imacros takes only the macros of the shim. Its text would be written and read each time.
     command_of_text = [*command, "-imacros", "metal_stdlib", "-"]
     if include_dirs or reserved.may_define(text):
         reserved.check_directives(_run([*command_of_text, "-dD"], text).partition(END_OF_SHIM)[2])
@@ -295,18 +295,18 @@ def preprocess(
         tokens = TokenList(lex(unexpanded.partition(END_OF_SHIM)[2]))
         reserved.refuse_names(tokens, reserved.MACROS)
     preprocessed = _run(command_of_text, text)
-    return _shim(tuple(command)) + _named(preprocessed.partition(END_OF_SHIM)[2])
+    return _shim(tuple(command)) + _with_shared_names(preprocessed.partition(END_OF_SHIM)[2])
 
 
 @lru_cache(maxsize=16)
 def _shim(command: tuple[str, ...]) -> str:
     """The shim's text, which is the same for all kernels that `command` preprocesses."""
-    text = _named(_run([*command, "-include", "metal_stdlib", "-"], ""))
+    text = _with_shared_names(_run([*command, "-include", "metal_stdlib", "-"], ""))
     return text[: text.index(END_OF_SHIM)] + END_OF_SHIM
 
 
-def _named(preprocessed: str) -> str:
-    """The text with names of the shim's files that all installations share, as the cache."""
+def _with_shared_names(preprocessed: str) -> str:
+    """The text with the shim's folder as IN_TEXTS, so that installations can share a cache."""
     return preprocessed.replace(str(SHIM) + os.sep, IN_TEXTS)
 
 
@@ -339,7 +339,7 @@ def _compile(text: str, check: bool, count: bool) -> dict[str, bytes]:
     if check or count:
         command += ["-DMSL_CHECKED", *CHECKED]
         command += [*(UNDEFINED if check else []), *([] if count else ROLLED)]
-        # Counts are of what is left of functions that were optimised before they were inlined.
+        # Without INLINED, LLVM optimises functions before it inlines them. Counting comes later.
         ir = _front_end(command, text, ("", "") if count else INLINED)
         with _collector_paused():
             ir, sites = instrument(ir, in_shim, count)
@@ -375,7 +375,7 @@ def _front_end(command: list[str], text: str, around: tuple[str, str] = INLINED)
 
 
 def _ir_of(command: list[str], more: list[str], text: str, around: tuple[str, str]) -> str:
-    """The LLVM IR of a text; without the precompiled shim if that fails, for clang's message."""
+    """The LLVM IR of a text. Errors have the message of a compilation without precompiled shim."""
     shim, marker, rest = text.partition(END_OF_SHIM)
     if marker:
         try:
@@ -393,9 +393,9 @@ def precompiled(command: list[str], shim: str) -> Path:
     entry = cache.lookup(key)
     if entry is None:
         with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
-            made = Path(scratch, PRECOMPILED)
-            _run([*command, "-x", "c++-header", "-", "-o", str(made)], shim)
-            entry = cache.store(key, {PRECOMPILED: made.read_bytes()})
+            header = Path(scratch, PRECOMPILED)
+            _run([*command, "-x", "c++-header", "-", "-o", str(header)], shim)
+            entry = cache.store(key, {PRECOMPILED: header.read_bytes()})
     return entry / PRECOMPILED
 
 
@@ -405,10 +405,10 @@ def _load_image(entry: Path) -> Image:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        if lacks := MISSING.search(str(error)):
+        if undefined := MISSING.search(str(error)):
             raise ShaderCompileError(
-                f"the Metal source calls `{lacks.group(1)}`, which is only declared. Define it; "
-                "the simulator has none of Apple's own functions, such as those of `air.*`"
+                f"the Metal source calls `{undefined[1]}`, which is only declared: define it. The "
+                "simulator has none of Apple's own functions, such as those of `air.*`"
             ) from None
         raise RuntimeError(f"a compiled kernel does not load: {error}") from error
     return Image([tuple(Frame(**frame) for frame in site) for site in table], library)
@@ -424,7 +424,9 @@ def _run(command: list[str], text: str) -> str:
         command, input=text.encode(), capture_output=True, cwd=tempfile.gettempdir()
     )
     if done.returncode:
-        said = _named(done.stderr.decode(errors="replace")).replace(IN_TEXTS, IN_TEXTS[1:])
-        readable = diagnostics.readable(said, in_shim)
+        messages = _with_shared_names(done.stderr.decode(errors="replace")).replace(
+            IN_TEXTS, IN_TEXTS[1:]
+        )
+        readable = diagnostics.readable(messages, in_shim)
         raise ShaderCompileError(f"the Metal source does not compile:\n{readable}")
     return done.stdout.decode()

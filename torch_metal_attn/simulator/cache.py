@@ -1,4 +1,4 @@
-"""A directory of compiled images, addressed by what they were made from (`trim` has its limits)."""
+"""A directory of compiled images. The key is a digest of their inputs. `trim` limits the size."""
 
 import fcntl
 import hashlib
@@ -17,11 +17,11 @@ LIMIT = "TORCH_METAL_ATTN_CACHE_MIB"
 DEFAULT_LIMIT_MIB = 1024
 SEAL = "seal.json"
 IN_USE_SECONDS = 3600.0
-NOTE_SECONDS = 600.0  # between two notes of a use on disk
-# The directory is measured at a process' first store, and again after so large a part of the limit.
+NOTE_SECONDS = 600.0  # the minimum time between two updates of an entry's time of last use
+# The directory's size is measured at a process's first store, and then each time that the process
+# has stored 1/MEASURED_PART of the limit.
 MEASURED_PART = 16
-# To take the place of damaged entries, each of which another process may have stored meanwhile.
-ATTEMPTS = 100
+ATTEMPTS = 100  # to replace a damaged entry, which another process may store again meanwhile
 
 _Version = tuple[int, int] | None
 
@@ -40,10 +40,10 @@ def cache_dir() -> Path:
 
 
 def limit() -> int:
-    """The bytes that the cache may take; raises CacheError if the setting is not such a number."""
+    """The maximum bytes of the cache; raises CacheError if the setting is invalid."""
     text = os.environ.get(LIMIT, "")
     if text and not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise CacheError(f"{LIMIT} is {text!r}; it must be a whole number of MiB from 1 up")
+        raise CacheError(f"{LIMIT} is {text!r}; it must be a whole number of MiB, at least 1")
     return (int(text) if text else DEFAULT_LIMIT_MIB) * 2**20
 
 
@@ -56,8 +56,8 @@ def default_dir() -> Path:
         home = Path.home()
     except RuntimeError as error:
         raise CacheError(
-            f"no place for the cache of compiled kernels ({error}): set {OVERRIDE} to a directory "
-            "that can be written"
+            f"no place for the cache of compiled kernels ({error}): set {OVERRIDE} to a writable "
+            "directory"
         ) from error
     caches = home / "Library" / "Caches" if sys.platform == "darwin" else home / ".cache"
     return caches / "torch_metal_attn"
@@ -74,10 +74,10 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 
 def lookup(key: str) -> Path | None:
-    """The entry's directory if every file is as it was stored. Raises CacheError."""
-    limit()  # a wrong setting is an error, also when nothing has to be stored
+    """The entry's directory; None if it is missing or damaged. Raises CacheError."""
+    limit()  # raises for an invalid setting, even if nothing is stored later
     entry = cache_dir() / key[:2] / key
-    # Asked before the files are read: another process may store the entry now, and it is whole.
+    # An entry that another process stores after this line is complete and must not be discarded.
     if not entry.is_dir():
         return None
     version = _version(entry)
@@ -91,7 +91,7 @@ def lookup(key: str) -> Path | None:
     except (OSError, ValueError, AttributeError):
         pass
     else:
-        with suppress(OSError):  # a cache that only others may write
+        with suppress(OSError):  # the cache may be read-only for this user
             if time.time() - (entry / SEAL).stat().st_mtime > NOTE_SECONDS:
                 os.utime(entry / SEAL)
         return entry
@@ -108,7 +108,7 @@ def store(key: str, files: dict[str, bytes]) -> Path:
         raise CacheError(
             error.errno,
             f"the cache of compiled kernels cannot be written ({error.strerror or error}): "
-            f"set {OVERRIDE} to a directory that can",
+            f"set {OVERRIDE} to a writable directory",
             str(cache_dir()),
         ) from error
     _count(sum(map(len, files.values())), most)
@@ -140,19 +140,20 @@ def _store(key: str, files: dict[str, bytes]) -> Path:
 
 
 def trim(most: int) -> None:
-    """Remove the entries unused for longest until `most` bytes are left; keep the last hour's."""
+    """Remove entries, the least recently used first, down to `most` bytes; keep the last hour's."""
     now, total = time.time(), 0
     old: list[tuple[float, int, Path, _Version]] = []
     for entry in cache_dir().glob("??/*"):
         try:
             version, size = _version(entry), _size(entry)
-            finished = not entry.name.startswith(".")
-            used = (entry / SEAL if finished else entry).stat().st_mtime
+            is_complete = not entry.name.startswith(".")
+            used = (entry / SEAL if is_complete else entry).stat().st_mtime
         except OSError:  # another process is removing it
             continue
         total += size
         if now - used > IN_USE_SECONDS:
-            old.append((used if finished else 0.0, size, entry, version))
+            # 0.0: left by a process that ended, and removed in any case.
+            old.append((used if is_complete else 0.0, size, entry, version))
     for used, size, entry, version in sorted(old, key=lambda one: one[:3]):
         if used > 0.0 and total <= most:
             break
@@ -161,7 +162,7 @@ def trim(most: int) -> None:
 
 
 def _size(entry: Path) -> int:
-    """The bytes of its files. pathlib would take three times as long."""
+    """The bytes of an entry's files. pathlib would take three times as long."""
     return sum(
         os.path.getsize(os.path.join(folder, name))
         for folder, _, names in os.walk(entry)
@@ -179,7 +180,7 @@ def _count(size: int, most: int) -> None:
 
 
 def _version(entry: Path) -> _Version:
-    """The identity of an entry, unlike that of one in its place; None if it is gone."""
+    """Identifies an entry: a replaced entry has another version. None if there is no entry."""
     try:
         about = entry.stat()
     except OSError:
@@ -189,7 +190,7 @@ def _version(entry: Path) -> _Version:
 
 def _discard(entry: Path, version: _Version) -> None:
     """Move an entry away and delete it, unless another process has removed or replaced it."""
-    with _alone(entry.parent):
+    with _locked(entry.parent):
         if version is None or _version(entry) != version:
             return
         trash = entry
@@ -202,8 +203,8 @@ def _discard(entry: Path, version: _Version) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time is inside, where the file system has locks."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Admit one process at a time, if the file system supports locks."""
     try:
         file = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -215,5 +216,5 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)  # children of a fork have the file too
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing alone does not unlock after a fork
         os.close(file)

@@ -58,7 +58,7 @@ class KernelError(RuntimeError):
 
 
 def in_metal(message: str) -> str:
-    """A message with Metal's spellings instead of the host's."""
+    """A message with Metal's names of types and address spaces instead of the host's."""
     for pattern, metal in _HOST_WORDS:
         message = pattern.sub(metal, message)
     return message
@@ -76,9 +76,9 @@ class _Diagnostic:
 
 
 def readable(output: str, in_shim: Callable[[str], bool]) -> str:
-    """The messages about the user's files, or only those about unsupported features if any."""
+    """The messages about the user's files; only those about unsupported features, if any exist."""
     diagnostics: list[_Diagnostic] = []
-    missing: dict[tuple[str, str, str], str] = {}  # one message for each line and reason
+    missing: dict[tuple[str, str, str], str] = {}  # (file, line, reason): message
     for line in output.strip().split("\n"):
         if line.startswith(("In file included from ", "                 from ")):
             continue
@@ -121,6 +121,6 @@ def _in_user_file(one: _Diagnostic, in_shim: Callable[[str], bool]) -> str | Non
 
 
 def _is_shown(note: str, in_shim: Callable[[str], bool]) -> bool:
-    """True if a note helps the user. In the shim, only candidates for a call do."""
+    """True for a note in a user's file, or one that names a candidate function for a call."""
     located = LOCATED.match(note)
     return located is None or not in_shim(located["file"]) or "candidate function" in note

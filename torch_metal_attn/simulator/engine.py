@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = hides_frames
 MAX_ARGUMENTS = 31
-MAX_THREADS = 1024  # of a threadgroup
+MAX_THREADS = 1024  # in a threadgroup
 SPACES = ("device", "threadgroup", "constant", "thread")
 LANES = re.compile(r"(?:(?<=lanes )|(?<=lanes [0-9a-f]{8} of )|(?<=; ))([0-9a-f]{8})\b")
 
@@ -36,9 +36,10 @@ FAULT_KINDS = tuple(
 class Buffer(ctypes.Structure):
     """SimulatorBuffer: the memory of one [[buffer(index)]].
 
-    storage, bytes: the tensor's storage, which bounds every access. offset: where the argument
-    begins in it. space: an index of SPACES. initialised: the address of one byte for each byte of
-    the storage, 0 if unwritten; null if all bytes are initialised. tensor: the caller's tensor.
+    storage, bytes: the tensor's storage, which bounds every access. offset: the byte of the storage
+    at which the argument begins. space: an index into SPACES. initialised: the address of a map
+    with a byte for each byte of the storage, 0 if it is unwritten; null if all bytes are written.
+    tensor: the caller's tensor.
     """
 
     _fields_ = (
@@ -120,8 +121,8 @@ class Counters:
     """The operations of a kernel, summed over its threads.
 
     Matrix and tensor operations, shuffles, reductions, votes and SIMD-group barriers are counted
-    per SIMD group, threadgroup barriers per threadgroup, and all others per thread.
-    `threadgroup_bytes` is the largest of any threadgroup.
+    per SIMD group, threadgroup barriers per threadgroup, and all other operations per thread.
+    `threadgroup_bytes` is the most threadgroup memory that any threadgroup used.
 
     tensor_operations: calls of matmul2d's `run`, and reductions of cooperative tensors.
     tensor_multiplications: multiplications of elements in matmul2d. A 16x32x16 product has 8192.
@@ -133,9 +134,9 @@ class Counters:
     addresses: address computations with a variable offset.
     selects: selections, comparisons, minima, maxima and logic of conditions.
 
-    Memory counts, converts and exps need a build that checks or counts; otherwise they are 0. The
-    last four and functions need a build that counts; otherwise they are None. A build that only
-    checks does not unroll loops, as a GPU's compiler does.
+    Memory counts, converts and exps need a build that checks or counts; otherwise they are 0.
+    float_operations, integer_operations, addresses, selects and functions need a build that counts;
+    otherwise they are None. Unlike a GPU's compiler, a build that only checks unrolls no loops.
     """
 
     launches: int = 0
@@ -172,7 +173,7 @@ class Counters:
             elif item.name == "threadgroup_bytes":
                 total.threadgroup_bytes = max(mine, theirs)
             elif mine is None or theirs is None:
-                # If any launch did not count it, the sum is unknown.
+                # If either side has launches without this count, the sum is unknown.
                 known = [n for side, n in ((self, mine), (other, theirs)) if side.launches]
                 setattr(total, item.name, None if not known or None in known else sum(known))
             else:
@@ -271,7 +272,7 @@ def library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _interruptible() -> tuple[Any, Interpreter]:
-    """The engine's run. It is called with the interpreter's lock and releases it itself."""
+    """The engine's run function. The caller holds Python's global lock; the engine releases it."""
     run = ctypes.PyDLL(library()._name).metal_attn_simulator_run
     run.argtypes = library().metal_attn_simulator_run.argtypes
     python = ctypes.pythonapi
@@ -295,7 +296,7 @@ def run(
     tensors: TensorModel = DEFAULT_MODEL,
     strict_simd: bool = True,
 ) -> Counters:
-    """Run one dispatch. Raises SimulatorFault, or ValueError for a wrong request."""
+    """Run one dispatch. Raises SimulatorFault, or ValueError for invalid arguments."""
     most = image.most_threads(kernel.most_threads_symbol)
     threads = math.prod(threads_per_threadgroup)
     if most < threads <= MAX_THREADS:
@@ -349,7 +350,7 @@ def _fault(image: "Image", kernel: "Kernel", report: FaultReport) -> SimulatorFa
 
 
 def _lanes_in_words(message: str) -> str:
-    """The engine's hexadecimal masks of lanes as ranges."""
+    """The engine's message with lane ranges, such as 0-3, instead of hexadecimal masks."""
 
     def ranges(match: re.Match[str]) -> str:
         mask = int(match[1], 16)

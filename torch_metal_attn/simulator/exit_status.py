@@ -17,14 +17,14 @@ class BadRequest(ValueError):
 
 
 def exit_status(command: Callable[[], bool]) -> int:
-    """Run a command; 0 if it returns True, 1 if False, 2 if it cannot run.
+    """Run a command; the status is 0 if it returns True, 1 if it returns False, 2 on an error.
 
-    It cannot run after a BadRequest, without a compiler, or if a file cannot be used. Ctrl-C and a
-    closed pipe, as in `... | head`, give the status that a shell shows for them.
+    Errors are a BadRequest, a missing compiler and a file that cannot be used. Ctrl-C and a closed
+    pipe, as in `... | head`, give the status that a shell shows for them.
     """
     try:
         passed = command()
-        if sys.stdout is not None:  # as with `>&-`
+        if sys.stdout is not None:  # it is None if the shell closed it with `>&-`
             sys.stdout.flush()
         return 0 if passed else 1
     except BrokenPipeError:

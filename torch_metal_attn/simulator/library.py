@@ -25,7 +25,7 @@ from .wording import count_text, type_text, value_text
 
 __tracebackhide__ = hides_frames
 SIMD_WIDTH = 32
-WITH_OURS = "compile with torch_metal_attn.simulator.compile_shader, which has"
+USE_OURS = "compile with torch_metal_attn.simulator.compile_shader, which has"
 
 # Keyword arguments of a kernel that torch's kernels do not have.
 OPTIONS = "seed workers step_limit threadgroup_bytes lane_map relaxed_precision".split()
@@ -51,7 +51,7 @@ def compile_shader(
     Args:
         source: Metal text. Headers of torch (`c10/metal/...`) are always found.
         include_dirs: where `#include` looks.
-        defines: macros, by name; a bool is 0 or 1.
+        defines: macros by name. True becomes 1, and False becomes 0.
         constants: function constants, by index or by name.
         check: build with checks: a kernel that breaks a rule raises SimulatorFault.
         count: build with checks, and also count operations: see `Counters`.
@@ -60,10 +60,10 @@ def compile_shader(
         strict_simd: with `check`, a SIMD operation that only some lanes of a SIMD group reach is a
             fault, although Metal defines it over the active lanes.
 
-    Raises ShaderCompileError (a RuntimeError and a SyntaxError) for a text that does not compile or
-    has no kernel; ValueError for constants that the text does not have or cannot hold, for wrong
-    names or values of defines and for an unknown language; FileNotFoundError for include_dirs that
-    are not directories; TypeError for arguments of another type.
+    Raises ShaderCompileError (a RuntimeError and a SyntaxError) if the text does not compile or has
+    no kernel; ValueError for unknown constants, for constants out of their type's range, for
+    invalid names or values of defines and for an unknown language; FileNotFoundError for
+    include_dirs that are not directories; TypeError for arguments of another type.
 
     Example:
         >>> lib = compile_shader('''kernel void scale(device float* x, constant float& by,
@@ -137,7 +137,7 @@ def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
     folders = []
     for directory in include_dirs:
         if not isinstance(directory, (str, os.PathLike)):
-            raise TypeError(f"include_dirs has {value_text(directory)}; it must hold paths")
+            raise TypeError(f"include_dirs has {value_text(directory)}; each item must be a path")
         if not os.path.isdir(directory):
             raise FileNotFoundError(f"include_dirs: {directory} is not a directory")
         folders.append(os.fspath(directory))
@@ -171,9 +171,9 @@ class ShaderLibrary:
 
     @property
     def last_counters(self) -> Counters | None:
-        """Counts of the last kernel that ran. `Counters` says which counts need check or count."""
+        """Counts of the last kernel that ran. `Counters` lists which counts need which build."""
         if self._as_torch:
-            raise AttributeError  # `__getattr__` raises the message
+            raise AttributeError  # Python then calls `__getattr__`, which adds the message
         return self._last_counters
 
     @cached_property
@@ -186,7 +186,7 @@ class ShaderLibrary:
     def __getattr__(self, name: str) -> "ShaderKernel":
         kernel = self._program.kernels.get(name) if not name.startswith("_") else None
         if name == "last_counters" and kernel is None:
-            raise AttributeError(f"torch's libraries have no last_counters; {WITH_OURS} them")
+            raise AttributeError(f"torch's libraries have no last_counters; {USE_OURS} them")
         if kernel is None:
             known = ", ".join(self._program.kernels) or "none"
             raise AttributeError(f"the library has no kernel {name!r}; it has {known}")
@@ -204,14 +204,14 @@ class ShaderKernel:
 
     @property
     def max_threads_per_threadgroup(self) -> int:
-        """1024, or less with the kernel's attribute. The first access compiles the kernel."""
+        """1024, or the kernel's max_total_threads_per_threadgroup. The first access compiles it."""
         return self._library._program.image(self._kernel.name).most_threads(
             self._kernel.most_threads_symbol
         )
 
     @property
     def static_thread_group_memory_length(self) -> int:
-        """Bytes of the kernel's threadgroup variables. The first access compiles the kernel."""
+        """Bytes of the kernel's threadgroup variables. The first access compiles the library."""
         return self._library._threadgroup_bytes[self._kernel.name]
 
     def __repr__(self) -> str:
@@ -237,15 +237,16 @@ class ShaderKernel:
             args: argument i is for [[buffer(i)]]: a CPU tensor, an int (as int64), a float (as
                 float32), a bool (as int64), or a list or tuple of numbers; None for no buffer.
             threads: threads of the grid, 1 to 3 dimensions; by default the first tensor's numel.
-            group_size: threads of a threadgroup, with as many dimensions. At most 1024 in all, or
-                the kernel's max_total_threads_per_threadgroup; by default as many as fit.
+            group_size: threads of a threadgroup, with as many dimensions as `threads`. At most 1024
+                in all, or the kernel's max_total_threads_per_threadgroup; by default as many as fit
+                in the first dimension.
             arg_casts: the types of scalars, as one name for all or a dict by argument index: fp16,
                 bf16, int32, int16, int8 or uint8. As in torch, values are cast without a check.
-            seed: shuffles the order of threadgroups and SIMD groups. If the library checks, it also
-                switches threads at atomics and lets weak exchanges fail.
+            seed: shuffles the order of threadgroups and SIMD groups. If the library checks, the
+                seed also switches threads at atomics and lets weak exchanges fail.
             workers: host threads to use, at most 1024; one per core by default.
-            step_limit: how many rounds the loops of a threadgroup may run, all threads together. If
-                the library checks, more is a fault. The default is 2**28: two seconds or more.
+            step_limit: how many loop iterations the threads of a threadgroup may run in total. If
+                the library checks, more is a fault. The default, 2**28, takes two seconds or more.
             threadgroup_bytes: length of each [[threadgroup(i)]] argument.
             lane_map: which lane holds which element of a cooperative tensor: "apple10", "apple9"
                 or the seed of a random map. The default is that of the `simulate` block, or
@@ -253,10 +254,10 @@ class ShaderKernel:
             relaxed_precision: whether tensor operations of relaxed precision "truncate" or "round"
                 float operands. The default is that of the `simulate` block, or "truncate".
 
-        Kernels see a tensor's storage from its first element on. Strides are ignored. The dtype
-        must be that of the parameter's elements, signed or unsigned. Tensors of uint8 and
-        parameters of char and uchar may hold bytes of any type. A number must have the type that
-        the kernel declares. An int may also be an int64 whose low bytes the kernel reads. For
+        Kernels see a tensor's storage from the tensor's first element on. Strides are ignored. The
+        dtype must match the parameter's elements, but an integer may differ in sign. Tensors of
+        uint8 and parameters of char and uchar match any type. A number must have the type that the
+        kernel declares, except that an int fits any integer type that is wide enough. For
         autograd, a tensor that a kernel may write counts as modified in place.
 
         Raises SimulatorFault if the library checks and the kernel breaks a rule; TypeError and
@@ -282,9 +283,9 @@ class ShaderKernel:
         pairs = zip(self._kernel.parameters, image.types(self._kernel), strict=True)
         types = [(parameter, type) for parameter, type in pairs if type.exists]
         parameters = [parameter for parameter, _ in types]
-        held = _tensors(name, args, arg_casts)
-        buffers = _bind(self._kernel, parameters, held, program.checked)
-        _check_types(name, args, held, types)
+        tensors = _tensors(name, args, arg_casts)
+        buffers = _bind(self._kernel, parameters, tensors, program.checked)
+        _check_types(name, args, tensors, types)
         most = image.most_threads(self._kernel.most_threads_symbol)
         grid, group = _grid(name, args, threads, group_size, most)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes)
@@ -301,8 +302,8 @@ class ShaderKernel:
             counted=program.counted,
             threadgroup_bytes=memory,
             seed=runs.as_int("seed", seed, 2**63 - 1),
-            workers=runs.as_int("workers", workers, runs.MOST_WORKERS, least=1),
-            step_limit=runs.as_int("step_limit", step_limit, 2**63 - 1, least=1),
+            workers=runs.as_int("workers", workers, runs.MOST_WORKERS, minimum=1),
+            step_limit=runs.as_int("step_limit", step_limit, 2**63 - 1, minimum=1),
             tensors=tensor_model(
                 lane_map, relaxed_precision, run.tensors if run else DEFAULT_MODEL
             ),
@@ -310,7 +311,7 @@ class ShaderKernel:
         )
         self._library._last_counters = counters
         written = {p.index for p in parameters if p.kind == "buffer" and p.space != "constant"}
-        for index, tensor in enumerate(held):
+        for index, tensor in enumerate(tensors):
             if tensor is not None and index in written and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
         launch = runs.LaunchRecord(name, {}, grid, group, time.perf_counter() - started)
@@ -318,7 +319,7 @@ class ShaderKernel:
 
 
 def compile_for_torch(source: str, check: bool, language: str = versions.DEFAULT) -> ShaderLibrary:
-    """A library with the interface of torch.mps.compile_shader's, and no more."""
+    """A library with exactly the interface of those that torch.mps.compile_shader returns."""
     library = compile_shader(source, check=check, language=language)
     library._as_torch = True
     return library
@@ -328,19 +329,19 @@ def _as_torch(kernel: Kernel, options: Mapping[str, Any]) -> None:
     name = kernel.name
     for option, value in options.items():
         if value is not None:
-            raise TypeError(f"{name}: torch's kernels take no {option}; {WITH_OURS} it")
+            raise TypeError(f"{name}: torch's kernels take no {option}; {USE_OURS} it")
     if kernel.missing:
         raise ValueError(
             f"{name} needs a value for function constants {', '.join(kernel.missing)}: "
             "torch.mps.compile_shader sets none; make them macros or template arguments, or "
-            f"{WITH_OURS} constants"
+            f"{USE_OURS} constants"
         )
     for parameter in kernel.parameters:
         if parameter.kind == "threadgroup":
             raise ValueError(
                 f"{name}: {parameter.name} is [[threadgroup({parameter.index})]], whose length "
                 "torch.mps.compile_shader cannot set; declare an array in the kernel, such as "
-                f"`threadgroup float {parameter.name}[256];`, or {WITH_OURS} threadgroup_bytes"
+                f"`threadgroup float {parameter.name}[256];`, or {USE_OURS} threadgroup_bytes"
             )
 
 
@@ -360,31 +361,31 @@ def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Te
                 f"{kernel}: arg_casts[{index!r}]: argument {index!r} is a tensor; "
                 "only scalars are cast"
             )
-    held: list[torch.Tensor | None] = []
+    tensors: list[torch.Tensor | None] = []
     for index, arg in enumerate(args):
         if arg is None:
-            held.append(None)
+            tensors.append(None)
         elif isinstance(arg, torch.Tensor):
             _check_tensor(f"{kernel}: argument {index}", arg)
-            held.append(arg)
+            tensors.append(arg)
         else:
             cast = casts.get(index) if isinstance(casts, Mapping) else casts
-            held.append(_scalars(kernel, index, arg, cast))
-    return held
+            tensors.append(_scalars(kernel, index, arg, cast))
+    return tensors
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
-    refused = {
+    unsupported = {
         f"on {tensor.device}": tensor.device.type != "cpu",
-        f"{tensor.layout}": tensor.layout != torch.strided,
+        f"of layout {tensor.layout}": tensor.layout != torch.strided,
         "nested": tensor.is_nested,
         "quantized": tensor.is_quantized,
         "negated by a flag (call .resolve_neg() first)": tensor.is_neg(),
         "conjugated by a flag (call .resolve_conj() first)": tensor.is_conj(),
         "without memory of its own": not _has_memory(tensor),
     }
-    for kind, is_refused in refused.items():
-        if is_refused:
+    for kind, applies in unsupported.items():
+        if applies:
             raise ValueError(f"{what} is a tensor {kind}; the simulator takes dense CPU tensors")
     if 0 in tensor.shape:
         return
@@ -395,12 +396,12 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
     if (last + 1) * tensor.element_size() > stored:
         raise ValueError(
             f"{what} has shape {tuple(tensor.shape)} and a storage of {stored} bytes, "
-            "which is too small: it has been resized"
+            "which is too small: the storage has been resized"
         )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for tensors without data, such as torch's fakes, zero tensors and functorch's."""
+    """False for tensors without data: fake tensors, efficient zeros and functorch's wrappers."""
     if tensor.is_nested or tensor.layout != torch.strided:
         return False
     try:
@@ -434,7 +435,7 @@ def _scalars(kernel: str, index: int, arg: Any, cast: str | None) -> torch.Tenso
 def _bind(
     kernel: Kernel,
     parameters: Sequence[Parameter],
-    held: Sequence[torch.Tensor | None],
+    tensors: Sequence[torch.Tensor | None],
     checked: bool,
 ) -> list[Buffer]:
     expected: dict[int, Parameter] = {}
@@ -446,7 +447,7 @@ def _bind(
     run = runs.current() or runs.Run()
     absent = {p.index for p in kernel.parameters if p.kind == "buffer"} - set(expected)
     buffers: list[Buffer] = []
-    for index, tensor in enumerate(held):
+    for index, tensor in enumerate(tensors):
         if tensor is None or index in absent:
             continue
         if index not in expected:
@@ -477,7 +478,8 @@ def _bind(
     for index, parameter in sorted(expected.items()):
         if index not in bound:
             raise TypeError(
-                f"{kernel.name}: no argument for {parameter.declared}; the call has {len(held)}"
+                f"{kernel.name}: no argument for {parameter.declared}; the call has "
+                f"{count_text(len(tensors), 'argument')}"
             )
     return buffers
 
@@ -485,13 +487,13 @@ def _bind(
 def _check_types(
     kernel: str,
     args: Sequence[Any],
-    held: Sequence[torch.Tensor | None],
+    tensors: Sequence[torch.Tensor | None],
     types: Sequence[tuple[Parameter, ParameterType]],
 ) -> None:
     for parameter, expected in types:
         if parameter.kind != "buffer":
             continue
-        arg, tensor = args[parameter.index], held[parameter.index]
+        arg, tensor = args[parameter.index], tensors[parameter.index]
         assert tensor is not None  # see _bind
         if isinstance(arg, torch.Tensor):
             parameter_types.check_tensor(kernel, tensor, parameter, expected)
@@ -518,8 +520,8 @@ def _grid(
         group = _dimensions(kernel, "group_size", group_size)
         if len(group) != len(grid):
             raise ValueError(
-                f"{kernel}: group_size has {count_text(len(group), 'dimension')} and threads "
-                f"{len(grid)}"
+                f"{kernel}: group_size has {count_text(len(group), 'dimension')} and threads has "
+                f"{len(grid)}; they must be equal"
             )
         if not 1 <= (total := math.prod(group)) <= most:
             raise ValueError(
@@ -536,7 +538,7 @@ def _dimensions(kernel: str, what: str, value: int | Sequence[int]) -> list[int]
             f"{kernel}: {what} is {value_text(value)}; it must be an int or 1 to 3 ints"
         )
     if any(not 0 <= size < 2**32 for size in sizes):
-        raise ValueError(f"{kernel}: {what} is {value_text(value)}; a size is from 0 to 2**32 - 1")
+        raise ValueError(f"{kernel}: {what} is {value_text(value)}; a size must be 0 to 2**32 - 1")
     return sizes
 
 

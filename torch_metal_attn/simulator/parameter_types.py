@@ -44,10 +44,10 @@ CASTS = {
 
 
 class ParameterType(ctypes.Structure):
-    """metal::__parameter_type: the type that a parameter points to, without templates and aliases.
+    """metal::__parameter_type: the type that a parameter points to, with aliases resolved.
 
-    bytes: 0 for a type without a size. unpadded_bytes: without the padding of a vector of three.
-    exists: whether the parameter exists with the kernel's function constants.
+    bytes: 0 for a type without a size. unpadded_bytes: less the padding of a three-element vector.
+    exists: False if the function constants remove the parameter.
     """
 
     _fields_ = (
@@ -60,24 +60,24 @@ class ParameterType(ctypes.Structure):
 
     @property
     def scalar(self) -> str:
-        """One of SCALARS: the element of a vector, or the value of an atomic."""
+        """The type itself, a vector's element type or an atomic's value type; one of SCALARS."""
         return SCALARS[self.scalar_number]
 
 
 def check_tensor(
     kernel: str, tensor: torch.Tensor, parameter: Parameter, expected: ParameterType
 ) -> None:
-    """Raise TypeError for a tensor of another type. uint8 and char may hold any bytes."""
+    """Raise TypeError for another type, except that bytes (uint8, char, uchar) fit any type."""
     actual = SCALAR_OF.get(tensor.dtype, "")
     if expected.scalar in ("", "char", "uchar") or actual == "uchar":
         return
     is_complex = tensor.is_complex() and expected.bytes != tensor.element_size()
     if is_complex or not _is_compatible(actual, expected.scalar):
-        wanted = DTYPE_OF[expected.scalar]
-        convert = "torch.view_as_real(tensor)" if is_complex else f".to({wanted})"
+        dtype = DTYPE_OF[expected.scalar]
+        convert = "torch.view_as_real(tensor)" if is_complex else f".to({dtype})"
         raise TypeError(
             f"{kernel}: argument {parameter.index} is a tensor of {name_of(tensor.dtype)}; "
-            f"{parameter.declared} needs {name_of(wanted)}. Convert it with {convert}, or pass "
+            f"{parameter.declared} needs {name_of(dtype)}. Convert it with {convert}, or pass "
             ".view(torch.uint8) to reinterpret its bytes"
         )
 
@@ -85,19 +85,19 @@ def check_tensor(
 def check_numbers(
     kernel: str, arg: Any, numbers: torch.Tensor, parameter: Parameter, expected: ParameterType
 ) -> None:
-    """Raise TypeError or ValueError for numbers that the kernel would read as other numbers."""
+    """Raise TypeError or ValueError if the kernel would read different numbers."""
     actual, scalar = SCALAR_OF[numbers.dtype], expected.scalar
     what = f"{kernel}: argument {parameter.index} is {value_text(arg)}"
     # As in torch, a kernel may read the low bytes of one int64 if they are the same number.
     is_integer = scalar not in ("", *FLOATS) and expected.bytes == DTYPE_OF[scalar].itemsize
     if actual == "long" and numbers.numel() == 1 and is_integer:
-        # The range of the signed type and of the unsigned type.
+        # From the minimum of the signed type to the maximum of the unsigned type.
         name = scalar.removeprefix("u")
         low, high = 0, 1
         if name != "bool":
             low, high = INTEGER_RANGES[name][0], INTEGER_RANGES[f"u{name}"][1]
         if not low <= int(numbers) <= high:
-            raise ValueError(f"{what}; {parameter.declared} holds {low} to {high}")
+            raise ValueError(f"{what}; {parameter.declared} accepts {low} to {high}")
         return
     if scalar and not _is_compatible(actual, scalar):
         raise TypeError(
@@ -107,7 +107,7 @@ def check_numbers(
     size = numbers.numel() * numbers.element_size()
     if expected.is_reference and size not in (expected.bytes, expected.unpadded_bytes):
         raise ValueError(
-            f"{what}, {count_text(size, 'byte')}; {parameter.declared} has "
+            f"{what}, which has {count_text(size, 'byte')}; {parameter.declared} needs "
             f"{count_text(expected.bytes, 'byte')}"
         )
 

@@ -10,7 +10,7 @@ class RecordedBuffer:
     """One buffer argument.
 
     storage: all bytes of the tensor's storage, as uint8. It shares the tensor's memory and keeps it
-        alive. So two buffers share a storage exactly if these tensors have the same address.
+        alive. Two buffers share a storage if and only if their `storage` has the same address.
     offset: the byte of the storage at which the argument begins.
     writable: whether the op lets the kernel write to the buffer.
     """
@@ -27,10 +27,10 @@ class RecordedBuffer:
 
 @dataclass(frozen=True)
 class RecordedLaunch:
-    """One dispatch of an op. The kernel's text is the source of `family`, after the defines.
+    """One dispatch of an op. The kernel's text is the defines, then the source of `family`.
 
-    params: the bytes of the kernel's params structure, for buffer(params_slot). A kernel without
-        such a structure has b"" and None.
+    params: the bytes of the kernel's params structure, which is buffer(params_slot). If the kernel
+        has no such structure, params is b"" and params_slot is None.
     """
 
     family: str
@@ -44,5 +44,5 @@ class RecordedLaunch:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Threads of the grid."""
+        """Threads of the grid in each dimension."""
         return tuple(n * m for n, m in zip(self.threadgroups, self.group_size, strict=True))

@@ -26,10 +26,10 @@ class _Block:
 
 
 _lock = threading.Lock()  # guards _open, _process_wide and _renaming
-_open = 0  # blocks of all threads
+_open = 0  # number of open blocks, of all threads
 _process_wide: tuple[_Block, ...] = ()
 _renaming: Renaming | None = None
-_of_thread: ContextVar[_Block | None] = ContextVar("torch_metal_attn_compile_shader", default=None)
+_in_thread: ContextVar[_Block | None] = ContextVar("torch_metal_attn_compile_shader", default=None)
 
 
 @contextmanager
@@ -42,21 +42,21 @@ def replacing_compile_shader(
             library = torch.mps.compile_shader(source)
 
     Code that calls the function then runs on CPU tensors, on any machine. The function is replaced
-    in every module outside of torch that has imported it. Libraries and kernels raise for options
-    that torch's do not have.
+    in every module outside of torch that has imported it. Libraries and kernels raise an error for
+    options that torch does not have.
 
     Args:
         check: build with checks: a kernel that breaks a rule raises SimulatorFault. A source that
-            torch would reject on a Mac raises ShaderCompileError, although clang compiles it.
+            torch would reject on a Mac raises ShaderCompileError, even if clang compiles it.
         process_wide: apply to every thread and not only to this one.
         language: version of Metal, as in `compile_shader`.
 
-    Blocks nest. The innermost block of the thread decides, then the innermost of the process.
-    Libraries remain usable after the block.
+    Blocks nest. The thread's innermost block applies. A thread without a block uses the innermost
+    process-wide block. Libraries remain usable after the block.
     """
     block = _Block(runs.as_bool("check", check), versions.checked(language))
     global _open, _process_wide, _renaming
-    is_of_thread = not runs.as_bool("process_wide", process_wide)
+    is_thread_only = not runs.as_bool("process_wide", process_wide)
     with _lock:
         if process_wide:
             _process_wide = (*_process_wide, block)
@@ -64,12 +64,12 @@ def replacing_compile_shader(
         if _renaming is None:
             original = torch.mps.compile_shader
             _renaming = Renaming(original, _replacement_of(original), torch.mps)
-    token = _of_thread.set(block) if is_of_thread else None
+    token = _in_thread.set(block) if is_thread_only else None
     try:
         yield
     finally:
         if token is not None:
-            _of_thread.reset(token)
+            _in_thread.reset(token)
         with _lock:
             _process_wide = tuple(other for other in _process_wide if other is not block)
             _open -= 1
@@ -81,7 +81,7 @@ def replacing_compile_shader(
 def _replacement_of(original: Callable[[str], Any]) -> Callable[[str], Any]:
     @functools.wraps(original)
     def replaced(source: str) -> ShaderLibrary | Any:
-        block = _of_thread.get() or (_process_wide[-1] if _process_wide else None)
+        block = _in_thread.get() or (_process_wide[-1] if _process_wide else None)
         if block is None:
             return original(source)
         library = compile_for_torch(source, block.check, block.language)

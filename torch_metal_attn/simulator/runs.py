@@ -55,7 +55,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.uninitialised and not self.checked:
-            raise ValueError("uninitialised needs check=True, which finds the reads; add it")
+            raise ValueError("uninitialised needs check=True, which reports such reads; add it")
         for name in _KERNEL_OPTIONS if self.record else ():
             if getattr(self, name) != getattr(Run, name):
                 option = name if name != "tensors" else "lane_map or relaxed_precision"
@@ -66,7 +66,7 @@ class Run:
             _mark_unwritten(f"uninitialised[{index}]", tensor, self._initialised)
 
     def initialised(self, storage: int) -> int:
-        """The address of one byte for each byte of a storage, 0 if unwritten; or 0 for none."""
+        """The address of a storage's map, which has a 0 for each unwritten byte; 0 for no map."""
         known = self._initialised.get(storage)
         return 0 if known is None else known.data_ptr()
 
@@ -111,15 +111,15 @@ def simulate(
         workers: number of host threads, at most 1024; one per core by default.
         uninitialised: tensors that are unwritten when the block begins, such as those of
             torch.empty. A kernel that reads an element which no kernel of the block has written
-            raises SimulatorFault. Needs check=True. Only writes by kernels are seen, so do not fill
-            these tensors in the block. Tensors that an op of this package allocates are always
+            raises SimulatorFault. Needs check=True. Only writes by kernels are noticed, so do not
+            fill these tensors in the block. Tensors that an op of this package allocates are always
             treated as uninitialised.
-        step_limit: how many rounds the loops of a threadgroup may run, all threads together, in a
+        step_limit: how many loop iterations the threads of a threadgroup may run in total, in a
             build with checks; 2**28 by default.
         record: run no kernel. Each launch of an op becomes a `RecordedLaunch` in the run's
-            `recorded` instead. So outputs are uninitialised, and tensors of torch.empty can be of
-            any length. Operations of torch between the kernels do run. The block cannot be nested
-            with other simulate() blocks, and kernels of compile_shader raise in it.
+            `recorded` instead. Outputs stay uninitialised, and tensors from torch.empty can be of
+            any size. Operations of torch between the kernels do run. The block cannot be nested
+            with other simulate() blocks. In it, kernels of compile_shader raise RuntimeError.
         language: version of Metal that the shaders of ops are compiled for: "3.1", "3.2" or "4.0".
         lane_map: which lane holds which element of a cooperative tensor: "apple10" (M5, A19; the
             default), "apple9" (and all earlier families), or the seed of a random map.
@@ -138,9 +138,9 @@ def simulate(
         check=as_bool("check", check),
         count=as_bool("count", count),
         seed=as_int("seed", seed, 2**32 - 1),
-        workers=as_int("workers", workers, MOST_WORKERS, least=1),
+        workers=as_int("workers", workers, MOST_WORKERS, minimum=1),
         uninitialised=uninitialised,
-        step_limit=as_int("step_limit", step_limit, 2**63 - 1, least=1),
+        step_limit=as_int("step_limit", step_limit, 2**63 - 1, minimum=1),
         record=as_bool("record", record),
         language=versions.checked(language),
         tensors=tensor_model(lane_map, relaxed_precision),
@@ -178,13 +178,14 @@ def _mark_unwritten(name: str, tensor: torch.Tensor, initialised: dict[int, torc
     known.as_strided((*shape, size), (*strides, 1), tensor.storage_offset() * size).zero_()
 
 
-def as_int(name: str, value: int | None, most: int, least: int = 0) -> int:
-    """An optional count, 0 for None. Raises ValueError if it is not from `least` to `most`."""
+def as_int(name: str, value: int | None, maximum: int, minimum: int = 0) -> int:
+    """An optional int, 0 for None. Raises ValueError outside of `minimum` to `maximum`."""
     if value is None:
         return 0
-    if not isinstance(value, int) or not least <= value <= most:
-        last = most if most <= MOST_WORKERS else f"2**{most.bit_length()} - 1"
-        raise ValueError(f"{name} is {value_text(value)}; it must be an int from {least} to {last}")
+    if not isinstance(value, int) or not minimum <= value <= maximum:
+        last = maximum if maximum <= MOST_WORKERS else f"2**{maximum.bit_length()} - 1"
+        wanted = f"an int from {minimum} to {last}"
+        raise ValueError(f"{name} is {value_text(value)}; it must be {wanted}")
     return value
 
 
@@ -211,7 +212,7 @@ def active() -> bool:
 
 
 def record(launch: LaunchRecord, counters: Counters, checked: bool) -> None:
-    """Add a launch to the innermost run, if any."""
+    """Add a launch to the innermost run, if there is one."""
     run = _current.get()
     if run is None:
         return

@@ -31,7 +31,7 @@ DEFAULT_MODEL = TensorModel()
 def tensor_model(
     lane_map: object = None, relaxed_precision: object = None, default: TensorModel = DEFAULT_MODEL
 ) -> TensorModel:
-    """`default` with a lane map and a precision. Raises TypeError or ValueError if one is wrong."""
+    """`default` with the given options. Raises TypeError or ValueError if an option is invalid."""
     if relaxed_precision is not None:
         if not isinstance(relaxed_precision, str) or relaxed_precision not in RELAXED:
             names = " or ".join(f'"{name}"' for name in RELAXED)
@@ -42,12 +42,12 @@ def tensor_model(
     if lane_map is None:
         return default
     names = ", ".join(f'"{name}"' for name in FAMILIES)
-    wrong = f"lane_map is {value_text(lane_map)}; it must be {names} or the seed of a random map, "
-    wrong += "an int from 0 to 2**63 - 1"
+    message = f"lane_map is {value_text(lane_map)}; it must be {names} or the seed of a random "
+    message += "map, an int from 0 to 2**63 - 1"
     if isinstance(lane_map, bool) or not isinstance(lane_map, (int, str)):
-        raise TypeError(wrong)
+        raise TypeError(message)
     if isinstance(lane_map, str) and lane_map in FAMILIES:
         return replace(default, lane_map=lane_map, seed=0)
     if isinstance(lane_map, int) and 0 <= lane_map < 2**63:
         return replace(default, lane_map="random", seed=lane_map)
-    raise ValueError(wrong)
+    raise ValueError(message)

@@ -7,17 +7,17 @@ from .build import Program
 
 # As in csrc/simulator/arena.h.
 LIMIT = 32768  # bytes in an Apple GPU
-ALIGNMENT = 16  # the smallest
+ALIGNMENT = 16  # bytes; every variable has at least this alignment
 
 FUNCTION = re.compile(r'^define .*?@("[^"]+"|[\w.$]+)\(')
 CALL = re.compile(r'\b(?:call|invoke) [^@]*@("[^"]+"|[\w.$]+)\(')
 VARIABLE = re.compile(r"\(ptr [^@]*@(\S+), i64 [^\d]*(\d+), i64 [^\d]*(\d+)\)")
 
-_Variable = tuple[str, int, int]  # address of its name, bytes, alignment
+_Variable = tuple[str, int, int]  # global that holds the variable's name, bytes, alignment
 
 
 def threadgroup_bytes(program: Program) -> dict[str, int]:
-    """Bytes of the threadgroup variables that each kernel uses, without its arguments."""
+    """Bytes of the threadgroup variables that each kernel uses, without [[threadgroup(i)]]."""
     if not program.kernels:
         return {}
     functions = dict(_functions(program.intermediate()))

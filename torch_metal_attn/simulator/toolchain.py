@@ -13,16 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OVERRIDE = "TORCH_METAL_ATTN_CLANG"
-ZIGLANG = "ziglang"  # as OVERRIDE: the clang in that package, although the system has one
-NEWEST = 30
-# The first clang that computes in bfloat16 on a machine, and the first of Apple's, which numbers
-# its own by Xcode.
+ZIGLANG = "ziglang"  # the value of OVERRIDE that selects the clang of this package
+NEWEST = 30  # of the programs clang++-N that are looked for
+# The first version of clang that computes in bfloat16 on each machine, and of Apple's clang, whose
+# versions are those of Xcode.
 OLDEST = {"x86_64": 17, "aarch64": 19}
 OLDEST_APPLE = {"x86_64": 16, "aarch64": 17}
-# The binaries of zig 0.17 are built for macOS 15, and those of 0.14 to 0.16 for 13.
+# zig 0.17 is built for macOS 15, and zig 0.14 to 0.16 for macOS 13.
 OLDEST_MACOS_OF_ZIG = 15
 ZIG_OF_OLDER_MACOS = ">=0.14,<0.17"
-# From this clang on, debug information has more than lines, which are all that is read of it.
+# From this version on, clang adds more than lines to the debug information. Only lines are read.
 KEY_INSTRUCTIONS = 22
 
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
@@ -44,7 +44,7 @@ class Toolchain:
         flags = ["-fPIC"]
         if _machine() == "x86_64":
             flags += ["-mavx2", "-mf16c", "-mfma"]
-        version = re.match(r"clang version (\d+)", self.version)  # Apple's has other numbers
+        version = re.match(r"clang version (\d+)", self.version)  # not Apple's, with other numbers
         if version and int(version.group(1)) >= KEY_INSTRUCTIONS:
             flags.append("-gno-key-instructions")
         return flags
@@ -80,7 +80,7 @@ def _identity(path: str) -> str:
     return f"{real}:{about.st_size}:{about.st_mtime_ns}"
 
 
-def _new_enough(command: Sequence[str]) -> str:
+def _supported_version(command: Sequence[str]) -> str:
     """The version line of a clang; raises ToolchainError if it does not support bfloat16."""
     version, major, apple = _version(command)
     oldest = (OLDEST_APPLE if apple else OLDEST)[_machine()]
@@ -94,14 +94,14 @@ def _new_enough(command: Sequence[str]) -> str:
 
 
 def _linker(driver: str) -> tuple[str, ...]:
-    """A clang as linker of the image alone: symbols that it lacks are in the process."""
+    """The linking command. The process that loads the image defines the missing symbols."""
     if sys.platform == "darwin":
         return (driver, "-shared", "-undefined", "dynamic_lookup")
     return (driver, "-shared", "-nostdlib")
 
 
 def _system(path: str) -> Toolchain:
-    return Toolchain((path,), _linker(path), _new_enough([path]), _identity(path))
+    return Toolchain((path,), _linker(path), _supported_version([path]), _identity(path))
 
 
 def _zig() -> Toolchain | None:
@@ -113,13 +113,13 @@ def _zig() -> Toolchain | None:
     if not path.is_file():
         return None
     zig = str(path)
-    # An image is so small that starting threads costs more than they save.
+    # An image is so small that starting linker threads costs more than they save.
     link: tuple[str, ...] = (zig, "ld.lld", "--threads=1", "-shared")
     system = "unknown-linux-gnu"
     if sys.platform == "darwin":
         link, system = _linker(_driver()), "apple-macos11"
     command = (zig, "clang", f"--target={_machine()}-{system}")
-    return Toolchain(command, link, f"{_new_enough(command)} (ziglang)", _identity(zig))
+    return Toolchain(command, link, f"{_supported_version(command)} (ziglang)", _identity(zig))
 
 
 def _driver() -> str:
@@ -155,7 +155,7 @@ def _candidates() -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def find() -> Toolchain:
-    """The clang of TORCH_METAL_ATTN_CLANG, else the system's if new enough, else ziglang's."""
+    """The clang of TORCH_METAL_ATTN_CLANG, or the system's if it is new enough, or ziglang's."""
     if platform.machine().lower() not in MACHINES:
         raise ToolchainError(f"the simulator runs on x86-64 and arm64, not {platform.machine()}")
     override = os.environ.get(OVERRIDE)
@@ -169,7 +169,7 @@ def find() -> Toolchain:
         if path is None:
             raise ToolchainError(f"{OVERRIDE}={override}: no such program")
         return _system(path)
-    refused: list[str] = []
+    problems: list[str] = []
     attempts: list[Callable[[], Toolchain | None]]
     attempts = [*(partial(_system, path) for path in _candidates()), _zig]
     for attempt in attempts:
@@ -177,8 +177,8 @@ def find() -> Toolchain:
             if tool := attempt():
                 return tool
         except ToolchainError as error:
-            refused.append(str(error))
-    why = f" ({'; '.join(refused)})" if refused else ""
+            problems.append(str(error))
+    why = f" ({'; '.join(problems)})" if problems else ""
     whose = "Apple's clang" if sys.platform == "darwin" else "clang"
     oldest = (OLDEST_APPLE if sys.platform == "darwin" else OLDEST)[_machine()]
     raise ToolchainError(

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-_LONGEST = 120  # characters of a value
-_DIGITS = 100  # of an int; Python raises above 4300
+_LONGEST = 120  # characters of a value that is shown
+_DIGITS = 100  # of an int that is shown; Python cannot print more than 4300
 
 
 def with_article(noun: str) -> str:

@@ -25,10 +25,10 @@ __tracebackhide__ = diagnostics.hides_frames
 # The rewritten text has no function qualifiers of Metal. With these macros, a name that is such a
 # word does not compile, even if metal/reserved.py misses it.
 QUALIFIERS = [f"-D{word}=inline" for word in sorted(FUNCTIONS)]
-# Errors for features of C++17 and clang that Metal lacks and the simulator does not refuse.
+# Errors for features of C++17 and clang that Metal lacks, although the simulator accepts them.
 NEWER = ["-Werror=pre-c++17-compat", "-Werror=c++20-extensions", "-Werror=return-type"]
-# In a preprocessed text a macro is a number, so clang would warn about `A || MACRO`. `constant` is
-# const here, so `const constant` would be a duplicate.
+# A preprocessed text has a number in place of a macro, so clang would warn about `A || MACRO`.
+# `constant` implies const here, so clang would warn about `const constant` as a duplicate.
 STRICT = """-Werror -Wall -Wextra -Wpedantic -pedantic-errors -Wno-gnu-line-marker
     -Wno-constant-logical-operand -Wno-duplicate-decl-specifier -Wno-unused-parameter
     -Wno-unused-variable -Wno-unused-function -Wno-unknown-pragmas""".split()
@@ -56,7 +56,7 @@ UNSUPPORTED_NAMES = frozenset(
 ).union(SUBJECTS)
 
 DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)
-# The rule for a part of clang's message. The rule of other errors is "compile".
+# The rule for an error, by a part of clang's message. The rule for all other errors is "compile".
 DIAGNOSED_RULES = {
     "variable length array": "vla",
     "C++17": "cpp17",
@@ -77,8 +77,8 @@ def lint_source(
     """Findings in a Metal text and in the headers that it includes, specialised by `defines`.
 
     The arguments are those of `compile_shader` and raise the same errors.
-    strict: also apply PROJECT_RULES and, without findings, each later version of Metal. Without
-    strict, Apple's compiler would reject every finding.
+    strict: also apply PROJECT_RULES and, if there are no findings, check the text as each later
+    version of Metal. If not strict, report only what Apple's compiler would reject.
     """
     folders, macros = folders_and_macros(source, include_dirs, defines)
     versions.checked(language)
@@ -163,7 +163,7 @@ def metal_names() -> frozenset[str]:
 
 
 def ascii_only(source: str) -> Iterator[Finding]:
-    """Lines, comments included, that PyTorch cannot pass to Metal as ASCII."""
+    """Lines with characters outside of ASCII, also in comments. PyTorch cannot pass them on."""
     message = "torch passes shader text to Metal as ASCII"
     for number, line in enumerate(source.split("\n"), 1):
         if not line.isascii():
@@ -171,7 +171,7 @@ def ascii_only(source: str) -> Iterator[Finding]:
 
 
 def compile_errors(output: str) -> Iterator[Finding]:
-    """Clang's errors. One in the simulator's headers is reported at the shader's line."""
+    """Clang's errors. An error in the simulator's headers is reported at the shader's line."""
     diagnosed: list[tuple[str, int, str]] = []
     for match in DIAGNOSTIC.finditer(output):
         file, line, kind, message = match[1], int(match[2]), match[3], match[4]
@@ -194,7 +194,7 @@ def _parse(shim: str, text: str, standard: str, tree_wanted: bool) -> tuple[byte
         command += NEWER
     command += ["-include-pch", str(build.precompiled(command, shim)), *CHECK_FLAGS]
     command += [*(TREE_FLAGS if tree_wanted else ()), "-"]
-    # A tree has tens of megabytes, which a pipe would deliver in thousands of pieces.
+    # A pipe would deliver the tens of megabytes of a tree in thousands of pieces.
     with tempfile.TemporaryFile() as written:
         done = subprocess.run(command, input=text.encode(), stdout=written, stderr=subprocess.PIPE)
         written.seek(0)

@@ -60,7 +60,7 @@ def kernel_signatures(tokens: TokenList) -> Iterator[Place]:
                 message = f"kernel parameter `{tokens.source(start, end)}` has no [[attribute]]"
                 yield start, "kernel-parameter", message
             elif "thread" in parameter:
-                message = "a kernel parameter points to device, constant or threadgroup memory"
+                message = "a kernel parameter must point to device, constant or threadgroup memory"
                 yield start, "kernel-parameter", message
 
 
@@ -71,7 +71,7 @@ def threadgroup_variables(tokens: TokenList) -> Iterator[Place]:
         before = tokens.text(tokens.skip(index - 1, ("const", "volatile", "alignas"), -1))
         declarator = declarator_end(tokens, index)
         if declarator is None or before not in (";", "{", "}", ")", ""):
-            continue  # a parameter, a cast
+            continue  # a parameter or a cast
         if not any(index in body for body in bodies):
             message = "a threadgroup variable must be declared in a kernel"
             yield index, "threadgroup-scope", message
@@ -82,11 +82,11 @@ def threadgroup_variables(tokens: TokenList) -> Iterator[Place]:
 
 
 def template_asserts(tokens: TokenList) -> Iterator[Place]:
-    """Asserts in templates that do not depend on the template's parameters.
+    """Assertions in templates that do not depend on the template's parameters.
 
-    clang before 17 evaluates them even if the template is never used. Later versions do not.
+    clang before 17 evaluates such an assertion even if the template is never used.
     """
-    parameters: dict[int, set[str]] = {}  # parameters of all templates around each assert
+    parameters: dict[int, set[str]] = {}  # parameters of all templates around each assertion
     for index in tokens.find("template"):
         if tokens.text(index + 1) != "<" or tokens.text(index + 2) == ">":
             continue
@@ -101,12 +101,12 @@ def template_asserts(tokens: TokenList) -> Iterator[Place]:
     for index, names in parameters.items():
         condition = range(index + 2, tokens.close(index + 1))
         if names.isdisjoint(tokens.text(i) for i in condition):
-            message = "this does not depend on the template: some compilers always evaluate it"
+            message = "this does not depend on template parameters: some compilers always check it"
             yield index, "template-assert", message
 
 
 def _kernels(tokens: TokenList) -> Iterator[tuple[int, int]]:
-    """The first token after `kernel`, and the `(` of the parameters, of each kernel."""
+    """For each kernel, the first token after `kernel` and the `(` of the parameters."""
     for index in tokens.find("kernel"):
         at = index + 1
         if tokens.text(index - 1) in ("[", ","):  # [[kernel, ...]] void f(

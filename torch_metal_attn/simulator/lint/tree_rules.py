@@ -60,7 +60,7 @@ class HostText:
         self._starts = [mark.end() + 1 for mark in self._marks]
 
     def place(self, offset: int) -> tuple[str, int] | None:
-        """File and line; None in the simulator's headers and in text that it made."""
+        """File and line; None in the simulator's headers and in text that it added."""
         at = bisect.bisect_right(self._starts, offset) - 1
         if at < 0:
             return None
@@ -100,10 +100,10 @@ class Visit:
 
 def check_tree(tree: bytes, host: HostText, metal_names: AbstractSet[str]) -> Iterator[Finding]:
     """Findings in clang's JSON tree of `host`. metal_names: the names in namespace metal."""
-    # Other top-level declarations are clang's.
+    # Declarations without a place are clang's or the simulator's.
     declarations = [node for node in json.loads(tree).get("inner", []) if _place(node, host)]
     for node in declarations:
-        # A method outside of its class or a specialisation of Metal's template has a parent.
+        # The id marks a method defined outside of its class, and a specialised template of Metal.
         if node.get("name") in metal_names and "parentDeclContextId" not in node:
             message = f"`{node['name']}` is also a name of namespace metal: a call may find either"
             yield from _finding(node, host, "metal-name", message)
@@ -123,10 +123,10 @@ def lambdas(visit: Visit) -> Iterator[Message]:
 def function_pointers(visit: Visit) -> Iterator[Message]:
     declared = visit.kind in VARIABLES and FUNCTION_POINTER.search(visit.type)
     callee = visit.parent.get("inner", [None])[0] is visit.node
-    taken = visit.node.get("castKind") == "FunctionToPointerDecay" and not (
+    converted = visit.node.get("castKind") == "FunctionToPointerDecay" and not (
         callee and str(visit.parent.get("kind")).endswith("CallExpr")
     )
-    if declared or taken:
+    if declared or converted:
         yield "function-pointer", "pointers and references to functions are not in Metal"
 
 
@@ -207,7 +207,7 @@ def temporaries(visit: Visit) -> Iterator[Message]:
 
 def recursion(visits: list[Visit]) -> Iterator[tuple[Node, str, str]]:
     """Functions that call themselves, directly or through other functions."""
-    canonical: dict[str, str] = {}  # id of each declaration: id of the function's first one
+    canonical: dict[str, str] = {}  # id of a declaration: id of its function's first declaration
     functions: dict[str, Node] = {}
     for visit in visits:
         if visit.kind in FUNCTIONS:
@@ -280,7 +280,7 @@ def _place(node: Node, host: HostText) -> tuple[str, int] | None:
 
 
 def _offset(location: Any) -> int | None:
-    """The offset in the parsed text. For a macro, such as an address space, that of its use."""
+    """The offset in the parsed text. For a macro, such as an address space, where it is used."""
     if not location:
         return None
     offset = location.get("expansionLoc", location).get("offset")
@@ -298,7 +298,7 @@ def _float(type_name: str) -> str | None:
 
 
 def _declarator(text: str) -> str:
-    """The last declaration in `text`, without expressions, in which a `*` is a product."""
+    """The last declaration in `text`, less its expressions, in which a `*` would multiply."""
     last = re.split(r"[{};]", text)[-1]
     without = re.sub(r"\[[^\[\]]*\]|\bdecltype\s*\(.*\)", "", last, flags=re.S)
     return _without_arguments(without)

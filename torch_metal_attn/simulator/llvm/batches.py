@@ -1,8 +1,9 @@
 """The pass of plain builds: successive matrix products become one meeting of the lanes.
 
-A meeting costs far more than an 8x8 product. So the operands of each product are stored, and
-`__msl_products` computes all products when the first result is read, the block ends, or another
-operation of the SIMD group follows. The order of the products and the bits stay the same.
+A meeting of the lanes (rounds.py) costs far more than an 8x8 product. So the operands of each
+product are stored, and `__msl_products` computes all products when the first result is read, the
+block ends, or the SIMD group has another operation. The order of the products and their results
+stay the same.
 """
 
 import re
@@ -20,7 +21,7 @@ PRODUCT = re.compile(
     rf"^  (?P<result>{NAME}) = (?:tail )?call (?:noundef )?(?P<type>.+?) @__msl_matrix"
     r"\((?P<arguments>.*)\)[^)]*$"
 )
-# Instructions that can be delayed, as they neither read nor write memory.
+# Instructions that can be delayed, because they neither read nor write memory.
 PURE = frozenset(
     "fadd fsub fmul fdiv fneg fcmp icmp select bitcast insertelement extractelement shufflevector "
     "insertvalue extractvalue add sub mul and or xor shl lshr ashr zext sext trunc fpext fptrunc "
@@ -28,9 +29,9 @@ PURE = frozenset(
 )
 # LLVM's functions that read no memory and may take results as arguments.
 PURE_CALL = re.compile(r"@llvm\.(?:fma|fmuladd|fabs|maxnum|minnum|maximum|minimum|exp2?|log2?)\.")
-NOT_PASSED = frozenset({"phi", "alloca", "invoke", "atomicrmw", "cmpxchg"})
-# Instructions that neither end a block nor meet other lanes.
-PASSED = re.compile(r"^  (?:store |(?:tail )?call \S+ @llvm\.)")
+BATCH_ENDS = frozenset({"phi", "alloca", "invoke", "atomicrmw", "cmpxchg"})
+# Instructions without a result that neither end a block nor meet other lanes.
+MOVABLE = re.compile(r"^  (?:store |(?:tail )?call \S+ @llvm\.)")
 
 
 @dataclass
@@ -38,7 +39,7 @@ class _Product:
     result: str
     type: str
     combine: str
-    accumulator: int  # the index in the batch of the product that it adds to, or -1
+    accumulator: int  # the index of the batch's product to which this one is added; -1 for none
 
 
 class _Pass:
@@ -48,30 +49,30 @@ class _Pass:
         self.places = 0
         self.place = ""  # the address of this batch's operands
         self.batch: list[_Product] = []
-        self.results: dict[str, int] = {}  # name and index of each result of the batch
+        self.results: dict[str, int] = {}  # each result of the batch and its product's index
         self.delayed: list[str] = []  # lines that read results
         self.late: set[str] = set()  # names that delayed lines assign
 
     def line(self, line: str) -> None:
         if "@__msl_matrix(" in line and (match := PRODUCT.match(line)):
             self.product(match)
-        elif self.batch and not self.passed(line):
+        elif self.batch and not self.move(line):
             self.flush()
             self.out.append(line)
         elif not self.batch:
             self.out.append(line)
 
-    def passed(self, line: str) -> bool:
+    def move(self, line: str) -> bool:
         """Move a line before the batch or, if it reads results, after it; False if impossible."""
         assigned = INSTRUCTION.match(line)
         if assigned is None:
-            if not PASSED.match(line) or self.reads_results(line):
+            if not MOVABLE.match(line) or self.reads_results(line):
                 return False
             self.out.append(line)
             return True
         result, instruction, rest = assigned.groups()
         is_call = instruction == "call"
-        if instruction in NOT_PASSED or (is_call and "@llvm." not in line):
+        if instruction in BATCH_ENDS or (is_call and "@llvm." not in line):
             return False
         if not self.reads_results(rest):
             self.out.append(line)
@@ -128,8 +129,8 @@ class _Pass:
         self.results, self.late = {}, set()
 
 
-def _named(function: Function) -> None:
-    """Name a function's values and blocks, because numbers would have to be in order."""
+def _name_values(function: Function) -> None:
+    """Name a function's values and blocks, because LLVM requires numbers to be in order."""
     body = function.body
     if not LABEL.match(body[0]):  # an unnamed first block has no label
         numbers = [int(number) for number in re.findall(r"%(\d+)", function.head)]
@@ -142,14 +143,14 @@ def _named(function: Function) -> None:
 def batch_products(text: str) -> str:
     """The IR with its matrix products in batches."""
     module = parse(text)
-    work = _Pass()
+    products = _Pass()
     for function in module.functions:
         if any("@__msl_matrix(" in line for line in function.body):
-            _named(function)
-            work.out = []
+            _name_values(function)
+            products.out = []
             for line in function.body:
-                work.line(line)
-            function.body = work.out
+                products.line(line)
+            function.body = products.out
     mark_rounds(module.functions)
-    module.outside += work.tables
+    module.outside += products.tables
     return module.text() + "\n"

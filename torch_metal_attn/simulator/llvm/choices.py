@@ -1,11 +1,11 @@
-"""Addresses that may be in several private variables, with the address and size of the variable."""
+"""Selects at run time the private variable that an address is in, if it may be in several."""
 
 from collections.abc import Callable, Iterable, Set
 
 from .ir import split, typed
 from .places import Places, addresses_of
 
-# (address, bytes) of a variable as operands in IR; None if unknown.
+# (address, size in bytes) of a variable, as operands in IR; None if unknown.
 Variable = tuple[str, str] | None
 NOWHERE = frozenset({"null", "undef", "poison"})
 
@@ -22,7 +22,7 @@ class Choices:
     ) -> None:
         """checked: the addresses of accesses. mixed: addresses that may be in several variables.
 
-        variable: the variable of an address that is not mixed.
+        variable: returns the variable of an address that is not mixed.
         """
         self.mixed, self.places, self.variable = mixed, places, variable
         self.addresses: dict[str, list[str]] = {}  # the operands of each choice
@@ -38,7 +38,7 @@ class Choices:
                 del self.addresses[name]
 
     def beginning(self, address: str) -> str:
-        """The choice or the variable from which an address is computed."""
+        """The phi, select or variable from which an address is computed."""
         op, rest = self.places.instruction(address)
         return self.beginning(typed(split(rest)[1])[1]) if op == "getelementptr" else address
 
@@ -58,20 +58,20 @@ class Choices:
         return f"%msl.base.{name[1:]}", f"%msl.size.{name[1:]}"
 
     def lines(self, name: str) -> list[str]:
-        """Instructions that choose the variable's address and size, to follow a choice."""
+        """Instructions that choose the variable's address and size. They follow the choice."""
         if name not in self.addresses:
             return []
         op, rest = self.places.instruction(name)
         variables = [variable for variable in self.variables(name) if variable]
-        out = []
+        lines = []
         for at, (result, of_type) in enumerate((("base", "ptr"), ("size", "i32"))):
             if op == "phi":
                 blocks = [split(pair[1:-1])[1] for pair in split(typed(rest)[1])]
                 pairs = zip(variables, blocks, strict=True)
                 parts = [f"[ {variable[at]}, {block} ]" for variable, block in pairs]
-                chosen = f"phi {of_type} {', '.join(parts)}"
+                choice = f"phi {of_type} {', '.join(parts)}"
             else:
                 parts = [f"{of_type} {variable[at]}" for variable in variables]
-                chosen = f"select {split(rest)[0]}, {', '.join(parts)}"
-            out.append(f"  %msl.{result}.{name[1:]} = {chosen}")
-        return out
+                choice = f"select {split(rest)[0]}, {', '.join(parts)}"
+            lines.append(f"  %msl.{result}.{name[1:]} = {choice}")
+        return lines

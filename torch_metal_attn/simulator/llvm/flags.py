@@ -1,4 +1,4 @@
-"""Flags of the values that may be undefined: for each lane whether its value is defined."""
+"""Flags of the values that may be undefined: for each element, whether it is defined."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from .undefined import SITE
 
 @dataclass
 class Value:
-    """An instruction that computes a value from others."""
+    """An instruction that computes a value from other values."""
 
     type: str
     operands: list[tuple[str, str]]
@@ -17,7 +17,7 @@ class Value:
 
 
 def parse(op: str, rest: str) -> Value | None:
-    """The value that an instruction computes; None if it is no arithmetic."""
+    """The value that an instruction computes; None for instructions without a flag."""
     rest = FLAGS.sub("", rest)
     if op in ARITHMETIC or op in ("icmp", "fcmp", "fneg", "freeze"):
         if op in ("icmp", "fcmp"):
@@ -53,11 +53,11 @@ def parse(op: str, rest: str) -> Value | None:
 
 
 class Flags:
-    """The flags of a function's values. `out` gets the lines that compute them."""
+    """The flags of a function's values. `out` collects the lines that compute the flags."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Value] = {}  # that may be undefined, and are computed
-        self.unset: dict[str, str] = {}  # values that may be undefined: the name of a variable
+        self.values: dict[str, Value] = {}  # computed values that may be undefined
+        self.unset: dict[str, str] = {}  # each value that may be undefined, and its variable's name
         self.types: dict[str, str] = {}
         self.names = 0
         self.out: list[str] = []
@@ -72,7 +72,7 @@ class Flags:
         return name
 
     def flag(self, value: str, lanes: int) -> str:
-        """The flag of a value, or that of a constant."""
+        """The flag of a value; constant true if the value is always defined."""
         if value in self.unset:
             return f"%msl.defined.{value[1:]}"
         return f"<{', '.join(['i1 true'] * lanes)}>" if lanes else "true"
@@ -83,8 +83,8 @@ class Flags:
         bits = self.emit(f"bitcast <{lanes} x i1> {flag} to i{lanes}")
         return self.emit(f"icmp eq i{lanes} {bits}, -1")
 
-    def fitted(self, flag: str, lanes: int, wanted: int) -> str:
-        """A flag for another number of lanes."""
+    def resized(self, flag: str, lanes: int, wanted: int) -> str:
+        """The flag converted from `lanes` to `wanted` elements; 0 is a scalar."""
         if lanes == wanted:
             return flag
         one = self.all_lanes(flag, lanes)
@@ -115,7 +115,7 @@ class Flags:
             condition = f"{operands[0][0]} {operands[0][1]}"
             chosen = f"select {condition}, {flags} {of(1)}, {flags} {of(2)}"
             if operands[0][1] in self.unset:
-                both = self.fitted(of(0), lanes_of(operands[0][0]), lanes)
+                both = self.resized(of(0), lanes_of(operands[0][0]), lanes)
                 self.out.append(f"{result}and {flags} {self.emit(chosen)}, {both}")
             else:
                 self.out.append(result + chosen)
@@ -131,18 +131,18 @@ class Flags:
             self.out.append(f"{result}shufflevector {source} {of(0)}, {source} {of(1)}, {mask}")
         else:
             undefined = [i for i, operand in enumerate(operands) if operand[1] in self.unset]
-            parts = [self.fitted(of(i), lanes_of(operands[i][0]), lanes) for i in undefined]
+            parts = [self.resized(of(i), lanes_of(operands[i][0]), lanes) for i in undefined]
             if value.op in ("and", "or") and value.type == "i1":
-                parts = self.decided(value, parts, undefined)
+                parts = self.short_circuit(value, parts, undefined)
             total = parts[0]
             for part in parts[1:]:
                 total = self.emit(f"and {flags} {total}, {part}")
             one = f"<{', '.join(['i1 true'] * lanes)}>" if lanes else "true"
             self.out.append(f"{result}and {flags} {total}, {one}")
 
-    def decided(self, value: Value, parts: list[str], undefined: list[int]) -> list[str]:
-        """An `and` with a false operand is defined whatever the other is, and an `or` likewise."""
-        decides = []
+    def short_circuit(self, value: Value, parts: list[str], undefined: list[int]) -> list[str]:
+        """`and` is defined if one defined operand is false, and `or` if one is true."""
+        decides = []  # for each operand, whether it alone decides the result
         for at, (_, operand) in enumerate(value.operands):
             settled = operand if value.op == "or" else self.emit(f"xor i1 {operand}, true")
             if at in undefined:
@@ -152,7 +152,7 @@ class Flags:
         return [self.emit(f"or i1 {either}, {part}") for part in parts]
 
     def use_values(self, line: str, names: list[str]) -> None:
-        """Report the values that a line uses to decide something."""
+        """Report the undefined values among `names`, which a line uses to decide something."""
         for name in dict.fromkeys(names):
             if name in self.unset and not line.startswith(f"  {name} = "):
                 lanes = lanes_of(self.types[name])

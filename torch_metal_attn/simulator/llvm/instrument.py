@@ -19,7 +19,7 @@ from .uninitialised import WRITE, find_unset
 
 ALIGNMENT_UNKNOWN = 2
 
-# Functions that a text may not declare. It always declares the engine's functions.
+# Functions that the IR may lack a declaration of. It always declares the engine's functions.
 DECLARATIONS = {
     "memcpy": "declare ptr @memcpy(ptr, ptr, i64)",
     "memmove": "declare ptr @memmove(ptr, ptr, i64)",
@@ -36,7 +36,7 @@ BLOCK = re.compile(
 )
 ENGINE_CALL = re.compile(r"^  (?:%\S+ = )?(?:tail |musttail |notail )?call [^@]*@(__msl_\w+)\(")
 START_OR_END = re.compile(r"call void @__tsan_(init|func_entry|func_exit|vptr_\w+)\(")
-NO_SITE = ("__msl_access", "__msl_count", "__msl_leave", "__msl_site", "__msl_take")
+NO_SITE = ("__msl_access", "__msl_count", "__msl_deposit", "__msl_result", "__msl_site")
 DEBUG_VERSION = '!"Debug Info Version", i32 3'
 ALIGN = re.compile(r"^  .*\b(?:load|store)\b.*, align (\d+)")
 VARIABLE = re.compile(
@@ -61,11 +61,11 @@ class Frame:
     function: str
 
 
-Site = tuple[Frame, ...]  # innermost first, then the functions into which it was inlined
+Site = tuple[Frame, ...]  # the innermost frame first, then the frames that it is inlined into
 
 
 class InstrumentError(RuntimeError):
-    """IR that this pass does not support, from the thread sanitizer of a newer clang."""
+    """A callback of the thread sanitizer that this pass does not know, from a newer clang."""
 
 
 class _DebugInfo:
@@ -135,7 +135,7 @@ class _Pass:
         return self.last_site
 
     def in_entry(self, line: str) -> bool:
-        """True if an access fetches a kernel's argument, which the Metal text does not do."""
+        """True if an access fetches a kernel's argument. The Metal text has no such access."""
         match = DEBUG.search(line)
         if not match or "_tsan_mem" in line:
             return False
@@ -161,7 +161,7 @@ class _Pass:
         return [self.access(match.group("address"), str(size), flags | k, line) for k in kinds]
 
     def rewrite_block(self, match: re.Match[str], line: str) -> list[str]:
-        """Report accesses of the whole length for memcpy and similar calls, before the call."""
+        """Report the accesses of a memcpy, memmove or memset before the call."""
         out: list[str] = []
         result, name, target, other, count = match.group(
             "result", "name", "target", "other", "bytes"
@@ -174,8 +174,8 @@ class _Pass:
         if name != "memset":
             source = other.removeprefix("ptr ")
             out.append(self.access(source, size, ALIGNMENT_UNKNOWN, line))
-        written = target.removeprefix("ptr ")
-        out.append(self.access(written, size, WRITE | ALIGNMENT_UNKNOWN, line))
+        store_target = target.removeprefix("ptr ")
+        out.append(self.access(store_target, size, WRITE | ALIGNMENT_UNKNOWN, line))
         self.used.add(name)
         called = f"  {result} = call ptr @{name}({target}, {other}, i64 {count})"
         return [*out, called + debug(line)]
@@ -195,13 +195,13 @@ class _Pass:
         defined = "\n".join(heads)
         names = (name for name in sorted(self.used) if f"@{name}(" not in defined)
         module.outside += [DECLARATIONS[name] for name in names]
-        # LLVM drops debug information of an unknown version, which the sites replace.
+        # LLVM drops debug information of an unknown version. The sites replace it.
         return module.text().replace(DEBUG_VERSION, '!"Debug Info Version", i32 0', 1)
 
     def report(self, function: Function) -> list[str]:
         body = function.body
         out: list[str] = []
-        counts: dict[str, list[int]] = {}  # [position in out, number] of each kind in this block
+        counts: dict[str, list[int]] = {}  # kind: [position in `out`, count] in this block
         for number, line in enumerate(body):
             if not line.startswith("  "):
                 if counts and LABEL.match(line):
@@ -258,7 +258,7 @@ class _Pass:
 
 
 def with_padded_variables(text: str) -> str:
-    """Pad private variables to their alignment, at which the traps of `local-bounds` begin."""
+    """Pad private variables to their alignment: `local-bounds` does not trap in the padding."""
     module = parse(text)
 
     def padded(match: re.Match[str]) -> str:

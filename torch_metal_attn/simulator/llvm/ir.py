@@ -44,7 +44,7 @@ _INTEGER = re.compile(r"i(\d+)$")
 
 @dataclass
 class Function:
-    """A definition: its first line and the lines up to its closing brace."""
+    """A function definition: its first line and the lines up to its closing brace."""
 
     head: str
     body: list[str]
@@ -53,7 +53,7 @@ class Function:
 
 @dataclass
 class Module:
-    """A text: its functions, and the other lines in their order."""
+    """An IR text, as its functions and all other lines in order."""
 
     outside: list[str]
     functions: list[Function]
@@ -67,7 +67,7 @@ class Module:
 
 
 def with_bool_elements(text: str) -> str:
-    """The IR with elements of bool vectors as i1, as required."""
+    """The IR with elements of bool vectors as i1, which LLVM requires."""
     numbers = itertools.count(1)
 
     def repaired(match: re.Match[str]) -> str:
@@ -81,7 +81,7 @@ def with_bool_elements(text: str) -> str:
 def parse(text: str) -> Module:
     lines = text.split("\n")
     module = Module([], [])
-    instrumented: set[str] = set()  # attribute groups of functions with the thread sanitizer
+    instrumented: set[str] = set()  # attribute groups that enable the thread sanitizer
     number, end = 0, len(lines)
     while number < end:
         line = lines[number]

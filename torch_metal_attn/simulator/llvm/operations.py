@@ -1,7 +1,7 @@
 """The kinds of operation that counted builds count, for each line of LLVM IR.
 
-Moves are not counted: loads, constant addresses, bit casts, parts of vectors, and signs of floats.
-An operation on a vector counts once for each element.
+Instructions that only move data are not counted: loads, constant addresses, bit casts, accesses to
+vector elements and sign changes of floats. A vector operation counts once for each element.
 """
 
 import re
@@ -27,7 +27,7 @@ _INSTRUCTIONS = {
     "integer_operations": "add sub mul sdiv udiv srem urem shl lshr ashr and or xor",
     "selects": "select icmp fcmp",
 }
-# Functions of LLVM, or of the C library with an f after the name.
+# Functions of LLVM. The C library's functions have the same names with an f at the end.
 _FUNCTIONS = {
     "converts": "fptosi fptoui",
     "exps": "exp exp2 exp10",
@@ -45,7 +45,7 @@ _INDEX = re.compile(r", ptr [^,]+,.*%")
 
 
 def operation(line: str) -> tuple[str, int] | None:
-    """(counter, number of operations) of a line, or None."""
+    """(counter, number of operations) of a line; None if the line is not counted."""
     match = INSTRUCTION.match(line)
     if not match:
         return None

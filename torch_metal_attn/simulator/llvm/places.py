@@ -1,9 +1,9 @@
-"""The private variable and the offset of an address in LLVM IR, if both are constant."""
+"""The private variables that an address in LLVM IR may be in, and its constant offsets."""
 
 from .ir import DEBUG, FLAGS, INSTRUCTION, METADATA, element, fields, layout, operand, split, typed
 
 Range = tuple[int, int]  # the lowest and the highest offset of an address
-MOST_DEEP = 40  # addresses that are computed from one another
+MAX_DEPTH = 40  # of addresses that are computed from other addresses
 
 
 class Places:
@@ -30,9 +30,9 @@ class Places:
         return match.group(2), METADATA.sub("", rest)
 
     def of(self, address: str) -> dict[str, Range] | None:
-        """For each variable the range of offsets of an address; None if unknown."""
+        """The offsets of an address, as a range for each variable that it may be in; or None."""
         if address not in self.known:
-            if address in self.open or len(self.open) > MOST_DEEP:
+            if address in self.open or len(self.open) > MAX_DEPTH:
                 return None
             self.open.add(address)
             self.known[address] = self.computed(address)

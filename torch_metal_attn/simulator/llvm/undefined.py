@@ -1,8 +1,8 @@
 """Finds undefined behaviour of a kernel's code in checked builds.
 
 The IR calls the engine where clang's undefined behaviour sanitizer would report, at each division
-that can overflow, at each round of a loop and at the start of each function. In these calls,
-`$site` stands for the number of the site. instrument.py replaces it.
+that can overflow, at each loop iteration and at the start of each function. In these calls, `$site`
+is a placeholder for the number of the site, which instrument.py inserts.
 """
 
 import re
@@ -68,7 +68,7 @@ def _call(name: str, arguments: str, source: str) -> str:
 
 
 def targets(lines: list[str], number: int) -> Iterator[str]:
-    """The targets of a branch. The cases of a switch are on the lines after it."""
+    """The targets of a branch. The cases of a switch are on the lines after the switch."""
     line = lines[number]
     yield from TARGET.findall(line)
     while line.startswith(("  switch ", "    ")) and not line.startswith("  ]"):
@@ -78,7 +78,7 @@ def targets(lines: list[str], number: int) -> Iterator[str]:
 
 
 def _division(match: re.Match[str], name: str, line: str) -> list[str]:
-    """Tests of the operands. The sanitizer checks neither vectors nor overflow."""
+    """Tests of a division's operands. The sanitizer checks neither vectors nor overflow."""
     a, b, lanes = match.group("a"), match.group("b"), int(match.group("lanes") or 0)
     bits = match.group("lane_bits") or match.group("bits")
     of_type, flags = (f"<{lanes} x i{bits}>", f"<{lanes} x i1>") if lanes else (f"i{bits}", "i1")
@@ -90,9 +90,9 @@ def _division(match: re.Match[str], name: str, line: str) -> list[str]:
     bad = f"{name}.bad"
     if match.group("op") == "s":
         out += [
-            f"  {name}.least = icmp eq {of_type} {a}, {splat(-(2 ** (int(bits) - 1)))}",
+            f"  {name}.smallest = icmp eq {of_type} {a}, {splat(-(2 ** (int(bits) - 1)))}",
             f"  {name}.minus = icmp eq {of_type} {b}, {splat(-1)}",
-            f"  {name}.over = and {flags} {name}.least, {name}.minus",
+            f"  {name}.over = and {flags} {name}.smallest, {name}.minus",
             f"  {name}.either = or {flags} {name}.over, {bad}",
         ]
         bad = f"{name}.either"

@@ -1,9 +1,9 @@
 """Finds reads of unwritten private variables in checked builds.
 
 A variable without a value is initialised by `__msl_unset_*`, which is opaque to the compiler. After
-optimisation, each value that depends on such a call gets a flag for each lane. Where the value
-decides something (a branch, a store, an address, a call), the flag is passed to the engine. An
-array that stays in memory gets a second array, with a mark for each byte.
+optimisation, each value that depends on such a call gets a flag for each vector element. Where the
+value decides something (a branch, a store, an address, a call), the flag is passed to the engine. A
+variable that stays in memory gets an array of marks: 1 for each byte that is unwritten.
 
 This pass also checks accesses that may be outside of a private variable.
 """
@@ -40,12 +40,12 @@ LABEL = re.compile(rf"label {NAME}")
 LABEL_OF_PHI = re.compile(rf", {NAME} \]")
 ADDRESS = re.compile(rf"^  ({NAME}) = getelementptr (?:[a-z]+ )*[^,]+, ptr ({NAME})(, .*)?$")
 POINTERS = re.compile(rf"^  ({NAME}) = (?:phi ptr|select i1 [^,]+, ptr) (.*)$")
-# A memset, or a memcpy of a constant.
+# A memset, or a memcpy from a constant.
 FILL = re.compile(
     rf"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:set|cpy)\(ptr (?:[a-z]+ )*({NAME}), "
     r"(?:i32 |i8 |ptr (?:[a-z]+ )*(?=@))([^,]+), i64 ([^)]+)\)"
 )
-# A copy from or to private memory, with its target, source and length.
+# A memcpy or memmove that may copy private memory. The groups are target, source and length.
 COPY = re.compile(
     r"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:cpy|move)\(ptr (?:[a-z]+ )*([^ ,]+), "
     rf"ptr (?:[a-z]+ )*({NAME}), i64 ([^)]+)\)"
@@ -58,20 +58,20 @@ SCOPE = re.compile(
 )
 FLOATS = {"float", "half", "bfloat"}
 READ, WRITE = 0, 1
-MOST_MARKED = 4096  # bytes of a variable with marks, as stacks are small
+MAX_MARKED = 4096  # bytes of a variable with marks; the marks need stack too
 
 
 def find_unset(body: list[str], structs: dict[str, str], keep_counts: bool) -> list[str]:
-    """A function's lines with flags and calls added. The calls have `$site` for their site."""
+    """A function's lines with flags and calls added. The calls have `$site` as their site."""
     return _Function(body, structs, keep_counts).run()
 
 
 @dataclass
 class _Private:
     bytes: int
-    captured: bool = False  # other code may write to it
-    unset: bool = False  # it may be read before it is written
-    outlived: bool = False  # it may be used after the end of its scope
+    captured: bool = False  # other code may write to the variable
+    unset: bool = False  # the variable may be read before it is written
+    outlived: bool = False  # the variable may be used after the end of its scope
 
 
 class _Function(Flags):
@@ -80,32 +80,32 @@ class _Function(Flags):
         self.body = body
         self.structs = structs
         self.keep_counts = keep_counts
-        self.users: dict[str, list[int]] = {}  # the lines with each name
+        self.users: dict[str, list[int]] = {}  # the lines that contain each name
         self.private: dict[str, _Private] = {}
         self.root: dict[str, str] = {}  # the variable of each address
         self.mixed: set[str] = set()  # addresses that may be in several variables
         self.special: set[int] = set()  # lines to rewrite
-        self.watched: list[tuple[int, str, int]] = []  # line, address, bytes of a reported access
+        self.watched: list[tuple[int, str, int]] = []  # reported accesses: line, address, bytes
         self.patterns: list[tuple[str, int]] = []  # variable, and line that fills it with a pattern
 
     def run(self) -> list[str]:
-        begins = [
+        variable_lines = [
             number
             for number, line in enumerate(self.body)
             if " = alloca " in line or "@__msl_unset_" in line
         ]
-        if not begins:
+        if not variable_lines:
             return self.body
         self.places = Places(self.body, self.structs)
         for number, line in enumerate(self.body):
             for name in VALUE.findall(line):
                 self.users.setdefault(name, []).append(number)
-        for number in begins:
-            self.begin(number)
+        for number in variable_lines:
+            self.add_variable(number)
         checked = [address for address in self.mixed if self.may_be_outside(address)]
         self.choices = Choices(checked, self.mixed, self.places, self.variable_of)
         self.find_values()
-        # Reports of accesses that are always inside of a variable are needed for counts only.
+        # Accesses that are always inside of their variable are reported only if they are counted.
         needless: set[int] = set()
         if not self.keep_counts:
             needless = {number for number, name, size in self.watched if self.inside(name, size)}
@@ -118,8 +118,8 @@ class _Function(Flags):
                 self.out.append(line)
         return self.out
 
-    def begin(self, number: int) -> None:
-        """Record a variable in memory, or an unwritten value."""
+    def add_variable(self, number: int) -> None:
+        """Record the variable in memory or the unwritten value that a line creates."""
         line = self.body[number]
         self.special.add(number)
         if match := UNSET.match(line):
@@ -146,7 +146,7 @@ class _Function(Flags):
                         matches.append(match.group(1))
                 elif match is None:
                     self.use(private, name, number)
-        # A choice of addresses is in this variable only if all its operands are.
+        # A phi or select of addresses is in this variable only if all its operands are in it.
         for name in matches[1:]:
             for number in self.users[name]:
                 match = POINTERS.match(self.body[number])
@@ -157,7 +157,7 @@ class _Function(Flags):
                         self.find_mixed(name)
 
     def find_outlived(self, variable: str) -> None:
-        """Find out whether a variable is used after its scope, or before its scope in a loop."""
+        """Note whether a variable is used after its scope ends, also by a loop's next iteration."""
         addresses = [name for name, root in self.root.items() if root == variable]
         lives, scopes = True, []
         for number in sorted({n for name in addresses for n in self.users[name]}):
@@ -170,7 +170,7 @@ class _Function(Flags):
             self.special.update(scopes)
 
     def find_mixed(self, address: str) -> None:
-        """Record a choice between addresses of several variables, and addresses derived from it."""
+        """Record a phi or select of addresses in several variables, and all derived addresses."""
         matches = [address]
         for name in matches:
             self.mixed.add(name)
@@ -214,7 +214,7 @@ class _Function(Flags):
             private.captured = True
 
     def inside(self, address: str, size: int) -> bool:
-        """True if `size` bytes from an address on are always in a variable."""
+        """True if `size` bytes from `address` on are always in one variable."""
         places = self.places.of(address)
         return places is not None and all(
             name in self.private and 0 <= low and high + size <= self.private[name].bytes
@@ -222,7 +222,7 @@ class _Function(Flags):
         )
 
     def is_pattern(self, line: str) -> bool:
-        """True if a line fills a variable without a value with the compiler's pattern."""
+        """True for the line by which -ftrivial-auto-var-init fills a variable without a value."""
         match = FILL.match(line)
         if not match or match.group(1) not in self.private:
             return False
@@ -243,7 +243,7 @@ class _Function(Flags):
                 matches += self.follow(name, number)
 
     def follow(self, name: str, number: int) -> list[str]:
-        """Record a line that uses an undefined value; returns values that become undefined."""
+        """Record a line that uses the undefined `name`; returns values that become undefined."""
         self.special.add(number)
         line = self.body[number]
         store = STORE.match(line)
@@ -283,8 +283,8 @@ class _Function(Flags):
         return set(range(low, low + size)) if low == high else set()
 
     def overwritten(self, variable: str, number: int) -> bool:
-        """True if later lines of the block overwrite all bytes of a line before they are read."""
-        if self.private[variable].captured or self.private[variable].bytes > MOST_MARKED:
+        """True if the block later overwrites all bytes that a line writes, before any is read."""
+        if self.private[variable].captured or self.private[variable].bytes > MAX_MARKED:
             return False
         left = self.bytes_written(variable, self.body[number])
         for line in self.body[number + 1 :] if left else ():
@@ -321,7 +321,7 @@ class _Function(Flags):
 
     def has_marks(self, address: str) -> bool:
         private = self.private.get(self.root.get(address, ""))
-        if private is None or private.captured or private.bytes > MOST_MARKED:
+        if private is None or private.captured or private.bytes > MAX_MARKED:
             return False
         return private.unset
 
@@ -380,7 +380,7 @@ class _Function(Flags):
         self.out.append(f"  call void @__msl_fill(ptr {name}, i32 {value}, i32 {size})")
 
     def pattern(self, line: str) -> None:
-        """Fill a variable with the pattern, which is not a store of the kernel."""
+        """Replace the line that fills a variable by one that is not checked or counted."""
         match = FILL.match(line)
         assert match
         name, size = match.group(1), int(match.group(3))
@@ -390,7 +390,7 @@ class _Function(Flags):
             self.unmark_padding(name)
 
     def unmark_padding(self, variable: str) -> None:
-        """Clear the marks of a struct's padding, which is never written but copied."""
+        """Clear the marks of a struct's padding: a copy reads it, but nothing writes it."""
         for begin, end in padding(self.types[variable], self.structs):
             mark = f"getelementptr i8, ptr %msl.marks.{variable[1:]}, i64 {begin}"
             self.fill(self.emit(mark), 0, end - begin)
@@ -420,7 +420,7 @@ class _Function(Flags):
         return self.emit(f"getelementptr i8, ptr %msl.marks.{base[1:]}, i64 {at}")
 
     def check(self, address: str, size: str, lanes: int, flags: int, stored: str, line: str) -> str:
-        """Call the check of an access; returns the mask of lanes whose values are defined."""
+        """Check an access; returns the mask of vector elements whose values are defined."""
         variable = self.choices.variable_of(address)
         assert variable
         base, whole = variable
@@ -433,7 +433,7 @@ class _Function(Flags):
     def access(
         self, result: str, type_text: str, value: str, address: str, flags: int, line: str
     ) -> None:
-        """Check an access to a variable in memory. The thread sanitizer reports few of these."""
+        """Check an access to a variable in memory; the thread sanitizer reports few of them."""
         has_marks = self.has_marks(address)
         lanes = max(lanes_of(type_text), 1)
         size = layout(type_text, self.structs)[0]

@@ -1,4 +1,4 @@
-"""Function constants. They are set before compilation, so dead code is removed as in Metal."""
+"""Function constants. Their values are set before compilation, so dead code is removed."""
 
 import ast
 import math
@@ -58,11 +58,11 @@ class FunctionConstant:
     index: int
     name: str
     type: str
-    optional: bool  # the text asks is_function_constant_defined(name), so it needs no value
+    optional: bool  # needs no value: the text calls is_function_constant_defined(name)
 
 
 def number(tokens: TokenList, position: int, text: str, names: Enumerators) -> int:
-    """The number of a slot or a function constant, which may be an expression of enumerators."""
+    """The index of a slot or function constant, from an expression of numbers and enumerators."""
     value = _integer(text, names)
     if value is None:
         problem = "is neither a number nor an enumerator of the text"
@@ -94,7 +94,7 @@ def _integer(text: str, names: Enumerators) -> int | None:
 
 
 def enumerators(tokens: TokenList) -> Enumerators:
-    """The text's enumerators, by name. An unknown value is None."""
+    """The values of the text's enumerators by name; None for an unknown value."""
     values: Enumerators = {}
     for index in tokens.where(("enum",)):
         opening = tokens.next(index, ("{", ";"))
@@ -114,7 +114,7 @@ def enumerators(tokens: TokenList) -> Enumerators:
 def specialise(
     tokens: TokenList, values: Mapping[int | str, ConstantValue]
 ) -> tuple[list[FunctionConstant], set[str]]:
-    """Write the constants' values into the text; returns all constants, and those without one."""
+    """Write the constants' values into the text; returns all constants, and names of unset ones."""
     optional = {tokens.text(i + 2) for i in tokens.find("is_function_constant_defined")}
     names = enumerators(tokens)
     declared: list[FunctionConstant] = []
@@ -124,7 +124,7 @@ def specialise(
     while (index := tokens.next(index, ("function_constant",))) < len(tokens):
         open_attribute = index - 2
         is_attribute = tokens.text(open_attribute) == "[" == tokens.text(index - 1)
-        # The attribute of a declared constant precedes `;`. That of a parameter does not.
+        # A `;` follows the attribute of a declared constant, but not the attribute of a parameter.
         if not is_attribute or tokens.text(tokens.close(open_attribute) + 1) != ";":
             index += 1
             continue
@@ -173,14 +173,14 @@ def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
         raise TypeError(f"{what} is {type_text(value)}; it must be a bool, int or float")
     if kind == "bool":
         if value not in (0, 1):
-            raise ValueError(f"{what} is {value_text(value)}; a bool constant takes True or False")
+            raise ValueError(f"{what} is {value_text(value)}; a bool must be True or False")
         return "true" if value else "false"
     if kind in INTEGER_RANGES:
         low, high = INTEGER_RANGES[kind]
         if isinstance(value, float):
             raise TypeError(f"{what} is a float; the source declares it as {constant.type}")
         if not low <= value <= high:
-            raise ValueError(f"{what} is {value}; {constant.type} holds {low} to {high}")
+            raise ValueError(f"{what} is {value}; {constant.type} accepts {low} to {high}")
         if value == -(2**63):
             return "(long)(-9223372036854775807l - 1)"
         return f"({kind}){int(value)}{'ul' if value > 2**63 - 1 else 'l'}"
@@ -190,7 +190,7 @@ def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
             raise ValueError(f"{what} is {value_text(value)}; it must be finite")
         if abs(number) > FLOATS[kind]:
             raise ValueError(
-                f"{what} is {value_text(value)}; {constant.type} holds up to {FLOATS[kind]:g}"
+                f"{what} is {value_text(value)}; {constant.type} accepts up to {FLOATS[kind]:g}"
             )
         return f"({kind}){number.hex()}"  # a hexadecimal literal is exact
     raise MetalSourceError(
@@ -198,8 +198,8 @@ def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
     )
 
 
-def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
-    """The names in `missing` that each function, struct and constant of the text reaches."""
+def used_constants(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
+    """For each function, struct and constant, the names in `missing` that it can reach."""
     if not missing:
         return {}
     uses: dict[str, set[str]] = {}

@@ -22,7 +22,7 @@ EXPORTED = 'extern "C" __attribute__((visibility("default")))'
 TYPES = VECTORS.union(ELEMENTS)
 LITERAL = re.compile(r"(?:[0-9]|true$|false$)")
 ARGUMENT_BUFFER = (
-    "an argument buffer holds pointers, which tensors cannot: pass each buffer as an argument "
+    "an argument buffer holds pointers, but a tensor cannot: pass each buffer as an argument "
     "of the kernel"
 )
 
@@ -35,7 +35,7 @@ class Parameter:
     attribute: str = ""  # of a built-in value
     space: str = ""  # device, constant, threadgroup
     type: str = ""
-    condition: str = ""  # of function_constant(...): the parameter is absent if it is false
+    condition: str = ""  # of function_constant(...); if it is false, the parameter is absent
 
     @property
     def declared(self) -> str:
@@ -44,7 +44,7 @@ class Parameter:
 
     @cached_property
     def writable(self) -> bool:
-        """True if a kernel may write to the buffer because it is not declared const."""
+        """True if the kernel may write to the buffer: its elements are not declared const."""
         element = re.sub(r"<.*>", "", re.sub(r"[*&][^*&]*$", "", self.type))
         return self.space == "device" and "const" not in re.findall(r"\w+", element)
 
@@ -53,13 +53,13 @@ class Parameter:
 class Kernel:
     """One kernel that a host can call."""
 
-    name: str  # for the host
-    symbol: str  # of its entry in the image
+    name: str  # by which the host calls it
+    symbol: str  # of the kernel's entry in the image
     callee: str  # the C++ expression of the function
     function: str  # the unqualified name of the function
     parameters: list[Parameter]
     missing: list[str] = field(default_factory=list)  # function constants without a value
-    signature: str = ""  # its type, if an instantiation spells it to choose an overload
+    signature: str = ""  # the function type, if an instantiation gives it to choose an overload
     most_threads: str = ""  # the C++ expression of max_total_threads_per_threadgroup, if any
 
     @property
@@ -91,7 +91,7 @@ class _Function:
     template: list[str] | None  # the template parameters
 
     def accepts(self, callee: str, signature: str) -> bool:
-        """True if an instantiation may mean this function, of several with the same name."""
+        """True if an instantiation may mean this one of several functions with its name."""
         _, bracket, arguments = callee.partition("<")
         types = _parts(signature.partition("(")[2][:-1]) if signature else None
         if types is not None and len(types) != len(self.parameters):
@@ -118,7 +118,7 @@ def _sources(tokens: TokenList, start: int, end: int) -> list[str]:
 
 
 def extract_kernels(tokens: TokenList) -> list[Kernel]:
-    """Find every kernel, remove syntax that only Metal has, and list the callable kernels."""
+    """Find every kernel, remove the syntax that C++ lacks, and list the callable kernels."""
     functions: dict[str, list[_Function]] = {}
     callables: list[tuple[str, str, str, str]] = []  # host name, callee, function, signature
     names = enumerators(tokens)
@@ -126,7 +126,7 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
     while (index := tokens.next(index, KERNEL_BEGINS)) < len(tokens):
         if tokens.text(index) == "[" != tokens.text(index + 1):
             index += 1
-            continue  # a fast path for array extents and subscripts, which are many
+            continue  # an array extent or a subscript, skipped early because there are many
         instance = _instantiation(tokens, index)
         if instance is not None:
             callables.append(instance)
@@ -139,7 +139,7 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
         host_name = _host_name(attributes)
         opening = tokens.next(index, ("(", ";", "{"))
         if tokens.text(opening) == "(" and tokens.text(tokens.close(opening) + 1) == ";":
-            continue  # a declaration, whose parameters may have no attributes
+            continue  # a declaration; its parameters need no attributes
         most_threads = _most_threads(tokens, index, attributes, template)
         declared = None
         if template:
@@ -172,7 +172,7 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
 def _find_function(
     host_name: str, candidates: list[_Function], callee: str, signature: str
 ) -> _Function:
-    """The function that an instantiation or a kernel's name means."""
+    """The function that an instantiation or a kernel's name refers to."""
     if len(candidates) == 1:
         return candidates[0]
     exact = [function for function in candidates if function.qualified == callee]
@@ -180,9 +180,9 @@ def _find_function(
     if not fitting or any(f.parameters != fitting[0].parameters for f in fitting):
         written = callee.replace(" ", "")
         raise MetalSourceError(
-            f"kernel {host_name}: the text has {len(candidates)} functions of the name "
+            f"kernel {host_name}: the text has {len(candidates)} functions named "
             f"{candidates[0].qualified[2:]}, and the simulator cannot tell which `{written}` is: "
-            "rename all but one"
+            "rename all but one of these functions"
         )
     return fitting[0]
 
@@ -214,7 +214,7 @@ def _host_name(attributes: str) -> str:
 
 
 def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
-    """Strip `[[attributes]] kernel`; returns attributes, the return type's index, is template."""
+    """Strip `[[attributes]] kernel`; returns (attributes, index of return type, is template)."""
     after = index
     while (end := _attribute_end(tokens, after)) > after:
         after = end
@@ -234,7 +234,7 @@ def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
         raise tokens.error(index, 'an instantiated kernel needs [[host_name("...")]]')
     template = tokens.text(index - 1) == ">"
     if not template and tokens[index - 1].kind != "string":
-        # The entry is the only caller. A static kernel is inlined there and not compiled twice.
+        # Only the entry calls the kernel. A static kernel is inlined into it, not compiled twice.
         tokens[index].text = "static " + tokens[index].text
     return attributes + more, index, template
 
@@ -259,13 +259,13 @@ def _most_threads(tokens: TokenList, index: int, attributes: str, template: bool
 def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str, str] | None:
     """Remove `template [[host_name("x")]] ... f<args>...;` and return its parts.
 
-    They are the host's name, the C++ expression, the function's name and the signature.
+    The parts are the host's name, the C++ expression, the function's name and the signature.
     """
     if tokens.text(index) != "template" or tokens.text(index + 1) != "[":
         return None
     end = tokens.seek(index, (";",))
     if end >= len(tokens):
-        raise tokens.error(index, "template instantiation without an end")
+        raise tokens.error(index, "a template instantiation does not end with `;`")
     attributes, stop = _take_attributes(tokens, index, end)
     name = _host_name(attributes)
     if not name:
@@ -311,7 +311,7 @@ def _signature(tokens: TokenList, index: int, names: Enumerators) -> tuple[int, 
         if parameter.kind == "buffer" and parameter.index >= MAX_BUFFERS:
             raise tokens.error(
                 opening,
-                f"kernel {name}: buffer({parameter.index}) of {parameter.name}; "
+                f"kernel {name}: parameter {parameter.name} is buffer({parameter.index}); "
                 f"the simulator has buffers 0 to {MAX_BUFFERS - 1}",
             )
     _check_slots(tokens, opening, name, parameters)
@@ -339,7 +339,7 @@ def _parameter(
     attributes, end = _take_attributes(tokens, start, end)
     names = [i for i in range(start, end) if tokens[i].kind == "name"]
     if not names:
-        raise tokens.error(start, f"kernel {kernel}: a parameter without a name")
+        raise tokens.error(start, f"kernel {kernel}: a parameter has no name")
     name = tokens.text(names[-1])
     type_text = tokens.source(start, names[-1])
     words = set(re.findall(r"\w+", type_text))
@@ -362,7 +362,7 @@ def _parameter(
         )
     built_in = [word for word in re.findall(r"\w+", attributes) if word in ATTRIBUTES]
     if not built_in:
-        actual = f"it has [[{attributes.replace(' ', '')}]]" if attributes else "it has none"
+        actual = f"it has {f'[[{attributes}]]'.replace(' ', '') if attributes else 'no attribute'}"
         why = _unsupported(f"{type_text} {attributes}") or (
             f"it needs an attribute that the simulator supports, such as [[buffer(0)]]; {actual}"
         )
@@ -375,7 +375,7 @@ def _unsupported(text: str) -> str | None:
 
 
 def refuse_argument_buffers(tokens: TokenList, kernels: list[Kernel]) -> None:
-    """Raise MetalSourceError for `[[id(n)]]`, and for a kernel's struct that has pointers."""
+    """Raise MetalSourceError for `[[id(n)]]`, and for a struct argument that has pointers."""
     for index in tokens.find("id"):
         if tokens.text(index - 2) == "[" == tokens.text(index - 1):
             raise tokens.error(
@@ -397,7 +397,7 @@ def refuse_argument_buffers(tokens: TokenList, kernels: list[Kernel]) -> None:
 
 
 def entries(kernels: list[Kernel]) -> str:
-    """C++ of each kernel's entry, parameter types and limit of threads.
+    """C++ of each kernel's entry, parameter types and maximum number of threads.
 
     An entry calls its kernel with the engine's arguments.
     """
@@ -421,12 +421,12 @@ def entries(kernels: list[Kernel]) -> str:
 
 
 def arguments(kernel: Kernel) -> str:
-    """The arguments that an entry passes to its kernel, made from `launch` and `thread_state`."""
-    made: list[str] = []
+    """The arguments that an entry passes to its kernel, from `launch` and `thread_state`."""
+    expressions: list[str] = []
     for position, parameter in enumerate(kernel.parameters):
         if parameter.kind == "attribute":
             name, values = f"attribute_{parameter.attribute}", "launch, thread_state"
         else:
             name, values = f"{parameter.kind}_argument", f"launch, {parameter.index}"
-        made.append(f"::metal::__{name}<S::template parameter<{position}>>({values})")
-    return ", ".join(made)
+        expressions.append(f"::metal::__{name}<S::template parameter<{position}>>({values})")
+    return ", ".join(expressions)

@@ -1,4 +1,4 @@
-"""Tokens of preprocessed Metal text, each with its file and line. Other text is kept as trivia."""
+"""Tokens of preprocessed Metal text, with file and line. Text between tokens is kept as trivia."""
 
 import re
 import string
@@ -8,10 +8,10 @@ from functools import lru_cache
 
 MARKER = re.compile(r'^#(?: |line )[ \t]*(\d+)(?: "((?:[^"\\\n]|\\.)*)")?([ \d]*)$', re.M)
 
-# The marker between the shim and the Metal text in a preprocessed text. The first token follows it.
+# The marker between the shim and the Metal text in a preprocessed text. The tokens follow it.
 END_OF_SHIM = '\n# 1 "<stdin>" 2\n'
 
-# The space before a token, then the token or a directive. Names are first, as the most frequent.
+# The space before a token, then the token or a directive. Names are first: they are most frequent.
 TOKEN = re.compile(
     r"""(\s*)(
         [A-Za-z_]\w*
@@ -25,7 +25,7 @@ TOKEN = re.compile(
       | \Z)""",
     re.X | re.S,
 )
-# The kind by a token's first character. Other characters begin a mark, or a number after a `.`.
+# A token's kind by its first character. Any other character begins a mark, or a number as in `.5`.
 KINDS = (
     dict.fromkeys(string.ascii_letters + "_", "name")
     | dict.fromkeys(string.digits, "number")
@@ -58,7 +58,7 @@ class Token:
 
 
 def segments(text: str) -> Iterator[tuple[str, str, int, bool, str]]:
-    """The text between line markers: (marker line, file, first line, is a system header, text)."""
+    """The parts between line markers: (marker line, file, first line, is a system header, text)."""
     marker, file, line, system, start = "", "", 1, False, 0
     for match in MARKER.finditer(text):
         yield marker, file, line, system, text[start : match.start()]
@@ -128,7 +128,7 @@ class TokenList:
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
-        # Words that are not here need no search, as no rewrite adds a word that another looks for.
+        # A word that is not in this set needs no search: no rewrite adds a word that is searched.
         self.words = {token.text for token in tokens}
 
     def __len__(self) -> int:
@@ -155,12 +155,12 @@ class TokenList:
 
     def where(self, words: Collection[str]) -> list[int]:
         """Indices of the tokens that are one of `words` now."""
-        if not (wanted := self.words.intersection(words)):
+        if not (present := self.words.intersection(words)):
             return []
-        return [at for at, token in enumerate(self.tokens) if token.text in wanted]
+        return [at for at, token in enumerate(self.tokens) if token.text in present]
 
     def find(self, *words: str) -> Iterator[int]:
-        """Indices of names that are one of `words`, in order. Later tokens may change meanwhile."""
+        """Indices of names that are one of `words`. The caller may change tokens meanwhile."""
         index = -1
         while (index := self.next(index + 1, words)) < len(self.tokens):
             if self.tokens[index].kind == "name":
@@ -171,6 +171,7 @@ class TokenList:
         return MetalSourceError(message, token.file, token.line)
 
     def close(self, index: int) -> int:
+        """The index of the bracket that closes the bracket at `index`."""
         depth: list[str] = []
         tokens = self.tokens
         for at in range(index, len(tokens)):
@@ -181,7 +182,7 @@ class TokenList:
                 depth.append(OPENERS[text])
             else:
                 if depth.pop() != text:
-                    raise self.error(at, f"`{text}` closes nothing")
+                    raise self.error(at, f"`{text}` closes no bracket")
                 if not depth:
                     return at
         raise self.error(index, f"`{self.text(index)}` is never closed")
@@ -195,22 +196,23 @@ class TokenList:
                 depth += 1 if text in CLOSERS else -1
                 if depth == 0:
                     return at
-        raise self.error(index, f"`{self.text(index)}` closes nothing")
+        raise self.error(index, f"`{self.text(index)}` closes no bracket")
 
     def after(self, index: int) -> int:
+        """The index after the token, or after the brackets that it opens."""
         return (self.close(index) if self.text(index) in OPENERS else index) + 1
 
     def before(self, index: int) -> int:
         return (self.open(index) if self.text(index) in CLOSERS else index) - 1
 
     def seek(self, index: int, words: Collection[str]) -> int:
-        """As `next`, but skips brackets with their content."""
+        """Like `next`, but skips brackets and what they contain."""
         while index < len(self) and self.text(index) not in words:
             index = self.after(index)
         return index
 
     def seek_back(self, index: int, words: Collection[str]) -> int:
-        """As `seek`, but backwards; -1 if there is no such token."""
+        """Like `seek`, but backwards; -1 if there is no such token."""
         while index >= 0 and self.text(index) not in words:
             index = self.before(index)
         return index
@@ -286,7 +288,7 @@ class TokenList:
         return " ".join(token.text for token in self.tokens[start:end])
 
     def remove(self, start: int, end: int) -> None:
-        """Remove [start, end). Trivia with line breaks moves to the token after it."""
+        """Remove [start, end). Trivia with line breaks moves to the token at `end`."""
         if start >= end:
             return
         kept = "".join(t.space for t in self.tokens[start:end] if "\n" in t.space)

@@ -1,7 +1,7 @@
 """Structs in device, threadgroup and constant memory, where C++ and Metal differ.
 
-C++ has no constructors, assignments and methods for objects in an address space. So a whole struct
-is read and stored by a call, and a struct with constructors gets one for each address space.
+C++ has no constructors, assignments or methods for objects in an address space. So a call reads or
+stores a whole struct, and a struct with constructors gets a constructor for each address space.
 """
 
 from collections.abc import Iterator
@@ -40,12 +40,12 @@ class _Declared:
 
     constructed: set[str]  # types with constructors
     aliases: set[str]  # template parameters and aliases
-    types: set[str]  # both, and structs without constructors
+    types: set[str]  # constructed, aliases, and structs without constructors
     casts: set[str]  # T in casts of the form `T(x)`
     fields: dict[str, set[int]]  # the result of `_field_types`
-    by_reference: set[str]  # address spaces to which functions take references, "" for any
-    # Pointers, arrays and references to these types: the index of the declaration, the number of
-    # subscripts down to an object, and the address space.
+    by_reference: set[str]  # the result of `_by_reference`
+    # Names of pointers, arrays and references to `types`: the index of the declaration, the number
+    # of subscripts that give an object, and the address space.
     objects: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
 
 
@@ -64,14 +64,14 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
         if constructors := _constructors(tokens, name, body, end):
             declared.constructed.add(name)
             is_aggregate = all(tokens.text(at + 1) == "default" for at in constructors)
-            made = _aggregate_constructor(tokens, name, body, end) if is_aggregate else ""
-            made += "".join(
+            added = _aggregate_constructor(tokens, name, body, end) if is_aggregate else ""
+            added += "".join(
                 CONSTRUCTOR.replace("@", name).replace("#", space)
                 for space in sorted(ADDRESS_SPACES)
             )
-            # Marked as the simulator's text, so no fault or finding points to it.
+            # The line marker makes this the simulator's text, so no fault or finding points to it.
             last = tokens[end]
-            last.space += f'\n# 1 "<copies>" 3\n{made}\n# {last.line} "{last.file}"\n'
+            last.space += f'\n# 1 "<copies>" 3\n{added}\n# {last.line} "{last.file}"\n'
     for index in tokens.where(ADDRESS_SPACES):
         _note_object(tokens, index, declared)
         _object_by_cast(tokens, index, declared)
@@ -114,7 +114,7 @@ def _constructors(tokens: TokenList, name: str, body: int, end: int) -> list[int
 
 
 def _aggregate_constructor(tokens: TokenList, name: str, body: int, end: int) -> str:
-    """A constructor from the fields, for an aggregate to which constructors are added."""
+    """A constructor from the fields, for a struct that is no aggregate with added constructors."""
     fields: list[tuple[str, str]] = []
     at = body + 1
     while (last := tokens.seek(at, (";", "{", "}"))) < end:
@@ -145,6 +145,7 @@ def sole_constructors(tokens: TokenList) -> None:
 
 
 def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
+    """Record a declaration that begins at `index`, if it is of a pointer, array or reference."""
     at = index + 1
     words = []
     while tokens[at].kind == "name" or tokens.text(at) in ("::", "<", "*", "&"):
@@ -167,7 +168,7 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
 
 
 def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """`constant T x = T(1);` becomes a plain constant if T may have constructors."""
+    """`constant T x = T(1);` gets the type `__in_constant<T>` if T may have constructors."""
     start = at = tokens.skip(index + 1, QUALIFIERS)
     while tokens.text(at + 1) == "::":
         at += 2
@@ -207,7 +208,7 @@ def _by_reference(tokens: TokenList) -> set[str]:
 
 
 def _field_types(tokens: TokenList) -> dict[str, set[int]]:
-    """Fields whose type of Metal has constructors, and the number of their subscripts."""
+    """Fields of types in CONSTRUCTED, by name, with the number of their array dimensions."""
     result: dict[str, set[int]] = {}
     for _, body, end in structs(tokens):
         for index in range(body + 1, end):
@@ -224,7 +225,7 @@ def _field_types(tokens: TokenList) -> dict[str, set[int]]:
 
 
 def _path(tokens: TokenList, index: int) -> tuple[int, list[int]]:
-    """The first token of `name[i][j]`, and the last ones of `name`, `name[i]` and `name[i][j]`."""
+    """The first token of `name[i][j]`, and the last tokens of `name`, `name[i]`, `name[i][j]`."""
     ends = [index]
     while tokens.text(ends[-1] + 1) == "[":
         ends.append(tokens.close(ends[-1] + 1))
@@ -265,6 +266,7 @@ def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
 
 
 def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
+    """Wrap the object `name[i]`, `*name`, `*(name + i)` or `.name[i]` with its name at `index`."""
     name = tokens.text(index)
     start, ends = _path(tokens, index)
     if tokens.text(index - 1) in (".", "->") and name in declared.fields:
@@ -293,7 +295,7 @@ def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
 def _around(
     tokens: TokenList, start: int, end: int, declared: _Declared, space: str
 ) -> tuple[str, ...]:
-    """The text to put around [start, end], an object in `space`; empty if it can stay unchanged."""
+    """The text before and after [start, end], an object in `space`; empty if it needs no change."""
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if after == "=" and before in BEFORE_STATEMENT:
         return "::metal::__target(", ")"
@@ -321,7 +323,7 @@ def _is_argument(tokens: TokenList, start: int, end: int) -> bool:
 
 
 def _is_value(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) -> bool:
-    """True if [start, end] initialises, is assigned, returned or cast, or is an arm of `?:`."""
+    """True if [start, end] initialises, is assigned, returned or cast, or is an operand of `?:`."""
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if before == "return":
         return after == ";" and not _returns_reference(tokens, start)

@@ -1,4 +1,4 @@
-"""Words of Metal that a text may not use as names, and the rules that recognise a name.
+"""Words of Metal that a text may not use as names, and rules that recognise a use as a name.
 
 Sources: the Metal Shading Language specification, the reserved words of naga (wgpu) and of
 SPIRV-Cross, and the working draft N4431 of C++. clang would accept many of these words.
@@ -53,7 +53,7 @@ KINDS = {
 
 NO_MACROS = KINDS.keys() - MACROS
 
-# Words that are not the type of the name after them.
+# Words that may precede a name but are not its type.
 _NOT_TYPES = frozenset(
     """return case else do goto throw new delete sizeof alignof operator typename typedef using
     template public private protected friend inline static extern constexpr const volatile mutable
@@ -70,9 +70,9 @@ _NEVER_DECLARED = frozenset({"const", "volatile", "operator"})
 _SCALARS = frozenset("unsigned signed char short int long double float".split())
 
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.M)
-# A macro of Metal after a word that may be a type.
+# A macro of Metal's headers after a word that may be a type.
 _PERHAPS_NAMED = re.compile(rf"(\w+)[ \t]+(?:{'|'.join(sorted(MACROS))})[ \t]*[=;,)\[({{]")
-# Definitions before a text, with which the macros of Metal's headers stay defined but unexpanded.
+# Definitions to put before a text, which keep the macros of Metal's headers defined but unexpanded.
 UNEXPANDED = "".join(f"#undef {word}\n#define {word} {word}\n" for word in sorted(MACROS))
 
 
@@ -132,7 +132,7 @@ def _is_name(tokens: TokenList, index: int, word: str) -> bool:
         return False
     if word in TYPES:
         if tokens.text(tokens.seek_back(index, STATEMENT_ENDS) + 1) == "typedef":
-            return False  # clang refuses a different type at file scope
+            return False  # at file scope, clang refuses a typedef to a different type
         if before in ("*", "&", "&&", ">"):
             return after in _AFTER_NAMES  # a type does not end an expression
         if before == ",":
@@ -154,7 +154,7 @@ def _is_attribute(tokens: TokenList, index: int) -> bool:
 def _qualifies_function(tokens: TokenList, index: int) -> bool:
     before, after = tokens.text(index - 1), tokens[index + 1]
     if after.kind == "name" and tokens.text(index + 2) == "(" and before != ".":
-        return True  # possible after the return type too
+        return True  # the qualifier may also follow the return type
     begins = before in _BEFORE_FUNCTIONS | _SPECIFIERS or tokens[index - 1].kind == "string"
     return begins and (after.kind == "name" or after.text in ("[", "::"))
 

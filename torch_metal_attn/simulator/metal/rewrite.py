@@ -1,6 +1,6 @@
-"""Rewrite preprocessed Metal into C++17 that clang compiles for the host.
+"""Rewrite preprocessed Metal as C++17 that clang compiles for the host.
 
-The shim headers (system headers of the preprocessed text) are not changed. The rewritten text uses:
+The shim's headers (system headers of the preprocessed text) are not changed. The result uses:
 
 - macros: `device`, `threadgroup` and `constant` are clang's address spaces, `thread` is empty;
 - `::metal::__mk<V>(...)` for a vector V, `__construct<T>(...)` for any T, `__cast<T>() ->* x`;
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import versions
-from .constants import ConstantValue, FunctionConstant, needed, specialise
+from .constants import ConstantValue, FunctionConstant, specialise, used_constants
 from .kernels import Kernel, extract_kernels, refuse_argument_buffers
 from .lexer import TokenList, join, lex
 from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
@@ -31,7 +31,7 @@ METHOD_QUALIFIERS = ("const", "volatile", "noexcept")
 
 @dataclass
 class Rewritten:
-    """C++ text without the entries of its kernels, its kernels and its function constants."""
+    """C++ text without the kernels' entries; the kernels; the function constants."""
 
     text: str
     kernels: list[Kernel]
@@ -50,7 +50,7 @@ def rewrite(
     refuse_names(tokens)
     refuse_stages(tokens)
     declared, missing = specialise(tokens, constants or {})
-    reach = needed(tokens, missing)
+    reach = used_constants(tokens, missing)
     kernels = extract_kernels(tokens)
     optional = {constant.name for constant in declared if constant.optional}
     for kernel in kernels:
@@ -60,7 +60,7 @@ def rewrite(
         kernel.missing = sorted((reached | words) - optional)
     refuse_argument_buffers(tokens, kernels)
     strip_attributes(tokens)
-    # The search for unwritten values needs functions inlined.
+    # The search for unwritten values works only if functions are inlined.
     for index in tokens.where(("noinline", "__noinline__")) if check else ():
         tokens[index].text = ""
     literals(tokens)
@@ -79,14 +79,14 @@ def rewrite(
 
 
 def strip_attributes(tokens: TokenList) -> None:
-    """Remove every remaining `[[...]]`. These hints and limits are unused on the host."""
+    """Remove every remaining `[[...]]`. The host does not use such hints and limits."""
     for index in reversed(tokens.where(("[",))):
         if tokens.text(index + 1) == "[":
             tokens.remove(index, tokens.close(index) + 1)
 
 
 def literals(tokens: TokenList) -> None:
-    """`1.0h` and `1.0bf` become casts of float literals, and `1.0` is a float."""
+    """`1.0h` and `1.0bf` become casts of float literals, and `1.0` becomes `1.0f`."""
     for token in tokens.tokens:
         if token.kind != "number" or token.text[:2] in ("0x", "0X"):
             continue
@@ -144,8 +144,8 @@ def declarator_end(tokens: TokenList, index: int) -> int | None:
 
 def _threadgroup_variable(tokens: TokenList, start: int, index: int) -> None:
     end = tokens.seek(index, (";",))
-    # Threads start at any time, so what an initialiser would store is not there for all of them: as
-    # without it, the checks take the memory for uninitialised.
+    # Threads start at any time, so an initialiser would not run before all of them. It is removed,
+    # and the checks treat the memory as uninitialised.
     for first, last in reversed(tokens.split(index + 1, end)):
         equals = tokens.seek(first, ("=",))
         if equals < last:
@@ -160,17 +160,17 @@ def _threadgroup_variable(tokens: TokenList, start: int, index: int) -> None:
         t.text for t in tokens.tokens[start:first] if t.text not in ("static", "threadgroup")
     )
     if not type_text:
-        raise tokens.error(index, "a threadgroup variable without a type")
-    made: list[str] = []
+        raise tokens.error(index, "a threadgroup variable has no type")
+    declarations: list[str] = []
     for span in [(first, spans[0][1]), *spans[1:]]:
         name = tokens.text(span[0])
         extents = tokens.source(span[0] + 1, span[1])
-        made.append(
+        declarations.append(
             f"typedef {type_text} __tg_{name}{extents}; threadgroup __tg_{name}& {name} = "
             f'*(threadgroup __tg_{name}*)__msl_threadgroup_memory("{name}", '
             f"sizeof(__tg_{name}), {align});"
         )
-    tokens.replace(start, end + 1, " ".join(made))
+    tokens.replace(start, end + 1, " ".join(declarations))
 
 
 def _declarator(tokens: TokenList, start: int, end: int) -> int:
@@ -178,7 +178,7 @@ def _declarator(tokens: TokenList, start: int, end: int) -> int:
     while tokens.text(at) == "]":
         at = tokens.open(at) - 1
     if at <= start or tokens[at].kind != "name":
-        raise tokens.error(start, "a threadgroup variable without a name")
+        raise tokens.error(start, "a threadgroup variable has no name")
     return at
 
 
@@ -204,7 +204,7 @@ def _take_alignment(tokens: TokenList, start: int, end: int) -> str:
 
 
 def array_parameters(tokens: TokenList) -> None:
-    """`threadgroup T x[N]` as a function's parameter becomes a pointer, as in C++."""
+    """A parameter `threadgroup T x[N]` of a function becomes a pointer, as in C++."""
     for index in tokens.find(*ADDRESS_SPACES):
         _array_parameter(tokens, index)
 
@@ -230,7 +230,7 @@ def _array_parameter(tokens: TokenList, index: int) -> None:
 
 
 def drop_qualified_methods(tokens: TokenList) -> None:
-    """Remove methods for objects in another address space, as C++ cannot tell them apart."""
+    """Remove methods for objects in other address spaces: C++ cannot overload by address space."""
     index = 0
     while (index := tokens.next(index, ADDRESS_SPACES)) < len(tokens):
         index = _drop_method(tokens, index) + 1
@@ -257,7 +257,7 @@ def _drop_method(tokens: TokenList, index: int) -> int:
 
 
 def _is_sole_method(tokens: TokenList, start: int, opening: int) -> bool:
-    """True if no other member has this name. Then a call of it gets a message of its own."""
+    """True if no other member has the method's name. Then calls of the method get a message."""
     name = tokens.text(opening - 1)
     before = tokens.text(opening - 2)
     if tokens[opening - 1].kind != "name" or before in ("operator", "::", "~", "{", ";", "}", ":"):
@@ -269,7 +269,7 @@ def _is_sole_method(tokens: TokenList, start: int, opening: int) -> bool:
 
 
 def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, end: int) -> None:
-    """Refuse a conversion that differs from the one for thread memory, which replaces it."""
+    """Refuse a conversion that differs from the conversion for thread memory, which replaces it."""
     if "operator" not in (tokens.text(opening - 2), tokens.text(opening - 3)):
         return
     head = tokens.source(opening - 2, opening)
@@ -280,5 +280,5 @@ def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, en
         other = tokens.skip(tokens.close(index) + 1, {*METHOD_QUALIFIERS, "thread"})
         if tokens.text(other) == "{" and tokens.source(index - 2, index) == head:
             if tokens.source(other, tokens.close(other) + 1) != tokens.source(body, end + 1):
-                message = f"conversions `{head}` differ by address space: the simulator has one"
+                message = f"conversions `{head}` differ by address space: only one is supported"
                 raise tokens.error(opening, message)

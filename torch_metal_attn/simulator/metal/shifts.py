@@ -1,4 +1,4 @@
-"""Shifts in checked builds become operators of the shim, which check the amounts of vectors.
+"""In checked builds, shifts become operators of the shim, which check the amounts for vectors.
 
 `a << b` becomes `a << ::metal::__checked << b`, which keeps precedence and order (`__msl_shift.h`).
 The operators do not check shifts of scalars, because clang's sanitizer does.
@@ -15,11 +15,11 @@ STATEMENTS = frozenset({"else", "do", "return"})
 LINKS = frozenset({".", "->", "::"})
 ENDS = frozenset({";", "}", *OPENERS})
 NUMBER = re.compile(r"(0[xX][0-9a-fA-F]+|[0-9]+)[uUlL]*")
-ALWAYS_VALID = re.compile(r"[0-7][uUlL]*")  # every element has at least 8 bits
+ALWAYS_VALID = re.compile(r"[0-7][uUlL]*")  # amounts in range: elements have at least 8 bits
 
 
 def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
-    """(first, last token) of each operator to check. Empty if the text declares such operators."""
+    """(first, last token) of each shift to check. Empty if the text declares a shift operator."""
     result: list[tuple[int, int]] = []
     for index in tokens.where(FIRST):
         last = index
@@ -51,6 +51,7 @@ def check_shifts(tokens: TokenList, shifts: list[tuple[int, int]]) -> None:
 
 
 def _closes_arguments(tokens: TokenList, index: int) -> bool:
+    """True if the two `>` at `index` close template argument lists."""
     at, lists = index - 1, 2
     while lists and at > 0 and tokens.text(at) not in ENDS:
         text = tokens.text(at)
@@ -74,14 +75,14 @@ def _is_number(tokens: TokenList, last: int, pattern: re.Pattern[str]) -> bool:
 
 
 def _shifts_number(tokens: TokenList, first: int) -> bool:
-    """True if one number is shifted, which is a scalar. After `)` it may be cast to a vector."""
+    """True if a literal is shifted, which is a scalar. After `)` it may be cast to a vector."""
     if tokens[first - 1].kind != "number":
         return False
     return tokens.text(first - 2) not in TIGHTER | FIRST | {")"}
 
 
 def _bit_fields(tokens: TokenList) -> set[str]:
-    """The names of bit-fields. Passed by value, they would not be promoted to int."""
+    """The names of bit-fields, which the shim's operators would not promote to int."""
     return {
         tokens.text(index - 1)
         for index in tokens.where((":",))
@@ -92,7 +93,7 @@ def _bit_fields(tokens: TokenList) -> set[str]:
 
 
 def object_start(tokens: TokenList, end: int) -> int:
-    """The first token of the expression of an object, such as `p[i].v`, that ends before `end`."""
+    """The first token of the object expression, such as `p[i].v`, that ends before `end`."""
     at = end - 1
     while True:
         text = tokens.text(at)

@@ -1,32 +1,32 @@
-"""Private variables without an initial value: a call of `::metal::__unset` follows `float x;`.
+"""Adds a call of `::metal::__unset` after a private variable without a value, such as `float x;`.
 
-Checked builds thereby find reads of unwritten variables.
+With these calls, checked builds find reads of unwritten variables.
 """
 
 from .lexer import TokenList
 
 ENDS = frozenset({";", "{", "}"})
 # The first words of statements that declare no private variable without a value.
-OTHERS = frozenset(
+NOT_TYPES = frozenset(
     """return goto break continue typedef using typename struct class union enum static constexpr
     extern const volatile else case default delete new throw template public private protected
     friend operator inline namespace if for while do switch threadgroup device constant
     auto""".split()
 )
-SEVERAL = frozenset("unsigned signed long short int char".split())
+COMBINABLE = frozenset("unsigned signed long short int char".split())
 
 
 def unset_variables(tokens: TokenList) -> None:
     kinds: list[bool] = []  # for each open brace, whether it is in a function
-    marks: list[tuple[int, str]] = []
+    calls_after: list[tuple[int, str]] = []  # index of the `;`, and the calls to add after it
     closes_type = False
     begins = False  # whether a statement begins at the token
     for index, token in enumerate(tokens.tokens):
         if begins and kinds and kinds[-1] and token.kind == "name":
             if names := _names(tokens, index) if closes_type else _declared(tokens, index):
                 calls = "".join(f' ::metal::__unset({name}, "{name}");' for name in names)
-                marks.append((tokens.next(index, (";",)), calls))
-        # A raw token is a whole statement, of a threadgroup variable.
+                calls_after.append((tokens.next(index, (";",)), calls))
+        # A raw token is a whole statement: the declaration of a threadgroup variable.
         begins = token.text in ENDS or token.kind == "raw"
         if token.text == "{":
             kinds.append(_in_function(tokens, index, kinds))
@@ -36,7 +36,7 @@ def unset_variables(tokens: TokenList) -> None:
                 closes_type = tokens.text(start) in ("struct", "union")
                 continue
         closes_type = False
-    for index, calls in marks:
+    for index, calls in calls_after:
         tokens[index].text += calls
 
 
@@ -51,12 +51,13 @@ def _in_function(tokens: TokenList, index: int, kinds: list[bool]) -> bool:
 
 
 def _declared(tokens: TokenList, index: int) -> list[str]:
-    if tokens.text(index) in OTHERS:
+    """The variables without a value that the statement at `index` declares."""
+    if tokens.text(index) in NOT_TYPES:
         return []
     at = index + 1
     if tokens.text(index) == "thread":
         at += 1
-    while tokens.text(at - 1) in SEVERAL and tokens.text(at) in SEVERAL:
+    while tokens.text(at - 1) in COMBINABLE and tokens.text(at) in COMBINABLE:
         at += 1
     while tokens.text(at) == "::":
         at += 2
@@ -73,7 +74,7 @@ def _declared(tokens: TokenList, index: int) -> list[str]:
 def _names(tokens: TokenList, at: int) -> list[str]:
     names: list[str] = []
     while True:
-        if tokens[at].kind != "name" or tokens.text(at) in OTHERS:
+        if tokens[at].kind != "name" or tokens.text(at) in NOT_TYPES:
             return []
         name = tokens.text(at)
         at += 1

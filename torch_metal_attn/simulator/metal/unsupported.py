@@ -3,7 +3,7 @@
 from . import versions
 from .lexer import TokenList
 
-# Types, attributes, qualifiers, and headers without `metal_`.
+# Types, attributes, qualifiers, and names of headers without the prefix `metal_`.
 WORDS = {
     "textures": """texture texture1d texture1d_array texture2d texture2d_array texture2d_ms
         texture2d_ms_array texture3d texturecube texturecube_array texture_buffer depth2d
@@ -26,7 +26,7 @@ STAGES = ("vertex", "fragment", "object", "mesh", "intersection")
 
 METHOD = (
     "methods of objects in device, threadgroup or constant memory are not supported by the "
-    "simulator: copy the object to a variable and call the method of that"
+    "simulator: copy the object to a variable and call the variable's method"
 )
 
 

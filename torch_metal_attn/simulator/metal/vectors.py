@@ -1,4 +1,4 @@
-"""Vector construction and conversion, which C++ has in another syntax or not at all."""
+"""Construction and conversion of vectors, for which C++ has another syntax or none."""
 
 from collections.abc import Collection
 
@@ -6,7 +6,7 @@ from .lexer import TokenList
 
 ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float bool".split()
 VECTORS = frozenset(f"{element}{count}" for element in ELEMENTS for count in (2, 3, 4))
-# Packed vectors that are vectors in clang. Packed vectors of three are structs.
+# Packed vectors that are vectors in clang. Those of three elements are structs.
 PACKED = frozenset(f"packed_{element}{count}" for element in ELEMENTS[:-1] for count in (2, 4))
 
 # Tokens that may precede an expression. `T(x)` after one of them is not a declaration.
@@ -17,7 +17,7 @@ STATEMENT_ENDS = (";", "{", "}")
 
 
 def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
-    """`T(...)` becomes `::metal::__mk<T>(...)`, for vector types and names that may be one."""
+    """`T(...)` becomes `::metal::__mk<T>(...)`, for vector types and names that may be vectors."""
     _braced_arguments(tokens)
     constructed = VECTORS | PACKED
     # clang does not convert between half and bfloat.
@@ -43,7 +43,7 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
 
 
 def name_bool_vectors(tokens: TokenList) -> None:
-    """`vec<bool, N>` becomes `boolN`, with a byte per element. Clang's own is packed into bits."""
+    """`vec<bool, N>` becomes `boolN`, with one byte per element. clang packs elements into bits."""
     for index in reversed(tokens.where(("vec",))):
         if [tokens.text(index + i) for i in (1, 2, 3)] != ["<", "bool", ","]:
             continue
@@ -95,7 +95,7 @@ def type_names(tokens: TokenList) -> set[str]:
 
 
 def _construct(tokens: TokenList, index: int, end: int, aliases: Collection[str]) -> None:
-    """Rewrite the construction or cast of a vector type [index, end]."""
+    """Rewrite the construction or cast whose vector type is [index, end]."""
     start = tokens.qualified_start(index)
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if after == "(" and before != "operator":
@@ -136,7 +136,7 @@ def _is_cast(tokens: TokenList, close: int, aliases: Collection[str]) -> bool:
 
 
 def _is_variable(tokens: TokenList, index: int) -> bool:
-    """True if the name at `index` is a variable in this scope. Then `(T)-x` is not a cast."""
+    """True if the name T at `index` is a variable in this scope, so that `(T)-x` subtracts."""
     return any(
         at < index <= tokens.scope_end(at)
         for at in tokens.where((tokens.text(index),))
@@ -165,7 +165,7 @@ def _in_function(tokens: TokenList, start: int) -> bool:
     before = start - 2 if tokens.text(start - 1) in ("const", "thread") else start - 1
     if tokens.text(before) not in (*STATEMENT_ENDS, "("):
         return False
-    # In a class or a namespace it declares a function. No parenthesis precedes their braces.
+    # In a class or a namespace, `T name(value)` declares a function. No `)` precedes their `{`.
     at = tokens.seek_back(before, ("{",))
     body = tokens.text(at - 1)
     return at > 0 and (body in (")", "const", "thread", "else", "do") or body in STATEMENT_ENDS)

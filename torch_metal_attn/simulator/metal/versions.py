@@ -9,9 +9,9 @@ from .lexer import TokenList
 NUMBERS = {"3.1": 310, "3.2": 320, "4.0": 400}
 DEFAULT = "3.1"
 LATEST = "4.0"
-METAL_4 = Path(__file__).parents[1] / "shim" / "metal4"  # headers that earlier versions do not have
+METAL_4 = Path(__file__).parents[1] / "shim" / "metal4"  # headers that only Metal 4 has
 
-# Names that headers declare for later versions only, and the names of such headers.
+# Names that headers declare, and names of headers, that Metal 3.1 lacks: the first version.
 DECLARED = {
     **dict.fromkeys("os_log atomic_thread_fence".split(), "3.2"),
     **dict.fromkeys(
@@ -20,7 +20,7 @@ DECLARED = {
         "4.0",
     ),
 }
-# Words of constructs, with the version that introduced them.
+# Words that begin a construct, with the version that introduced the construct.
 WORDS = {"coherent": "3.2", "tensor_handle": "4.0", "cooperative_tensor": "4.0"}
 # Tokens that may precede the brackets of a lambda, but never a subscript or an attribute.
 BEFORE_LAMBDA = frozenset("( , = return { ; } ? : && || !".split())
@@ -59,7 +59,7 @@ def refuse_newer(tokens: TokenList, language: str) -> None:
             what = "a lambda" if text == "[" else f"`{text}`"
             raise tokens.error(
                 index,
-                f"{what} needs Metal {introduced}, and the language is {language}: "
+                f"{what} needs Metal {introduced}, but the language is {language}: "
                 + advice(introduced),
             )
 

@@ -20,7 +20,7 @@ MSL_LOOKUP void __msl_atomic_access(const volatile void*, uint, uint) {}
 MSL_LOOKUP void __msl_atomic_observe(const volatile void*) {}
 static inline void __msl_fence(uint, uint) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
-// Lets other threads run while this one waits for one of them.
+// Lets other threads run while this thread waits for one of them.
 MSL_ENTRY void __msl_spin() { __msl_table->spin(); }
 }
 
@@ -38,7 +38,7 @@ typedef _atomic<bool> atomic_bool;
 typedef _atomic<float> atomic_float;
 typedef _atomic<ulong> atomic_ulong;
 
-// These work on the bits of a value, as Metal compares bits.
+// The operations work on the bits of a value, because Metal compares bits.
 template <class T>
 MSL_INTERNAL T __atomic_read(ulong address) {
   return __builtin_bit_cast(T, __atomic_load_n((__bits<T>*)address, __ATOMIC_SEQ_CST));
@@ -87,7 +87,7 @@ MSL_INTERNAL T __atomic_update(ulong address, T operand) {
 template <class T>
 constexpr void __check_atomic_width() {
   static_assert(sizeof(T) <= 4,
-                "64-bit atomics have atomic_min_explicit and atomic_max_explicit only, on device "
+                "64-bit atomics have only atomic_min_explicit and atomic_max_explicit, in device "
                 "memory");
 }
 
@@ -140,7 +140,7 @@ __MSL_EACH_WRITABLE(__MSL_ATOMICS)
 #undef __MSL_ATOMICS
 #undef __MSL_UPDATE
 
-// These also take 64 bits.
+// These functions also support 64-bit atomics.
 #define __MSL_EXTREME(name, Op)                                                        \
   template <class T>                                                                   \
   METAL_FUNC void name(volatile device _atomic<T>* object, type_identity_t<T> operand, \

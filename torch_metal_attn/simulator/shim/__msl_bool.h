@@ -1,4 +1,4 @@
-// Vectors of bool with one byte for each element, as in Metal. Those of clang pack them into bits.
+// Vectors of bool with one byte for each element, as in Metal. clang's own pack elements into bits.
 #pragma once
 
 namespace metal {

@@ -48,7 +48,7 @@ static inline __attribute__((always_inline, const, unused)) __msl_worker* __msl_
   return (__msl_worker*)(stack & ~(MSL_REGION_BYTES - 1));
 }
 
-// Notes that the threadgroup does more than poll memory.
+// Tells the engine that the threadgroup does more than poll memory.
 MSL_INTERNAL void __msl_progress() { __msl_this_worker()->polls = 0; }
 
 MSL_LOOKUP const __msl_thread* __msl_this_thread() { return __msl_this_worker()->running; }
@@ -124,14 +124,14 @@ MSL_ENTRY __msl_words __msl_broadcast(ulong low, ulong high, uint lane, uint wid
 }
 #endif
 
-// The result that `combine` leaves in the box.
+// Returns the result that `combine` computes for all lanes.
 MSL_ENTRY __msl_words __msl_reduce(__msl_combine combine, ulong low, ulong high, uint operation) {
   const __msl_exchange* box =
       __msl_table->exchange(combine, low, high, operation, __builtin_return_address(0));
   return __builtin_bit_cast(__msl_words, box->result);
 }
 
-// The value that `combine` leaves in this lane's slot.
+// Returns the value that `combine` computes for this lane.
 MSL_ENTRY __msl_words __msl_scan(__msl_combine combine, ulong low, ulong high) {
   const __msl_exchange* box =
       __msl_table->exchange(combine, low, high, MSL_REDUCTION, __builtin_return_address(0));
@@ -183,7 +183,7 @@ MSL_ENTRY __attribute__((noreturn)) void __msl_refuse_clamp() {
 #endif
 
 #ifndef MSL_CHECKED
-// Replaces the sanitizer's handler. So every trap is an access to private memory.
+// Reports a missing return. So every trap is an access outside of a private variable.
 MSL_ENTRY __attribute__((noreturn, used)) void __ubsan_handle_missing_return(const void*) {
   __msl_table->undefined(MSL_RETURN, nullptr, 0, 0, ~0u);
   __builtin_trap();

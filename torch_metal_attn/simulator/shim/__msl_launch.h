@@ -1,4 +1,4 @@
-// The functions by which a kernel's entry makes the kernel's arguments.
+// The functions by which a kernel's entry computes the kernel's arguments.
 #pragma once
 #include <__msl_engine.h>
 #include <__msl_parameters.h>
@@ -29,7 +29,7 @@ METAL_FUNC P __threadgroup_argument(const __msl_launch* launch, int index) {
   return __pointer_argument<P>(launch->threadgroup_memory[index]);
 }
 
-// A built-in attribute, converted to its parameter's type. A scalar takes x.
+// A built-in attribute, converted to its parameter's type. A scalar parameter gets x.
 template <class P>
 METAL_FUNC P __attribute_value(uint x, uint y, uint z) {
   typedef __remove_cvref(P) V;

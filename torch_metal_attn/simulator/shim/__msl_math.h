@@ -84,8 +84,8 @@ using __integer = enable_if_t<__is_integer_element<T>, T>;
 template <class T>
 using __number = enable_if_t<__is_float_element<T> || __is_integer_element<T>, T>;
 
-// The type of an operation on A and B, which are one type, or a vector and a scalar that is
-// broadcast to it. A floating-point function also converts integers to its type.
+// The type of an operation on A and B: both have this type, or one is a vector and the other a
+// scalar of its element type. integers_convert: a scalar integer also converts to floating point.
 template <class A, class B, bool integers_convert>
 constexpr int __choose =
     __is_same(A, B)                                                                    ? 1
@@ -183,7 +183,7 @@ METAL_FUNC __floating<T> fabs(T x) {
   return __builtin_elementwise_abs(x);
 }
 
-// If one operand is NaN, the result is the other. In clang 19 and older, max and min do this.
+// If one operand is NaN, the other is the result. In clang 19 and older, max and min do this.
 #if __has_builtin(__builtin_elementwise_maxnum)
 #define __MSL_MAXNUM __builtin_elementwise_maxnum
 #define __MSL_MINNUM __builtin_elementwise_minnum
@@ -306,7 +306,7 @@ template <class T>
 METAL_FUNC __like<int, __floating<T>> ilogb(T x) {
   return __each<__like<int, T>>([](float v) { return __builtin_ilogbf(v); }, x);
 }
-// Steps in T's precision.
+// The value of T that follows x in the direction of y.
 template <class T>
 METAL_FUNC T __next(T x, T y) {
   if (x != x || y != y) return x + y;
@@ -349,7 +349,7 @@ METAL_FUNC T smoothstep(A low, B high, C x) {
   return t * t * ((T)(__element<T>)3 - (T)(__element<T>)2 * t);
 }
 
-// Relational functions give bool, or a vector of bool.
+// Relational functions return bool, or a vector of bool.
 #define __MSL_RELATION(name, ...)                                              \
   template <class T>                                                           \
   METAL_FUNC __like<bool, __floating<T>> name(T value) {                       \

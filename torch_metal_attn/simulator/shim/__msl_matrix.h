@@ -51,11 +51,11 @@ METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
                                               const simdgroup_matrix<A, 8, 8>& a,
                                               const simdgroup_matrix<B, 8, 8>& b,
                                               const simdgroup_matrix<C, 8, 8>& c) {
-  static_assert(__is_same(D, C), "the accumulator and the result have one type");
+  static_assert(__is_same(D, C), "the accumulator and the result must have the same type");
   static_assert(__is_same(D, float) || (__is_same(D, A) && __is_same(D, B)) ||
                     (__is_same(D, half) && __is_same(A, float)),
-                "an accumulator that is not float32 takes operands of its type, or, if it is half, "
-                "A in float32");
+                "a half or bfloat accumulator needs A and B of its own type; a half accumulator "
+                "also accepts a float A");
   d.__elements = __product<D, A, B, C>(a.__elements, b.__elements, c.__elements);
 }
 template <class D, class A, class B>

@@ -9,7 +9,7 @@ template <class T>
 constexpr bool __is_struct = __is_class(T) || __is_union(T);
 
 #ifdef MSL_UNDEFINED
-// Hides the fields of a struct from the search for unwritten values, as padding is never written.
+// Hides a copied struct from the search for unwritten values, because its padding is unwritten.
 MSL_INTERNAL inline void __copy_padded(void* to, const void* from, ulong bytes) {
   __builtin_memcpy(to, from, bytes);
 }
@@ -57,7 +57,7 @@ METAL_FUNC T __read(T value, long) {
   return value;
 }
 
-// An argument of a function, which takes a vector and not a packed vector of three.
+// An argument of a function. A packed vector of three is passed as a vector.
 template <class T>
 METAL_FUNC auto __passed(T value) {
   return __unpack(value);

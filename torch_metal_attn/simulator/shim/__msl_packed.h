@@ -4,7 +4,7 @@
 
 namespace metal {
 
-// Three floats take twelve bytes. So this cannot be a vector of clang's, whose size is a power of
+// Three floats take twelve bytes. clang's own vectors cannot do this: their size is a power of
 // two. Whole stores to device and threadgroup memory go through `__target`.
 template <class T>
 struct __packed3 {
@@ -106,7 +106,7 @@ METAL_FUNC T& __target(T& object) {
 __MSL_EACH_WRITABLE(__MSL_TARGET)
 #undef __MSL_TARGET
 
-// The rewriter's form of the object in `p[i][j]`, which cannot have a subscript operator there.
+// The rewriter's form of `p[i]` in `p[i][j]`: C++ has no subscript operator for these spaces.
 template <class T>
 METAL_FUNC constexpr T&& __elements(T&& object) {
   return static_cast<T&&>(object);

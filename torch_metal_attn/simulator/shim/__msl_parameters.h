@@ -27,7 +27,7 @@ __MSL_NUMBER(bfloat, 11)
 __MSL_NUMBER(float, 12)
 #undef __MSL_NUMBER
 
-// The scalar that a type consists of: a vector's element, an atomic's value.
+// The scalar that a type consists of: the type of a vector's elements or of an atomic's value.
 template <class T>
 struct __scalar_of {
   typedef __element<T> type;
@@ -52,11 +52,11 @@ template <class T>
 constexpr uint __bytes_of<T, decltype((void)sizeof(T))> = sizeof(T);
 
 struct __parameter_type {
-  uint bytes;           // of the type that it points to
-  uint unpadded_bytes;  // without the padding of a vector of three
+  uint bytes;           // of the type that the parameter points to
+  uint unpadded_bytes;  // less the padding of a three-element vector
   uchar scalar;
   bool is_reference;
-  bool exists;  // with these function constants
+  bool exists;  // false if the function constants remove the parameter
 };
 template <class P>
 constexpr __parameter_type __parameter_type_of(bool exists) {

@@ -8,7 +8,7 @@ namespace metal {
 METAL_FUNC void threadgroup_barrier(mem_flags flags) { __msl_threadgroup_barrier((uint)flags); }
 METAL_FUNC void simdgroup_barrier(mem_flags flags) { __msl_simdgroup_barrier((uint)flags); }
 
-// A value of up to 16 bytes as two words or in a slot, and back.
+// Conversions of a value of up to 16 bytes to two words or a slot, and back.
 template <class T>
 METAL_FUNC __msl_words __to_words(T x) {
   __msl_words words = {0, 0};
@@ -89,7 +89,7 @@ METAL_FUNC T simd_shuffle_and_fill_down(T x, T fill, ushort delta, ushort modulo
   return at + delta < modulo ? moved : filled;
 }
 
-// A tree over the active lanes, in lane order: lane i with lane i + 16, then + 8, ... + 1.
+// Reduces the active lanes as a tree: lane i with lane i + 16, then with i + 8, ... i + 1.
 template <class T, template <class> class Op>
 MSL_INTERNAL void __combine_reduction(void* deposits, unsigned mask) {
   __msl_exchange& box = *(__msl_exchange*)deposits;
@@ -169,7 +169,7 @@ METAL_FUNC T simd_broadcast_first(T x) {
   return __from<T>(__msl_reduce(&__combine_first, words.low, words.high, MSL_ACTIVE));
 }
 
-// A quad is four neighbouring lanes. Its functions synchronise the whole SIMD group.
+// A quad is four neighbouring lanes. Quad functions synchronise the whole SIMD group.
 METAL_FUNC void __check_quad_lane(uint lane) {
 #ifdef MSL_CHECKED
   __msl_check_lane(lane, 4);

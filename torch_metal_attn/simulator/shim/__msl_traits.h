@@ -35,8 +35,8 @@ struct remove_addrspace<constant T> {
 template <class T>
 using remove_addrspace_t = typename remove_addrspace<T>::type;
 
-// A trait and its alias, which is defined by the trait: clang 19 and older crash on some of these
-// in a generic lambda.
+// A trait and its alias. The alias names the trait and not the built-in, because clang 19 and older
+// crash on some built-ins in a generic lambda.
 #define __MSL_TYPE(name, ...) \
   template <class T>          \
   struct name {               \

@@ -36,7 +36,7 @@ __truncsfbf2(float x) {
   return __builtin_bit_cast(bfloat, (ushort)rounded);
 }
 
-// The same for double. Metal has no double, but clang may fold constants in it.
+// Converts double to half likewise. Metal has no double, but clang may fold constants in double.
 extern "C" __attribute__((used, weak, visibility("hidden"), no_instrument_function,
                           disable_sanitizer_instrumentation)) inline half
 __truncdfhf2(double x) {
@@ -84,7 +84,7 @@ typedef metal::__bools<2> bool2;
 typedef metal::__bools<3> bool3;
 typedef metal::__bools<4> bool4;
 
-// DO(space) for each address space that threads share: the writable ones, all, and all with const.
+// DO(space) for the address spaces that threads share: writable ones; all; all, also with const.
 #define __MSL_EACH_WRITABLE(DO) DO(device) DO(threadgroup)
 #define __MSL_EACH_SPACE(DO) __MSL_EACH_WRITABLE(DO) DO(constant)
 #define __MSL_EACH_CONST_SPACE(DO) __MSL_EACH_SPACE(DO) DO(const device) DO(const threadgroup)
@@ -118,7 +118,7 @@ namespace metal {
 using ::bfloat, ::bool2, ::bool3, ::bool4, ::int16_t, ::int32_t, ::int64_t, ::int8_t, ::ptrdiff_t,
     ::size_t, ::uchar, ::uint, ::uint16_t, ::uint32_t, ::uint64_t, ::uint8_t, ::ulong, ::ushort;
 
-// Element type and length of a vector; a scalar is a vector of one.
+// Element type and length of a vector. A scalar has length 1.
 template <class T>
 struct __vector_of {
   typedef T element;
@@ -144,7 +144,7 @@ template <class T>
 constexpr bool __is_vector = __vector_of<T>::is_vector;
 template <class T>
 constexpr int __length = __vector_of<T>::length;
-// A scalar type, with the length of another type.
+// T with the length of `Like`: a vector, or a scalar if `Like` is a scalar.
 template <class T, class Like, bool vector = __is_vector<Like>>
 struct __with_length {
   typedef vec<T, __length<Like>> type;
@@ -174,7 +174,7 @@ __attribute__((const)) float __msl_unset_float(const char* variable);
 
 namespace metal {
 #ifdef MSL_UNDEFINED
-// True if byte i belongs to a field. The padding of a constant has no value, so the cast fails.
+// True if byte i belongs to a field. For padding, the cast is no constant expression, so it fails.
 template <class T>
 struct __bytes {
   uchar values[sizeof(T)];
@@ -203,11 +203,11 @@ METAL_FUNC T __unset_value(const char* variable) {
 }
 template <class T, T... i>
 struct __sequence {};
-// Marks the fields of a struct as unwritten, and not its padding, which nothing would write. It
-// uses the longest words of which each is either all field or all padding.
+// Marks the fields of a struct as unwritten, but not its padding, which nothing would write. It
+// uses the longest words that contain either only field bytes or only padding.
 template <class T, int... i>
 METAL_FUNC void __unset_fields(T& x, const char* variable, __sequence<int, i...>) {
-  // The first byte is always in a field. For a union, the compiler cannot tell.
+  // The first byte is always in a field. If the compiler cannot tell (a union), all bytes count.
   constexpr bool known = __in_field<T, 0>, in_field[] = {!known || __in_field<T, i>...};
   constexpr auto word_bytes = [&] {
     int bytes = alignof(T) < 4 ? alignof(T) : 4;
@@ -247,7 +247,7 @@ METAL_FUNC constexpr void __unset(T& x, const char* variable) {
   } else if constexpr (__is_class(T) && __is_trivially_constructible(T) && alignof(T) > 1) {
     __unset_fields(x, variable, __make_integer_seq<__sequence, int, sizeof(T)>());
   } else if constexpr ((__is_class(T) || __is_union(T)) && __is_trivially_constructible(T)) {
-    // It may be written in parts and read whole. So it stays in memory, with a mark for each byte.
+    // Such an object may be written in parts and read whole. So it stays in memory, with marks.
     for (ulong i = 0; i < sizeof(T); ++i) ((volatile uchar*)&x)[i] = __msl_unset_8(variable);
   }
 #else
@@ -303,7 +303,7 @@ METAL_FUNC constexpr V __mk(A a) {
   } else if constexpr (__is_same(V, A)) {
     return a;
   } else if constexpr (__is_vector<A>) {
-    static_assert(__length<A> == __length<V>, "a vector converts only to one of its own length");
+    static_assert(__length<A> == __length<V>, "a vector converts only to one of the same length");
 #ifdef MSL_UNDEFINED
     constexpr bool checked = __is_integral(__element<V>);  // one by one, as floats may not fit
 #else
@@ -359,8 +359,8 @@ METAL_FUNC constexpr T __construct(A... a) {
     return value;
   }
 }
-// The rewriter's form of `(T)x` is `__cast<T>() ->* x`. The operator groups from the left, but
-// casts group from the right.
+// The rewriter's form of `(T)x` is `__cast<T>() ->* x`. `->*` groups from the left, but casts group
+// from the right, so `->*` also joins two casts.
 template <class T>
 struct __cast_to {
   template <class A>
@@ -434,6 +434,6 @@ METAL_FUNC constexpr __list<4, A, B, C, D> __braces(A a, B b, C c, D d) {
 
 template <class T, class U>
 METAL_FUNC constexpr T as_type(U u) {
-  static_assert(sizeof(T) == sizeof(U), "as_type needs types of one size");
+  static_assert(sizeof(T) == sizeof(U), "as_type needs types of the same size");
   return __builtin_bit_cast(T, u);
 }

@@ -1,9 +1,9 @@
 // The interface between a compiled Metal image and the engine. Both include it, so it is plain C++
 // without headers.
 //
-// Every GPU thread runs on a stack inside its worker's region. A region has MSL_REGION_BYTES and is
-// aligned to as many. Its first word points to the running thread. So any code finds its thread by
-// masking the stack pointer.
+// Every GPU thread runs on a stack inside its worker's region. MSL_REGION_BYTES is a region's size
+// and alignment. A region's first word points to the running thread. So any code finds its thread
+// by masking the stack pointer.
 #pragma once
 
 #define MSL_REGION_BYTES (1ul << 28)
@@ -13,7 +13,7 @@ enum __msl_operation : unsigned {
   MSL_SHUFFLE,
   MSL_REDUCTION,
   MSL_VOTE,
-  MSL_ACTIVE,  // a vote that finds the active lanes, so it may be partial
+  MSL_ACTIVE,  // a vote that finds the active lanes, so some lanes may be missing
   MSL_MATRIX,
   MSL_MATRIX_ACCESS,
   MSL_SIMDGROUP_BARRIER,
@@ -23,7 +23,7 @@ enum __msl_operation : unsigned {
 enum __msl_access_flags : unsigned {
   MSL_READ = 0,
   MSL_WRITE = 1,
-  MSL_ALIGNMENT_UNKNOWN = 2,  // the compiler assumed less than the size of the access
+  MSL_ALIGNMENT_UNKNOWN = 2,  // the alignment may be less than the size of the access
   MSL_ATOMIC = 4,
   MSL_UPDATE = 8 | MSL_WRITE,  // reads the value that it replaces
   MSL_UNCOUNTED = 16,
@@ -39,7 +39,7 @@ enum __msl_undefined_what : unsigned {
   MSL_PRIVATE_ACCESS,
   MSL_DIVISION_OVERFLOW,
   MSL_LANE,
-  MSL_INACTIVE_LANE,  // returns if the lane does not exist
+  MSL_INACTIVE_LANE,  // no fault if the lane does not exist
   MSL_UNINITIALISED,
   MSL_VECTOR_SHIFT,
   MSL_CLAMP,
@@ -60,8 +60,8 @@ struct __msl_thread {
   unsigned simdgroup;
   unsigned pair;  // position of this lane's two elements in an 8x8 matrix: row * 4 + column / 2
   unsigned site;  // in checked images, the site of its next call into the engine
-  // The thread's next meeting with other lanes: its number in the program's order, and the number
-  // of loops around it. `rounds` has these loops, the outermost first (llvm/rounds.py).
+  // The thread's next meeting with other lanes: its number in program order, and the number of
+  // loops that contain it. `rounds` has these loops, the outermost first (llvm/rounds.py).
   unsigned place;
   unsigned depth;
   __msl_round_of_loop rounds[MSL_MOST_LOOPS];
@@ -82,7 +82,7 @@ struct __msl_launch {
 struct __msl_worker {
   __msl_thread* running;
   unsigned long steps;  // rounds of loops that the threadgroup may still run
-  unsigned polls;       // rounds of polling memory since any other progress
+  unsigned polls;       // how often the threadgroup polled memory since its last progress
   unsigned rounds;      // relaxed precision: 1 rounds float operands, 0 truncates them
   unsigned is_logical;  // indices of transposed cooperative tensors: 1 logical, 0 as stored
   float* scratch;       // holds the matrices of a tensor operation
@@ -133,14 +133,14 @@ struct __msl_matrices {
   __msl_pair d[32];
 };
 
-// The last lane to arrive calls it once on the values that all lanes deposited.
+// Called once, by the last lane to arrive, on the values that all lanes deposited.
 typedef void (*__msl_combine)(void* deposits, unsigned mask);
 
 // A product of a batch. The SIMD group's matrices hold its operands.
 #define MSL_MOST_PRODUCTS 16u
 struct __msl_product {
   __msl_combine combine;
-  int accumulator;  // the index in the batch of the product whose result is its `c`, or -1
+  int accumulator;  // the index of the batch's product whose result is this product's `c`, or -1
 };
 
 // The engine's functions for an image. `site` is an address that identifies an operation of the
@@ -170,16 +170,16 @@ struct __msl_engine {
   // A broadcast. `lane` must be the same in all lanes of each run of `width` lanes.
   const __msl_exchange* (*broadcast)(unsigned long low, unsigned long high, unsigned lane,
                                      unsigned width, const void* site);
-  // An access to a private variable of `size` bytes at `base`. `marks` is null, or 1 for each byte
-  // that was not written. Takes and returns a bit for each lane whose value is defined.
+  // An access to a private variable of `size` bytes at `base`. `marks` is null, or has a 1 for each
+  // unwritten byte. `stored` and the result have a bit for each vector element that is defined.
   unsigned (*private_access)(const char* address, unsigned bytes, unsigned lanes, const char* base,
                              unsigned size, char* marks, unsigned flags, unsigned stored,
                              unsigned site);
   // The lane map of a matrix that is stored as `rows` by `columns`.
   const __msl_lane_map* (*lane_map)(unsigned operand, unsigned is_transposed, unsigned rows,
                                     unsigned columns, unsigned simdgroups);
-  // When all threads of the scope have arrived, `combine` gets a slot of each with the two
-  // pointers. is_further: continues an operation that was already counted.
+  // When all threads of the scope have arrived, `combine` gets a slot of each thread, which has the
+  // two pointers. is_further: continues an operation that was already counted.
   void (*tensor)(__msl_combine combine, void* elements, const __msl_tensor_operation* operation,
                  unsigned is_further, const void* site);
   // Checked images only: a simdgroup_load or simdgroup_store begins.

@@ -15,7 +15,7 @@ struct __spread {
   static constexpr int simdgroups = SimdGroups;
   static constexpr bool reduces = Operand == MSL_ROWS || Operand == MSL_COLUMNS;
   static constexpr int threads = 32 * SimdGroups;
-  // A reduction gets the most slots that any lane map needs.
+  // A reduction's destination has as many slots as any lane map needs.
   static constexpr int slots = reduces ? Rows * Columns : (Rows * Columns + threads - 1) / threads;
   static constexpr __tensor_part part = {true, Operand, IsTransposed, Rows, Columns, SimdGroups};
 
@@ -96,7 +96,7 @@ class cooperative_tensor {
   METAL_FUNC const_iterator end() const { return {this, get_capacity()}; }
   METAL_FUNC iterator get_iterator(uint slot) { return {this, slot}; }
   METAL_FUNC const_iterator get_iterator(uint slot) const { return {this, slot}; }
-  // The element of this tensor in the row or column of another tensor's iterator.
+  // An iterator at this tensor's element in the row or column of `other`.
   template <class Other>
   METAL_FUNC iterator map_iterator(__tensor_iterator<Other> other) {
     return {this, slot_of(other)};
@@ -106,8 +106,8 @@ class cooperative_tensor {
     return {this, slot_of(other)};
   }
 
-  // Both use the matrix as stored and convert nothing. An element outside of the extents is not
-  // stored, and load leaves it unwritten.
+  // load and store use the matrix as stored and do not convert elements. An element outside of the
+  // extents is not stored, and load leaves it unwritten.
   template <class Memory, class Sizes>
   METAL_FUNC void load(const tensor<Memory, Sizes, tensor_inline>& from) {
     static_assert(__is_same(remove_cv_t<Memory>, Element), "load does not convert elements");
@@ -116,13 +116,13 @@ class cooperative_tensor {
       if (is_in(from, i, column, row))
         __elements[i] = *from.__at(column, row);
       else
-        __forget(__elements[i]);
+        __mark_unwritten(__elements[i]);
     }
   }
   template <class Memory, class Sizes>
   METAL_FUNC void store(const tensor<Memory, Sizes, tensor_inline>& to) const {
     static_assert(__is_same(Memory, device Element) || __is_same(Memory, threadgroup Element),
-                  "store writes to elements of its own type, in device or threadgroup memory");
+                  "store needs elements of the same type, in device or threadgroup memory");
     for (uint i = 0; i < get_capacity(); ++i) {
       int column, row;
       if (is_in(to, i, column, row)) *to.__at(column, row) = __elements[i];

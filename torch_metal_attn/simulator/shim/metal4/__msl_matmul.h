@@ -10,7 +10,7 @@ struct execution_thread {};
 struct execution_simdgroup {};
 template <int Count>
 struct execution_simdgroups {
-  static_assert(Count > 0, "execution_simdgroups needs a SIMD group");
+  static_assert(Count > 0, "execution_simdgroups needs at least one SIMD group");
 };
 
 }  // namespace metal
@@ -61,7 +61,7 @@ constexpr matmul2d_descriptor __decoded(__descriptor_code code) {
 template <class Element>
 constexpr Element dynamic_length_v = (Element)metal::dynamic_extent;
 
-// 0 for a single thread, -1 for a type that is not a scope.
+// The number of SIMD groups of a scope; 0 for a single thread, -1 for a type that is not a scope.
 template <class Scope>
 constexpr int __simdgroups = -1;
 template <>
@@ -171,8 +171,8 @@ class matmul2d {
   __MSL_DESTINATION(column_reduction_destination)
 #undef __MSL_DESTINATION
 
-  // Functions that make an input, ask whether another product's destination can be copied to it
-  // slot by slot, and make an input from such a destination.
+  // Functions that return an input, tell whether another product's destination can be copied to it
+  // slot by slot, and return an input copied from such a destination.
 #define __MSL_INPUT(side, OwnElement)                                                              \
   template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int>    \
   METAL_FUNC auto get_##side##_input_cooperative_tensor() const {                                  \
@@ -194,7 +194,7 @@ class matmul2d {
     auto input = get_##side##_input_cooperative_tensor<LeftElement, RightElement, ResultElement,   \
                                                        Coordinate>();                              \
     if (!is_compatible_as_##side##_input<LeftElement, RightElement, ResultElement>(source))        \
-      __msl_refuse_tensor("a " #side " input is made of a tensor that is not compatible with it"); \
+      __msl_refuse_tensor("a " #side " input is copied from a tensor of an incompatible product"); \
     copy_slots(input, source);                                                                     \
     return input;                                                                                  \
   }
@@ -207,7 +207,7 @@ class matmul2d {
     static_assert(__is_operand<Left> && __is_operand<Right> && __is_operand<Destination>,
                   "run takes tensors of tensor_inline and cooperative tensors");
     static_assert(__is_writable<Left> && __is_writable<Right> && __is_writable<Destination>,
-                  "matmul2d takes no tensor of const elements");
+                  "matmul2d does not accept tensors of const elements");
     typedef typename Left::value_type LeftElement;
     typedef typename Right::value_type RightElement;
     typedef typename Destination::value_type Element;
@@ -225,8 +225,8 @@ class matmul2d {
                     "the destination belongs to another product");
     else
       static_assert(accumulates,
-                    "multiply into a tensor: whether it overwrites is not known. Clear the tensor "
-                    "and use multiply_accumulate, or use a cooperative destination");
+                    "it is not known whether multiply overwrites a tensor in memory: clear the "
+                    "tensor and use multiply_accumulate, or use a cooperative destination");
     check_shape<Left, Right>();
     if constexpr (simdgroups == 0)
       run_alone(left, right, destination);
@@ -279,11 +279,11 @@ class matmul2d {
     static constexpr metal::__tensor_product further = first.added();
     static_assert(about.m * inner <= MSL_MOST_LEFT && inner * about.n <= MSL_MOST_RIGHT &&
                       about.m * about.n <= MSL_MOST_DESTINATION,
-                  "the simulator has no product of this size");
+                  "the simulator does not support a product of this size");
     __attribute__((uninitialized)) float elements[slots];
     const int size = inner_size(left, right);
     if constexpr (accumulates)
-      leave<Result>(elements + begin_result, destination, {about.n, about.m, 0, 0});
+      deposit<Result>(elements + begin_result, destination, {about.n, about.m, 0, 0});
     int done = 0;
     do {
       const bool of_left = about.transpose_left, of_right = about.transpose_right;
@@ -291,15 +291,15 @@ class matmul2d {
                                   of_left ? 0 : done, of_left ? done : 0};
       const Window right_window = {of_right ? size : about.n, of_right ? about.n : size,
                                    of_right ? done : 0, of_right ? 0 : done};
-      leave<LeftInput>(elements, left, left_window);
-      leave<RightInput>(elements + begin_right, right, right_window);
+      deposit<LeftInput>(elements, left, left_window);
+      deposit<RightInput>(elements + begin_right, right, right_window);
       __msl_tensor(&metal::__combine_product, elements, done ? &further : &first, done != 0);
-      look<LeftInput>(left, left_window);
-      look<RightInput>(right, right_window);
+      check_reads<LeftInput>(left, left_window);
+      check_reads<RightInput>(right, right_window);
       done += inner;
     } while (done < size);
     for (uint i = 0; i < Result::layout::slots; ++i) {
-      Element value = (Element)__msl_take(elements + begin_result + i);
+      Element value = (Element)__msl_result(elements + begin_result + i);
       if constexpr (__is_cooperative<Destination>) {
         if (Result::layout::has_element(i)) destination.__elements[i] = value;
       } else {
@@ -332,28 +332,28 @@ class matmul2d {
   }
   // Passes this thread's elements of an operand to the engine.
   template <class Stored, class Tensor>
-  METAL_FUNC static void leave(float* to, Tensor& tensor, Window window) {
+  METAL_FUNC static void deposit(float* to, Tensor& tensor, Window window) {
     for (uint i = 0; i < Stored::layout::slots; ++i) {
       if constexpr (__is_cooperative<Tensor>) {
-        if (Stored::layout::has_element(i)) __msl_leave(to + i, (float)tensor.__elements[i]);
+        if (Stored::layout::has_element(i)) __msl_deposit(to + i, (float)tensor.__elements[i]);
       } else {
         int column, row;
         bool is_read = is_in<Stored>(tensor, window, piece_index(i), column, row);
-        __msl_leave(to + i, is_read ? (float)*tensor.__at(column, row) : 0.0f);
+        __msl_deposit(to + i, is_read ? (float)*tensor.__at(column, row) : 0.0f);
       }
     }
   }
-  // It is unknown which thread of a GPU reads an element. So two threads read it, of two SIMD
-  // groups if possible. One of them is not the thread that wrote it.
+  // It is unknown which thread of a GPU reads an element. So a second thread reads it too, of
+  // another SIMD group if possible. At least one of the two is not the thread that wrote it.
   template <class Stored, class Tensor>
-  METAL_FUNC static void look(const Tensor& tensor, Window window) {
+  METAL_FUNC static void check_reads(const Tensor& tensor, Window window) {
 #ifdef MSL_UNDEFINED
     if constexpr (!__is_cooperative<Tensor>) {
       const uint thread_ = (__msl_thread_in_scope(simdgroups) + 33) % threads;
       for (uint i = 0; i < Stored::layout::slots; ++i) {
         int column, row;
         if (is_in<Stored>(tensor, window, i * threads + thread_, column, row))
-          __msl_look((const void*)tensor.__at(column, row), sizeof(typename Tensor::value_type));
+          __msl_check((const void*)tensor.__at(column, row), sizeof(typename Tensor::value_type));
       }
     }
 #endif
@@ -411,23 +411,23 @@ class matmul2d {
                                   __is_simulated<ResultElement>;
     static_assert(is_simulated, "the simulator multiplies half, bfloat and float only");
     static_assert(!is_simulated || __multiplies<LeftElement, RightElement, ResultElement>,
-                  "matmul2d does not multiply these types of elements, or the simulator does not");
+                  "matmul2d or the simulator does not support this combination of element types");
   }
   template <class LeftElement, class RightElement, class ResultElement>
   static constexpr void check_input() {
     static_assert(__is_same(Scope, metal::execution_simdgroup),
                   "cooperative inputs need execution_simdgroup");
-    static_assert(!is_dynamic, "cooperative inputs need a K that is no dynamic_extent");
+    static_assert(!is_dynamic, "cooperative inputs need a constant K, not dynamic_extent");
     check_elements<LeftElement, RightElement, ResultElement>();
   }
   template <class Left, class Right, class Element>
   static constexpr void check_destination() {
     static_assert(__is_operand<Left> && __is_operand<Right>,
-                  "a destination is made by the types of both operands (decltype, without an "
-                  "address space), not of their elements");
-    static_assert(simdgroups > 0, "the simulator has no cooperative tensors of execution_thread");
+                  "a destination needs the types of both operands (decltype, without an address "
+                  "space), not their element types");
+    static_assert(simdgroups > 0, "execution_thread has no cooperative tensors in the simulator");
     static_assert(__is_writable<Left> && __is_writable<Right>,
-                  "matmul2d takes no tensor of const elements");
+                  "matmul2d does not accept tensors of const elements");
     check_elements<typename __element_of<Left>::type, typename __element_of<Right>::type,
                    Element>();
     check_shape<Left, Right>();
@@ -436,14 +436,15 @@ class matmul2d {
   static constexpr void check_shape() {
     constexpr int m = about.m, n = about.n, k = about.k;
     if constexpr (__is_cooperative<Left> && __is_cooperative<Right>) {
-      static_assert((m == 16 || m == 32) && (n == 16 || n == 32) && (k == 16 || k == 32) &&
-                        (m == 32 || n == 32 || k == 32),
-                    "with two cooperative inputs M, N and K are 16 or 32, and one of them is 32");
+      static_assert(
+          (m == 16 || m == 32) && (n == 16 || n == 32) && (k == 16 || k == 32) &&
+              (m == 32 || n == 32 || k == 32),
+          "with two cooperative inputs, M, N and K must be 16 or 32, and at least one 32");
     } else {
       static_assert(m > 0 && n > 0 && m % 8 == 0 && n % 8 == 0 && (m % 16 == 0 || n % 16 == 0),
-                    "of M and N one is a multiple of 16 and the other of 8");
+                    "one of M and N must be a multiple of 16, and the other a multiple of 8");
       static_assert(is_dynamic || (k > 0 && k % 16 == 0),
-                    "K is dynamic_extent or a multiple of 16");
+                    "K must be dynamic_extent or a multiple of 16");
     }
   }
 };

@@ -50,7 +50,7 @@ struct tensor_inline {};  // made from a pointer
 template <class Element, class Extents, class Descriptor = tensor_handle, class... Planes>
 class tensor {
   static_assert(__is_same(Descriptor, tensor_inline) && sizeof...(Planes) == 0,
-                "the simulator has tensors of tensor_inline only: make one from a pointer");
+                "the simulator supports tensor_inline only: make the tensor from a pointer");
 };
 
 template <class Element, class Extents>
@@ -77,7 +77,7 @@ class tensor<Element, Extents, tensor_inline> {
   METAL_FUNC index_type get_extent(size_t dimension) const { return __sizes.extent(dimension); }
   METAL_FUNC index_type get_stride(size_t dimension) const { return __strides[dimension]; }
 
-  // The view from an element on. Each extent is the rest of the tensor's, or at most `Most`.
+  // The view that begins at `offsets`. Each extent is what is left of it, but at most `Most`.
   template <size_t... Most, class... Offsets>
   METAL_FUNC auto slice(Offsets... offsets) const {
     constexpr size_t rank = Extents::__rank;

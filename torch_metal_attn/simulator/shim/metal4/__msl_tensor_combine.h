@@ -1,11 +1,11 @@
-// The computation of a tensor operation. The last of its threads does it with the elements of all.
+// Computes a tensor operation. The last thread to arrive does this with all threads' elements.
 #pragma once
 #include <__msl_product.h>
 #include <__msl_tensor_engine.h>
 
 namespace metal {
 
-// The same for all threads. Each thread leaves its slots of the three operands, concatenated.
+// The same for all threads. Each thread deposits its slots of the three operands, concatenated.
 struct __tensor_product : __msl_tensor_operation {
   uint m, n, k;
   __tensor_part left, right, destination;
@@ -24,8 +24,8 @@ MSL_INTERNAL inline uint __slots(const __tensor_part& part) {
   uint threads = 32 * part.simdgroups;
   return (part.rows * part.columns + threads - 1) / threads;
 }
-// Calls visit(index in the logical matrix, the thread's copy) for each element that threads left.
-// begin: the part's first slot among the slots that a thread leaves.
+// Calls visit(index in the logical matrix, the thread's copy) for each deposited element.
+// begin: the part's first slot among the slots that a thread deposits.
 template <class Visit>
 METAL_FUNC void __for_each(const __tensor_part& part, uint begin, const __msl_slot* threads,
                            unsigned mask, Visit visit) {
@@ -97,7 +97,7 @@ MSL_INTERNAL inline void __combine_product(void* deposits, unsigned mask) {
              [result](uint at, float& element) { element = result[at]; });
 }
 
-// Each thread leaves the operation, the identity, and its slots of the source and the destination.
+// Each thread deposits the operation, the identity, and its slots of source and destination.
 struct __tensor_reduction : __msl_tensor_operation {
   __tensor_part source, destination;
 };
@@ -107,7 +107,7 @@ enum __reduction : uint { MSL_SUM, MSL_MAX, MSL_MIN };
 MSL_INTERNAL inline void __combine_tensor_reduction(void* deposits, unsigned mask) {
   const __msl_slot* threads = (const __msl_slot*)deposits;
   uint first = __builtin_ctz(mask);
-  const float* left = *(const float* const*)&threads[first];
+  const float* deposited = *(const float* const*)&threads[first];
   const __tensor_reduction& p = *((const __tensor_reduction* const*)&threads[first])[1];
   float* elements = __msl_this_worker()->scratch;
   float* results = elements + MSL_MOST_DESTINATION;
@@ -115,12 +115,12 @@ MSL_INTERNAL inline void __combine_tensor_reduction(void* deposits, unsigned mas
   bool of_rows = p.destination.operand == MSL_ROWS;
   uint rows = p.source.rows, columns = p.source.columns;
   for (uint i = 0; i < (of_rows ? rows : columns); ++i) {
-    float total = left[1];
+    float total = deposited[1];
     for (uint j = 0; j < (of_rows ? columns : rows); ++j) {
       float x = of_rows ? elements[i * columns + j] : elements[j * columns + i];
-      total = left[0] == MSL_SUM   ? total + x
-              : left[0] == MSL_MAX ? __builtin_fmaxf(total, x)
-                                   : __builtin_fminf(total, x);
+      total = deposited[0] == MSL_SUM   ? total + x
+              : deposited[0] == MSL_MAX ? __builtin_fmaxf(total, x)
+                                        : __builtin_fminf(total, x);
     }
     results[i] = total;
   }

@@ -6,7 +6,7 @@ namespace metal {
 
 // A matrix of a tensor operation, and how its elements are distributed over the threads.
 struct __tensor_part {
-  bool is_cooperative;  // by a lane map; otherwise thread i % threads holds element i
+  bool is_cooperative;  // distributed by a lane map; otherwise thread i % threads holds element i
   uint operand;         // an __msl_operand
   uint is_transposed;
   uint rows, columns;  // as stored
@@ -50,15 +50,15 @@ MSL_ENTRY void __msl_refuse_tensor(const char* reason) {
   __msl_table->undefined(MSL_TENSOR_USE, reason, 0, 0, ~0u);
 }
 
-// A thread passes its elements to the engine and takes results back. These are not accesses of the
-// kernel, but the value must have been written.
-MSL_ENTRY void __msl_leave(float* to, float value) { *to = value; }
-MSL_ENTRY float __msl_take(const float* from) { return *from; }
-// An access that a thread of a GPU may make. It is checked but not counted.
-MSL_ENTRY void __msl_look(const void* address, uint bytes) {
+// A thread deposits its elements for the engine and reads the results. These are not accesses of
+// the kernel, but the deposited value must have been written.
+MSL_ENTRY void __msl_deposit(float* to, float value) { *to = value; }
+MSL_ENTRY float __msl_result(const float* from) { return *from; }
+// Checks a read that a thread of a GPU may make, but does not count it.
+MSL_ENTRY void __msl_check(const void* address, uint bytes) {
   __msl_table->access(address, bytes, MSL_READ | MSL_UNCOUNTED, ~0u);
 }
-// The last thread of the scope to arrive combines the elements of all.
+// The last thread of the scope to arrive combines the elements of all threads.
 MSL_ENTRY void __msl_tensor(__msl_combine combine, float* elements,
                             const __msl_tensor_operation* operation, uint is_further) {
   __msl_table->tensor(combine, elements, operation, is_further, __builtin_return_address(0));
@@ -69,7 +69,7 @@ MSL_ENTRY void __msl_tensor(__msl_combine combine, float* elements,
 namespace metal {
 
 template <class Element>
-METAL_FUNC void __forget(Element& element) {
+METAL_FUNC void __mark_unwritten(Element& element) {
 #ifdef MSL_UNDEFINED
   element = __unset_value<Element>("an element outside of the extents of load()");
 #else

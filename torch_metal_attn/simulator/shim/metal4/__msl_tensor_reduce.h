@@ -20,23 +20,24 @@ METAL_FUNC void __reduce_tensor(Source& source, Destination& destination, reduct
                                 typename Source::element_type identity) {
   typedef typename Source::layout From;
   typedef typename Destination::layout To;
-  static_assert(From::operand == MSL_DESTINATION, "a product's destination is what is reduced");
+  static_assert(From::operand == MSL_DESTINATION, "only a product's destination can be reduced");
   static_assert(From::threads == 32, "reductions need a single SIMD group");
   static_assert(
       To::operand == Operand && __is_same(typename From::operation, typename To::operation),
-      "the result goes to a reduction destination of the same product");
+      "the result must be a reduction destination of the same product");
   static constexpr metal::__tensor_reduction reduction = {{1, 0}, From::part, To::part};
   __attribute__((uninitialized)) float elements[2 + From::slots + To::slots];
-  __msl_leave(elements, op == reduction_operation::sum   ? metal::MSL_SUM
-                        : op == reduction_operation::max ? metal::MSL_MAX
-                                                         : metal::MSL_MIN);
-  __msl_leave(elements + 1, (float)identity);
-  for (uint i = 0; i < From::slots; ++i) __msl_leave(elements + 2 + i, (float)source.__elements[i]);
+  __msl_deposit(elements, op == reduction_operation::sum   ? metal::MSL_SUM
+                          : op == reduction_operation::max ? metal::MSL_MAX
+                                                           : metal::MSL_MIN);
+  __msl_deposit(elements + 1, (float)identity);
+  for (uint i = 0; i < From::slots; ++i)
+    __msl_deposit(elements + 2 + i, (float)source.__elements[i]);
   __msl_tensor(&metal::__combine_tensor_reduction, elements, &reduction, 0);
   for (uint i = 0; i < To::slots; ++i) {
     if (i < destination.get_capacity())
       destination.__elements[i] =
-          (typename Source::element_type)__msl_take(elements + 2 + From::slots + i);
+          (typename Source::element_type)__msl_result(elements + 2 + From::slots + i);
   }
 }
 

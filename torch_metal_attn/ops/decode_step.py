@@ -14,7 +14,7 @@ from torch_metal_attn.ops.flash_decode import decoded
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, empty_results
 from torch_metal_attn.ops.layout import empty_like_query
 
-# Options of both the append and the attention. Those of the append alone begin with "rota".
+# Options of both `append_kv` and attention. Options of `append_kv` alone begin with "rota".
 _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale", "hadamard")
 _WRITTEN = ("k_cache", "v_cache", "cache_seqlens")
 
@@ -24,6 +24,7 @@ def _dense(packed: Tensor, rows: slice) -> Tensor:
 
 
 def _of_sequence(b: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    # Without a table, sequence b is in row b of the caches.
     in_place = arguments.get("block_table") is None and arguments.get("cache_batch_idx") is None
     sequence = dict(arguments)
     for name, x in arguments.items():

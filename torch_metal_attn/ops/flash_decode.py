@@ -29,7 +29,7 @@ def decoded(
 register_cpu("flash_decode", decoded)
 _refused = undifferentiated(
     "flash_decode",
-    "use flash_fwd, or with indices a batch without cu_seqlens_q, or call it under torch.no_grad()",
+    "use flash_fwd, or indices without cu_seqlens_q, or call it under torch.no_grad()",
     lambda _: {},
 )
 _listed = differentiable("flash_decode")

@@ -1,6 +1,6 @@
 """`metal_attn::softmax`, `softmax_` and `apply_causal_mask_` in Python.
 
-Fake kernels, CPU kernels, autograd, and the replacements of mutating ops in functional graphs.
+Contains fake kernels, CPU kernels, autograd, and what replaces mutating ops in functional graphs.
 """
 
 from collections.abc import Callable
@@ -49,8 +49,8 @@ def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
     return scores.masked_fill_(~visible, -torch.inf)
 
 
-def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
-    """Run the op with gradients on, or torch.compile drops the gradient of a mutated input."""
+def _run_with_grad(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
+    """Run the op with gradients on; otherwise torch.compile drops a mutated input's gradient."""
     with torch.enable_grad():
         return below(op, tensor, argument)
 
@@ -60,7 +60,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Callable[..., Tensor], in_place: bool, x: Tensor, dim: int) -> Tensor:
-        y = _visibly(op, x, dim)
+        y = _run_with_grad(op, x, dim)
         return x if in_place else y
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Softmax(torch.autograd.Function):
 class _ApplyCausalMask(torch.autograd.Function):
     @staticmethod
     def forward(scores: Tensor, q_offset: int) -> Tensor:
-        _visibly(_OPS.apply_causal_mask_, scores, q_offset)
+        _run_with_grad(_OPS.apply_causal_mask_, scores, q_offset)
         return scores
 
     @staticmethod
@@ -97,7 +97,7 @@ class _ApplyCausalMask(torch.autograd.Function):
 
 
 def _bump_version(tensor: Tensor | None) -> None:
-    """Let a backward that has saved the tensor raise. The op's checks refuse None."""
+    """Let any backward that saved the tensor raise. The op's checks refuse None later."""
     if tensor is not None:
         torch.autograd.graph.increment_version(tensor)
 

@@ -11,11 +11,10 @@
 
 The last six have codes of 2, 3 or 4 bits, and a scale and a minimum for each group of G = 32 or 64
 columns. Group g has its scale in column 2 g of the scale tensor, and its minimum in column 2 g + 1.
-The codes of a row are consecutive; the first code is in the lowest bits of the first element. The
-minimum lets each group use the entire range of codes. MLX's caches have this form
+The codes of a row are consecutive; the first code is in the lowest bits of the first element. With
+a minimum, a group uses the entire range of codes. MLX's caches have this form
 (`mlx.core.quantize`), and so do the values in Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit
-Quantization for KV Cache" (2024), which quantises keys by column. Keys and values may have
-different formats.
+Quantization for KV Cache" (2024), whose keys are quantised by column. K and V may differ in format.
 
 q8_0 and q4_0 are llama.cpp's (ggml's) formats with another byte order, which `from_ggml` and
 `to_ggml` convert. Quantising computes the scale of each block of 32 columns; ggml's own
@@ -97,8 +96,7 @@ def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -
     for x, count in columns.items():
         if size and (count % size or count == 0):
             raise ValueError(
-                f"{x} has {count_text(count, 'column')}; with {name}={size} it must "
-                f"have a multiple of {size}"
+                f"{x} has {count_text(count, 'column')}; {name}={size} needs a multiple of {size}"
             )
     return size
 

@@ -99,18 +99,17 @@ def attention(
         attn_bias. attn_bias: floating, broadcastable likewise. alibi_slopes: (Hq,) or (B, Hq).
         learnable_sink: (Hq,). q_rotary_cos, q_rotary_sin: (Lq', R/2) or (B, Lq', R/2), Lq' >= Lq:
         row i rotates query i's first R columns before the product; k_rotary_cos and k_rotary_sin
-        rotate the keys. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an
-        offset, if dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): each
-        sequence's keys and values in a cache, see `cached`; Lk is then the capacity of the table or
-        the cache. k_scale, v_scale, hadamard: of quantised k and v, see `quantisation`. indices: (B
-        or 1, Hkv or 1, lists, entries): query i uses list i // q_block_size, and entry e lists the
-        kv_block_size keys from e * kv_block_size on; -1 lists no key (DeepSeek-V3.2, 2025).
-        parents, tree_mask: the last keys belong to the queries and form a tree, see `tree_rows`.
-        The tree alone determines which of these keys a query sees; windows and chunks count
-        positions by depth. first_batch: the index of q's first sequence in the dropout mask.
-        transform: the options of `transformed`. compute_dtype: dtype of every intermediate and of
-        both results. Without it, intermediates are float32 (float64 for float64 inputs), and `out`
-        is rounded to q's dtype at the end.
+        rotate keys. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset,
+        if dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): each sequence's keys
+        and values in a cache, see `cached`; Lk is then the capacity of the table or cache. k_scale,
+        v_scale, hadamard: of quantised k and v, see `quantisation`. indices: (B or 1, Hkv or 1,
+        lists, entries): query i uses list i // q_block_size, and entry e lists the kv_block_size
+        keys from e * kv_block_size on; -1 lists no key (DeepSeek-V3.2, 2025). parents, tree_mask:
+        the last keys belong to the queries and form a tree, see `tree_rows`. The tree alone
+        determines which of these keys a query sees; windows and chunks count positions by depth.
+        first_batch: the first sequence's index for dropout. transform: options of `transformed`.
+        compute_dtype: dtype of every intermediate and of both results. Without it, intermediates
+        are float32 (float64 for float64 inputs), and `out` is rounded to q's dtype at the end.
 
     Returns:
         out (B, Hq, Lq, Dv) and lse (B, Hq, Lq), natural logarithm.
@@ -125,7 +124,7 @@ def attention(
     kv_heads, kv_length = k.shape[1], k.shape[2]
     if heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(
-            f"q has {heads} heads; their number must be a multiple of {kv_heads}, that of k"
+            f"q has {heads} heads and k {kv_heads}; the number of heads of k must divide that of q"
         )
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_bias = attn_mask if attn_bias is None else attn_mask + attn_bias
@@ -199,8 +198,7 @@ def attention(
             factors,
         )
 
-    # Kernels read only listed keys. If a key may be NaN, a block has one query and zeroes the keys
-    # that it does not list.
+    # Kernels skip unlisted keys. If k or v is not finite, a block is one query and zeroes them.
     one_row = indices is not None and not all(bool(x.isfinite().all()) for x in (k, v))
     rows = 1 if one_row else max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
     starts = range(0, max(q_length, 1), rows)

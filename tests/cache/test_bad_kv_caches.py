@@ -43,12 +43,12 @@ MADE = [
     ({"v_head_dim": 65, "values_in_keys": True}, "v_head_dim is 65 and head_dim 64; with"),
     ({"values_in_keys": True, "format": "fp8_e4m3", "v_scale": TABLE}, "v_scale is given with val"),
     ({"hadamard": 64}, "hadamard is 64 with no format; lea"),
-    ({"hadamard": 128, "format": "q8_0"}, "head_dim has 64 columns; with hadamard=128 it must"),
+    ({"hadamard": 128, "format": "q8_0"}, "head_dim has 64 columns; hadamard=128 needs a"),
     ({"recent": 4}, "recent is 4 with no format, so"),
     ({"recent": -1}, "recent is -1; it must be at least 0"),
     ({"recent": 2**30}, "recent is 1073741824; it must be in 0"),
     ({"recent": 4, "windows": [3], "format": "q8_0"}, r"recent is 4 with windows \[3\]; attention"),
-    ({"windows": [5, 5]}, "windows has 2 numbers; it must have 1, one per layer"),
+    ({"windows": [5, 5]}, "windows has 2 ints; it must have 1, one per layer"),
     ({"windows": [-2]}, r"windows\[0\] is -2; it must be at least -1"),
     ({"windows": 5}, "windows is 5; it must be a sequence of ints, one per layer"),
     ({"page_size": 4.5}, "page_size is 4.5; it must be an int"),
@@ -66,7 +66,7 @@ APPENDED = [
     ({"token_ids": [[1, 2]]}, r"token_ids has rows of \[2\] tokens; they must have \[3\]"),
     ({"token_ids": 1.5}, "token_ids is 1.5; it must be a row of ints for each sequence"),
     ({"length": [3]}, r"k has shape .*; it must be \(3, 2, 8\): length is given"),
-    ({"length": [1, 2]}, "length has 2 numbers; it must"),
+    ({"length": [1, 2]}, "length has 2 ints; it must"),
 ]
 THREE = {"q": PACKED, "k": PACKED, "v": PACKED, "length": 3}
 NO_ROWS = {"q": PACKED[:0], "k": PACKED[:0], "v": PACKED[:0], "length": [0]}

@@ -123,10 +123,7 @@ def test_forks_of_a_paged_cache(kind, options, device):
 
 
 STALE = [
-    (
-        lambda held: held.append(1, 3),
-        "is for 39 rows of sequence 2, and now it has 40; make a plan",
-    ),
+    (lambda held: held.append(1, 3), "is for 39 rows of sequence 2, and now it has 40; make a"),
     (lambda held: held.truncate(1, 38), "is for 39 rows of sequence 3, and now it has 38"),
     (lambda held: held.cache.free(held.ids[0]), "there is no sequence 2"),
 ]

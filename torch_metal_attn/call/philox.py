@@ -75,8 +75,7 @@ def dropout_mask(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an rng_state of the wrong shape or dtype, dropout_p outside 0..1, negative
-        sizes.
+        ValueError: rng_state has the wrong shape or dtype, dropout_p is not in 0..1, a size < 0.
     """
     check_tensor("rng_state", rng_state)
     if rng_state.shape != (2,) or rng_state.dtype != torch.int64:
@@ -102,8 +101,7 @@ def keep_mask(
 
     Philox's key is the first two words of philox4x32((offset, 0, 0), seed), where a 64-bit number
     is two words, the low word first. For attention's key j the counter is (j // 4, query, head,
-    sequence), and the weight uses word j % 4 of the result. A weight is kept if word / 2**32 >=
-    dropout_p.
+    sequence). The weight is kept if word j % 4 of the result is at least dropout_p * 2**32.
     """
     seed, offset = rng_state[0], rng_state[1]
     zero = torch.zeros_like(seed)

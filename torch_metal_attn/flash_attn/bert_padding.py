@@ -97,8 +97,7 @@ def unpad_input_for_concatenated_sequences(
         sequence for each length that is not 0.
 
     Raises:
-        ValueError: the wrong shape; lengths that are not integers, negative, or longer than the
-        row.
+        ValueError: wrong shape; lengths that are not integers, negative, or longer than the row.
     """
     lengths = attention_mask_in_length
     check_rank("hidden_states", hidden_states, "(B, L, ...)")

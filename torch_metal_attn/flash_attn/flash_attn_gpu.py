@@ -108,8 +108,7 @@ def varlen_fwd(
 def bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **named: Any) -> Gradients:
     """The gradients of `fwd`. Its rng_state determines the weights that were dropped.
 
-    Returns: dq, dk, dv, copied into the arguments dq, dk, dv that are not None; softmax_d (B, Hq,
-        Lq).
+    Returns: dq, dk, dv, also copied into these arguments if not None; softmax_d (B, Hq, Lq).
     """
     options = _options_of_backward(q, named)
     operands = (x.transpose(1, 2) for x in (q, named["k"], named["v"], named["out"]))

@@ -62,8 +62,7 @@ def flex_attention(
         TypeError: a score_mod or mask_mod with the wrong arguments or result dtype.
         NotImplementedError: an op without Metal text in score_mod or mask_mod; nested tensors;
             max_scores of return_aux.
-        RuntimeError: control flow that depends on the scalars' values; a sliced block_mask without
-        its mask_mod.
+        RuntimeError: control flow on the scalars' values; a sliced block_mask without its mask_mod.
         IndexError: on the CPU, an index past the end of a captured tensor. On mps such scores are
             NaN.
     """

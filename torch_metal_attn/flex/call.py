@@ -16,7 +16,7 @@ from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.integrations.sdpa_replacement import users_level
 from torch_metal_attn.ops.differentiation import transforming
-from torch_metal_attn.ops.flex import of_two_dtypes
+from torch_metal_attn.ops.flex import run_without_gradient
 from torch_metal_attn.ops.layout import memory_order
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import NAMES
@@ -81,7 +81,7 @@ class Call:
             if self.query.dtype == self.key.dtype or not torch.is_grad_enabled():
                 return reference.attention(*arguments)
             inputs = (*self.operands, *self.program.captures)
-            return of_two_dtypes(inputs, lambda: reference.attention(*arguments))
+            return run_without_gradient(inputs, lambda: reference.attention(*arguments))
         out, lse = self.launch(options)
         if on_cpu and self.program.captures and bool(lse.isnan().any()):
             shape = (*self.query.shape[:3], self.key.shape[2])

@@ -20,8 +20,7 @@ def block_mask(
 
     Args:
         attn_mask: bool, False where the key is masked out; with up to 4 dimensions, broadcastable
-            to (B, Hq, Lq, Lk), and any strides. It is not copied: kernels read it in partial
-            blocks.
+            to (B, Hq, Lq, Lk), and any strides. Partial blocks read it; no copy is made.
         block: rows and columns of a block, or one number for both; multiples of 8 from 8 to 1024.
         lengths: (Lq, Lk); None for those of attn_mask. Pass it if attn_mask broadcasts over queries
             or keys.

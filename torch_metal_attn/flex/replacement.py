@@ -62,7 +62,7 @@ def flex_replaced() -> FlexReplaced:
     return FlexReplaced()
 
 
-def called(query: Any, *arguments: Any, **options: Any) -> Any:
+def dispatch(query: Any, *arguments: Any, **options: Any) -> Any:
     if not isinstance(query, Tensor):
         raise TypeError(f"query is {type_text(query)}; it must be a tensor")
     device = query.device.type
@@ -89,10 +89,10 @@ def _body(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """The new code of torch's function. It runs with torch's globals, so it imports `called`."""
-    from torch_metal_attn.flex.replacement import called
+    """The new code of torch's function. It runs with torch's globals, so it imports `dispatch`."""
+    from torch_metal_attn.flex.replacement import dispatch
 
-    return called(
+    return dispatch(
         query,
         key,
         value,

@@ -1,7 +1,6 @@
 """The Metal text of a graph, for shaders/flex.h: the body of a function, on one line.
 
-The text consists of parts of this file and the table, and of numbers. It never contains a name or a
-string from user code.
+It consists of text from this file and the table, and numbers, but no names or strings of users.
 """
 
 import math

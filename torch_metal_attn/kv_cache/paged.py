@@ -151,7 +151,7 @@ class PagedKVCache:
     ) -> Any:
         """Run an op that writes new rows of each sequence into unshared pages."""
         self._storage.check_layer(layer)
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         counts = None if length is None else trees.per_sequence(length, len(ids))
         new, more = self._storage.checked(op, new, len(ids), options, counts)
         tokens = _as_lists(token_ids, more)
@@ -178,7 +178,7 @@ class PagedKVCache:
         v, and call `advance` after them. Raises CacheFull before anything changes.
         """
         self._storage.check_layer(layer)
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         lengths = trees.per_sequence(length, len(ids))
         written = [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)]
         self._unshare(written)
@@ -203,7 +203,7 @@ class PagedKVCache:
         Leave out the token_ids of a tree, whose rows do not follow each other; `accept` takes them.
         """
         self._storage.check_layer(layer)
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         lengths = trees.per_sequence(length, len(ids))
         tokens = _as_lists(token_ids, lengths)
         for sequence, more in zip(sequences, lengths, strict=True):
@@ -256,7 +256,7 @@ class PagedKVCache:
             end of a step; fewer rows than `recent` would be left. CacheFull: no page is free for
             the copy of a shared one. Nothing is changed then.
         """
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         for id, sequence in zip(ids, sequences, strict=True):
             trees.check_layers_agree(id, sequence.lengths, "accept")
         lengths, accepted = [s.length for s in sequences], [s.accepted for s in sequences]
@@ -292,7 +292,7 @@ class PagedKVCache:
 
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
-        id, sequence = self._one(id)
+        id, sequence = self._sequence_of(id)
         trees.check_layers_agree(id, sequence.lengths, "fork")
         end = self._pool.pages_of(sequence.length)
         pages = [group_pages[:end] for group_pages in sequence.pages]
@@ -305,7 +305,7 @@ class PagedKVCache:
 
     def free(self, id: int) -> None:
         """End a sequence. Pages of known tokens stay as prefixes until their space is needed."""
-        id, sequence = self._one(id)
+        id, sequence = self._sequence_of(id)
         del self._sequences[id]
         self._pool.release_from(sequence, 0)
         self._storage.recent.release(sequence.slot)
@@ -319,7 +319,7 @@ class PagedKVCache:
         windows, truncate raises ValueError if a page that the next queries see was freed. The rows
         of the last step can always be dropped.
         """
-        id, sequence = self._one(id)
+        id, sequence = self._sequence_of(id)
         length = trees.length_within(id, length, sequence.length)
         self._check_window(id, sequence, length)
         if as_bool("keep_recent", keep_recent):
@@ -367,7 +367,7 @@ class PagedKVCache:
         `import_sequence` of this cache, or of another with the same layout, restores it.
         """
         device = on_device(device)
-        _, sequence = self._one(id)
+        _, sequence = self._sequence_of(id)
         held = [[page >= 0 for page in pages] for pages in sequence.pages]
         pages = [page for pages in sequence.pages for page in pages if page >= 0]
         return ExportedSequence(
@@ -439,7 +439,7 @@ class PagedKVCache:
         next calls for the same ids use it too.
         """
         self._storage.check_layer(layer)
-        return self._table_of(*self._of(ids), self._storage.groups.groups[layer])
+        return self._table_of(*self._sequences_of(ids), self._storage.groups.groups[layer])
 
     def _table_of(self, ids: list[int], sequences: list[PagedSequence], group: int) -> Tensor:
         if self._tables is None or self._tables[0] != ids:
@@ -461,7 +461,7 @@ class PagedKVCache:
         other pages, and if the sequences have changed in that layer.
         """
         self._storage.check_layer(layer)
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         if isinstance(self._storage.recent, RecentRows):
             raise ValueError(
                 f"recent is {self._storage.recent.recent}, and a cascade cannot read rows in full "
@@ -496,7 +496,8 @@ class PagedKVCache:
                 f"the plan is for other pages than those of layer {layer}; layers with another "
                 "window or another block_table need a plan of their own"
             )
-        for id, sequence, (length, first, pages) in zip(ids, self._of(ids)[1], seen, strict=True):
+        sequences = self._sequences_of(ids)[1]
+        for id, sequence, (length, first, pages) in zip(ids, sequences, seen, strict=True):
             now = sequence.lengths[layer]
             if now != length or sequence.pages[group][first : first + len(pages)] != pages:
                 changed = f"it has {now}" if now != length else "they are in other pages"
@@ -512,17 +513,17 @@ class PagedKVCache:
     def lengths(self, ids: Sequence[int], layer: int = 0) -> list[int]:
         """The rows of these sequences in a layer."""
         self._storage.check_layer(layer)
-        return [sequence.lengths[layer] for sequence in self._of(ids)[1]]
+        return [sequence.lengths[layer] for sequence in self._sequences_of(ids)[1]]
 
     def slots(self, ids: Sequence[int]) -> list[int]:
         """The slots of these sequences' recent rows, for `RecentRows`."""
-        return [sequence.slot for sequence in self._of(ids)[1]]
+        return [sequence.slot for sequence in self._sequences_of(ids)[1]]
 
     def _place(self, pages: list[list[int]], i: int, row: int) -> tuple[int, int]:
         """The page of a row of sequence i, and the row's index in it."""
         return pages[i][row // self.page_size], row % self.page_size
 
-    def _of(self, ids: Sequence[int]) -> tuple[list[int], list[PagedSequence]]:
+    def _sequences_of(self, ids: Sequence[int]) -> tuple[list[int], list[PagedSequence]]:
         """The ids as Python ints, and their sequences."""
         ids = integers("ids", ids)
         for id in ids:
@@ -532,9 +533,9 @@ class PagedKVCache:
             raise ValueError(f"ids are {ids}; each sequence may occur only once")
         return ids, [self._sequences[id] for id in ids]
 
-    def _one(self, id: int) -> tuple[int, PagedSequence]:
+    def _sequence_of(self, id: int) -> tuple[int, PagedSequence]:
         id = as_int("id", id)
-        return id, self._of([id])[1][0]
+        return id, self._sequences_of([id])[1][0]
 
     def _add(self, sequence: PagedSequence) -> int:
         id = self._next_id

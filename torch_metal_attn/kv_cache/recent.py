@@ -262,16 +262,14 @@ class RecentRows:
             places = torch.arange(first, end, device=rows.device) % self._length
             rows[b, :, first:end] = cache[slots[b], places].transpose(0, 1)
 
-    def _after(
-        self, layer: int, lengths: list[int], slots: list[int], more: int
-    ) -> list[_SlotRows]:
-        """The rows that slots have after `more` rows are written to sequences of these lengths."""
+    def _after(self, layer: int, lengths: list[int], slots: list[int], n: int) -> list[_SlotRows]:
+        """The rows that slots have after n rows are written to sequences of these lengths."""
         held = []
         for length, slot in zip(lengths, slots, strict=True):
             first, end, start = self._held[layer][slot]
             if end != length:  # another op wrote rows after `end`
                 first = start = length
-            held.append(_SlotRows(max(first, length + more - self._length), length + more, start))
+            held.append(_SlotRows(max(first, length + n - self._length), length + n, start))
         return held
 
     def _first(self, held: list[_SlotRows]) -> Tensor:

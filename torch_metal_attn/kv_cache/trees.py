@@ -31,8 +31,7 @@ def per_sequence(length: Any, count: int) -> list[int]:
     lengths = integers("length", length)
     if len(lengths) != count:
         raise ValueError(
-            f"length has {count_text(len(lengths), 'number')}; it must have {count}, one per "
-            "sequence"
+            f"length has {count_text(len(lengths), 'int')}; it must have {count}, one per sequence"
         )
     return [as_int_at_least("length", one) for one in lengths]
 

@@ -80,7 +80,5 @@ def _checked(windows: Any, layers: int) -> list[int]:
     if isinstance(windows, str) or not isinstance(windows, Sequence):
         raise TypeError(f"windows is {windows!r}; it must be a sequence of ints, one per layer")
     if len(windows) != layers:
-        raise ValueError(
-            f"windows has {len(windows)} numbers; it must have {layers}, one per layer"
-        )
+        raise ValueError(f"windows has {len(windows)} ints; it must have {layers}, one per layer")
     return [as_int_at_least(f"windows[{i}]", limit, -1) for i, limit in enumerate(windows)]

@@ -85,7 +85,7 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
-def below(op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def run_below_autograd(op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments, **options)
 
@@ -117,7 +117,7 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
     """Call `op`, without its Autograd kernel if possible; refusals are ValueErrors."""
     try:
         if may_pass_autograd(arguments, options):
-            return below(op, *arguments, **options)
+            return run_below_autograd(op, *arguments, **options)
         return op(*arguments, **options)
     except Exception as error:
         refuse_dtensors(op, arguments, options)
@@ -316,7 +316,7 @@ def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., 
 
     def undifferentiated(*values: Any, **options: Any) -> Any:
         if nothing_to_differentiate(values, options):
-            return below(op, *values, **options)
+            return run_below_autograd(op, *values, **options)
         arguments = by_name(op, values, options)
         tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
         refusals = _refusals(f"metal_attn::{name}", advice, tensors, written(arguments))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.differentiation import by_name
-from torch_metal_attn.ops.view_offsets import offsets_kept
+from torch_metal_attn.ops.view_offsets import with_offset_lowering
 from torch_metal_attn.runtime.refusals import as_value_errors, invalid
 
 _Fake = TypeVar("_Fake", bound=Callable[..., Any])
@@ -35,7 +35,7 @@ def _checked(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
         return results(*arguments, **options)
 
     mutates = getattr(torch.ops.metal_attn, name).default._schema.is_mutable
-    return offsets_kept(fake) if mutates else fake
+    return with_offset_lowering(fake) if mutates else fake
 
 
 def check(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -145,9 +145,8 @@ def weighted_loss(
     """A loss with the kernels' gradients, whose P is exp(scores - softmax_lse).
 
     results: the reference's out and lse; lse may differ from softmax_lse. With w = exp(lse -
-    softmax_lse), the derivative of sum(w * (dout . out - delta)) with respect to a score is
-    P * (dout . v - delta), and with respect to v it is P * dout. Each row is multiplied by its
-    normaliser.
+    softmax_lse), sum(w * (dout . out - delta)) has the gradient P * (dout . v - delta) for a score
+    and P * dout for v. Each row is multiplied by its normaliser.
     """
     out, lse = results
     excess = (lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)

@@ -4,8 +4,7 @@ The gradients of terms that attention adds to its scores (see `reference.attenti
 weights and dP = dout v^T, the gradient of a bias is dS = P * (dP - delta), Dao, "FlashAttention-2"
 (2023), algorithm 2, summed over the dimensions that the bias broadcasts over. The gradient of a
 head's ALiBi slope is -sum dS * |p - j| over its queries and keys. `delta` = rowsum(dout * out) -
-dlse and `normalisers` come from `flash_bwd`. Without normalisers, P has the rounding error of
-softmax_lse.
+dlse and `normalisers` come from `flash_bwd`. Without normalisers, P has the error of softmax_lse.
 """
 
 from collections.abc import Callable

@@ -15,10 +15,10 @@ from torch_metal_attn.ops.differentiation import (
     apply,
     autograd_kernel,
     batched,
-    below,
     below_autograd,
     needs_gradient,
     nothing_to_differentiate,
+    run_below_autograd,
     save,
     saved,
     without_gradient,
@@ -143,7 +143,7 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     # torch.library.register_autograd would drop the tangents of forward-mode derivatives.
     def flash_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         if nothing_to_differentiate(arguments, options):
-            result: tuple[Tensor, Tensor] = below(op, *arguments, **options)
+            result: tuple[Tensor, Tensor] = run_below_autograd(op, *arguments, **options)
             return result
         names = (*positional[: len(arguments)], *options)
         values = (*arguments, *options.values())

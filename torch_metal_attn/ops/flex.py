@@ -13,10 +13,10 @@ from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
     autograd_kernel,
-    below,
     below_autograd,
     nothing_to_differentiate,
     refuse_tangents,
+    run_below_autograd,
     save,
     saved,
     without_gradient,
@@ -101,7 +101,7 @@ class _FlexFwd(torch.autograd.Function):
         return (None, *operand_gradients, *tensor_gradients)
 
 
-def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
+def run_without_gradient(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
     q, k, *_ = inputs
     message = (
         f"flex_attention has no gradient with key and value in {k.dtype} and query in {q.dtype}: "
@@ -121,9 +121,9 @@ def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     op = torch.ops.metal_attn.flex_fwd
     captures = options["captures"]
     if nothing_to_differentiate((q, k, v), options):
-        return below(op, q, k, v, **options)
+        return run_below_autograd(op, q, k, v, **options)
     if k.dtype != q.dtype:
-        return of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
+        return run_without_gradient((q, k, v, *captures), lambda: op(q, k, v, **options))
     refuse_tangents("metal_attn::flex_fwd", {"q": q, "k": k, "v": v})
     for i, tensor in enumerate(captures):
         refuse_tangents("metal_attn::flex_fwd", {f"captures[{i}]": tensor})

@@ -10,11 +10,11 @@ from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
     autograd_kernel,
-    below,
     below_autograd,
     check_not_a_leaf,
     count_writes,
     needs_gradient,
+    run_below_autograd,
     save,
     saved,
 )
@@ -186,7 +186,7 @@ def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any)
 def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
     tables, numbers = _split_options(cos, sin, options)
     if not _needs("rope_", q, k, tables):
-        below(_OPS.rope_, q, k, cos, sin, **options)
+        run_below_autograd(_OPS.rope_, q, k, cos, sin, **options)
         return
     check("rope_", (q, k, cos, sin), options)  # all checks precede the first write
     rotated = {n: x for n, x in (("q", q), ("k", k)) if x is not None}
@@ -200,7 +200,7 @@ def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **optio
 def _rope_tables(inv_freq: Tensor, positions: Tensor, **options: Any) -> Any:
     arguments = {"inv_freq": inv_freq, "positions": positions}
     needs_gradient("metal_attn::rope_tables", arguments, tuple(arguments))
-    return below(_OPS.rope_tables, inv_freq, positions, **options)
+    return run_below_autograd(_OPS.rope_tables, inv_freq, positions, **options)
 
 
 count_writes("rope_", lambda arguments: ["q"] if arguments["k"] is None else ["q", "k"])

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     autograd_kernel,
-    below,
     check_not_a_leaf,
     needs_gradient,
+    run_below_autograd,
     save,
     saved,
 )
@@ -52,7 +52,7 @@ def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
 def _run_with_grad(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
     """Run the op with gradients on; otherwise torch.compile drops a mutated input's gradient."""
     with torch.enable_grad():
-        return below(op, tensor, argument)
+        return run_below_autograd(op, tensor, argument)
 
 
 class _Softmax(torch.autograd.Function):
@@ -106,7 +106,7 @@ def _bump_version(tensor: Tensor | None) -> None:
 def _softmax(x: Tensor, dim: int = -1) -> Any:
     if needs_gradient("metal_attn::softmax", {"x": x}):
         return _Softmax.apply(_OPS.softmax, False, x, dim)
-    return below(_OPS.softmax, x, dim)
+    return run_below_autograd(_OPS.softmax, x, dim)
 
 
 @autograd_kernel("softmax_")
@@ -115,7 +115,7 @@ def _softmax_inplace(x: Tensor, dim: int = -1) -> Any:
         check_not_a_leaf("softmax_", "x", x, "pass x.clone()")
         return _Softmax.apply(_OPS.softmax_, True, x, dim)
     _bump_version(x)
-    return below(_OPS.softmax_, x, dim)
+    return run_below_autograd(_OPS.softmax_, x, dim)
 
 
 @autograd_kernel("apply_causal_mask_")
@@ -124,7 +124,7 @@ def _apply_causal_mask(scores: Tensor, q_offset: int = 0) -> Any:
         check_not_a_leaf("apply_causal_mask_", "scores", scores, "pass scores.clone()")
         return _ApplyCausalMask.apply(scores, q_offset)
     _bump_version(scores)
-    return below(_OPS.apply_causal_mask_, scores, q_offset)
+    return run_below_autograd(_OPS.apply_causal_mask_, scores, q_offset)
 
 
 def _replace_in_graphs(op: Any, functional: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def offsets_kept(fake: Callable[..., Any]) -> Callable[..., Any]:
+def with_offset_lowering(fake: Callable[..., Any]) -> Callable[..., Any]:
     """A fake kernel of an op that writes in place. Adds the lowering if an offset is symbolic."""
 
     @functools.wraps(fake)

@@ -68,9 +68,8 @@ class allow_tf32:
     q, k, v and the weights to 11 significant bits. Results then have about float16's errors, with
     float32's range. Other GPUs ignore TF32. This overrides TORCH_METAL_ATTN_TF32 (off by default).
 
-    As a context manager it restores the previous setting when the block ends. The setting applies
-    to all threads, as autograd computes gradients in another thread. It does not apply to a
-    backward that runs after the block.
+    As a context manager it restores the previous setting when the block ends, so a later backward
+    does not use TF32. The setting applies to all threads, as autograd has threads of its own.
 
     Args: allowed: True if TF32 may be used.
 

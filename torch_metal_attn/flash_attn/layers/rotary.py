@@ -132,9 +132,8 @@ def apply_rotary_emb(
         itself and return it; if x is a leaf that requires grad, the result is another tensor in
         x's memory that carries the graph. seqlen_offsets: position of each sequence's first token,
         an int or (B) int32 or int64. cu_seqlens: (B + 1) int32 or int64, the cumulative lengths of
-        the sequences packed in x; tokens after the last sequence are rotated by row 0 of
-        cos and sin. max_seqlen:
-        the longest length, if known; it is checked against the rows of cos.
+        the sequences packed in x; row 0 of cos and sin rotates tokens after the last sequence.
+        max_seqlen: the longest length, if known; it is checked against the rows of cos.
 
     Returns: a tensor like x. Differentiable in x.
 

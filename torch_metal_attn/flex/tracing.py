@@ -269,7 +269,7 @@ class Tracer(Traced, TorchDispatchMode):
         return self.graph.node(name, condition + rest, result)
 
     def power(self, base: Node, exponent: Node, result: torch.dtype) -> Node:
-        """pow. Squares and cubes become products, as in PyTorch; pow has no text for integers."""
+        """pow. Squares (as in PyTorch) and cubes become products; pow has no text for integers."""
         number = exponent.value if exponent.op == "constant" else None
         if number in (2, 3):
             square = self.row("mul", [base, base], result)
@@ -479,7 +479,7 @@ class Tracer(Traced, TorchDispatchMode):
         x = values["self"]
         dims = values.get("dim")
         if x.dim() > 0 and (values.get("keepdim") or (dims and len(dims) < x.dim())):
-            raise self.unsupported(name, "rows are summed over all dimensions")
+            raise self.unsupported(name, "only sums over all dimensions of a row are supported")
         floating = x.dtype.is_floating_point
         if name == "mean" and not floating:
             raise self.unsupported(name, f"not in {x.dtype}")

@@ -5,7 +5,7 @@
 `flash_attn_varlen_func` accept the tensors of both. `append_kv` writes new rows.
 `LatentCache` and `StaticLatentCache` are their forms for multi-head latent attention (MLA).
 With `recent`, a quantised cache also keeps its last rows in full precision.
-With a `CascadePlan`, a batch reads pages that its sequences share only once.
+A `CascadePlan` lets a batch read shared pages once, not once for each sequence.
 """
 
 from torch_metal_attn.kv_cache.cascade import CascadePlan

@@ -227,7 +227,7 @@ def _shareable(length: int, q_length: int, left: int, right: int) -> int:
 def _levels(pages: list[list[int]], limits: list[int], min_pages: int) -> list[list[SharedPages]]:
     """The tree of prefixes, by depth. limits: the most pages that each sequence may share."""
     levels: list[list[SharedPages]] = []
-    # (sequences with equal pages before `at`, `first`, `at`, depth); pages before `first` are done.
+    # Sequences with equal pages before `at`, `first`, `at`, depth. Pages before `first` are done.
     waiting = deque([(tuple(range(len(pages))), 0, 0, 0)])
     while waiting:
         group, first, at, depth = waiting.popleft()

@@ -41,7 +41,7 @@ class LatentCache(PagedKVCache):
 class StaticLatentCache(StaticKVCache):
     """`LatentCache` with one row of tensors per sequence: `append(rows)`, `decode_step(q, rows)`.
 
-    Args: batch_size, max_length: as in `StaticKVCache`. latent_dim to options: as in `LatentCache`.
+    Args: batch_size, max_length: as in `StaticKVCache`. The others: as in `LatentCache`.
     """
 
     def __init__(

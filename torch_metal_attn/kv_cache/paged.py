@@ -41,7 +41,7 @@ class PagedKVCache:
     Args: num_pages, page_size: number of pages, and rows of a page. num_kv_heads, head_dim: Hkv and
         D; v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16),
         and of the cache if format is None. A cache in half precision also takes float32 keys and
-        values, and rounds them. format: None, or one of `torch_metal_attn.quantisation`, such as
+        values, and rounds them. format: None, or a format of `torch_metal_attn.quantisation`, as
         "q8_0" or "q3_g64"; v_format: the values' format, if it differs. hadamard: quantised rows
         are rotated in blocks of 32, 64 or 128 columns; 0 for none. layout: "NHD", in memory (pages,
         page_size, Hkv, D) as in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale:

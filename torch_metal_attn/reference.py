@@ -96,7 +96,7 @@ def attention(
         D ** -0.5 if None. q_offset: None aligns bottom-right: seqused_k - Lq; 0 is top-left.
         seqused_k, leftpad_k: (B,) integers; Lk and 0 if None. Other keys and values may be NaN.
         attn_mask: broadcastable to (B, Hq, Lq, Lk). Bool: False hides the key. Floating: as
-        attn_bias. attn_bias: floating, broadcastable likewise. alibi_slopes: (Hq,) or (B, Hq).
+        attn_bias. attn_bias: floating, of such a shape. alibi_slopes: (Hq,) or (B, Hq).
         learnable_sink: (Hq,). q_rotary_cos, q_rotary_sin: (Lq', R/2) or (B, Lq', R/2), Lq' >= Lq:
         row i rotates query i's first R columns before the product; k_rotary_cos and k_rotary_sin
         rotate keys. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset,

@@ -130,7 +130,7 @@ def yarn(
     truncate: bool = True,
     device: Any = None,
 ) -> Frequencies:
-    """YaRN: keeps high frequencies, divides low ones by `factor`, and interpolates between them.
+    """YaRN: keeps high frequencies, divides low frequencies by `factor`, and interpolates between.
 
     The ramp is linear over the index of the pair. It begins at the pair that rotates `beta_fast`
     times within `original_max_position_embeddings`, and ends at the pair that rotates `beta_slow`
@@ -198,7 +198,7 @@ def llama3(
     original_max_position_embeddings: int,
     device: Any = None,
 ) -> Frequencies:
-    """Llama 3's scaling: long wavelengths are multiplied by `factor`, and short ones are kept.
+    """Llama 3's scaling: long wavelengths are multiplied by `factor`; short wavelengths are kept.
 
     A wavelength is long above L / low_freq_factor, and short below L / high_freq_factor. Between
     these limits the frequency is s / wavelength + (1 - s) / (factor wavelength) with s = (L /

@@ -47,7 +47,7 @@ def soft_cap(cap: float) -> ScoreMod:
 
 
 def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
-    """Adds table[bucket, h], T5's bias: near distances have buckets of their own, far ones share.
+    """Adds table[bucket, h], T5's bias: near distances have their own buckets, far distances share.
 
     table: (buckets, H). Distances of at least max_distance share the last bucket.
     """

@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: where torch raises: attn_mask together with is_causal (which torch's
             documentation forbids, and its CPU kernel accepts), fewer than two dimensions, dtypes
-            that differ, a mask of another dtype or shape, a CausalBias for other lengths, a
+            that differ, a mask of the wrong dtype or shape, a CausalBias for other lengths, a
             dropout_p outside 0..1, heads or leading dimensions that do not broadcast.
         NotImplementedError: enable_gqa with different numbers of key and value heads; nested
             tensors.

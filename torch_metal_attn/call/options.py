@@ -82,7 +82,7 @@ def check_newer(function: str, newer: Iterable[str]) -> None:
 
 
 def score_options(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """The op's keywords for these options. Disabled ones are left out, as each costs time."""
+    """The op's keywords for these options. Disabled options are left out, as each costs time."""
     options: dict[str, Any] = {}
     for name, value in scores.items():
         if name in _FLASH_ATTN_3:

@@ -1,6 +1,6 @@
 """Flash attention for PyTorch on Apple GPUs, with a simulator that runs its kernels on any CPU."""
 
-# First, as it raises the errors of a package that is not built and of a missing or old torch.
+# Imported first: it raises clear errors for an unbuilt package and a missing or too old torch.
 from torch_metal_attn.runtime import extension
 
 try:
@@ -40,7 +40,7 @@ __version__ = VERSION
 
 if mps.available():
     device.warn_of_torch()
-    shaders.serve(extension.load())  # the simulator reads them in Python
+    shaders.serve(extension.load())  # the simulator reads the shaders in Python
     extension.tell_gpu(extension.load())
     tensor_tiles.configure(extension.load(), __version__)
 register_with_transformers()

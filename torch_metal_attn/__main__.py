@@ -18,7 +18,7 @@ from torch_metal_attn.tools.fuzz import command as fuzzing
 from torch_metal_attn.tools.info import info
 from torch_metal_attn.tools.verify import REPORT, verify, verify_full
 
-# The help of each command, and its description.
+# For each command: the help line and the description.
 _COMMANDS = {
     "info": ("show versions, backend, compiler and cache", None),
     "verify": ("compare the kernels' results on this machine with float64 (1-2 minutes)", None),
@@ -49,9 +49,9 @@ _COMMANDS = {
     ),
     "doctor": (
         "run your script and show where its attention goes on mps, and what to change",
-        "Runs a script with its arguments. At the end it lists the attentions of the run on "
-        "stderr: which of them metal_attn runs, which torch's function or the script itself "
-        "computes, and what to change. The exit status is the script's.",
+        "Runs a script with its arguments. At the end it lists each attention of the run on "
+        "stderr: whether metal_attn, torch's function or the script itself computes it, and what "
+        "to change. The exit status is the script's.",
     ),
     "comfyui": (
         "add the node that runs a model's attention on the kernels, or remove it",
@@ -88,14 +88,14 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 on success, 1 for a wrong result, 2 if the command cannot run."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["simulator"]:  # argparse would parse its options
+    if arguments[:1] == ["simulator"]:  # argparse would parse the simulator's options
         return simulator.main(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command == "verify" and options.report is not None and not options.full:
         parser.error("--report needs verify --full: add --full")
     if options.command == "doctor":
-        return doctor.doctor(options)  # without `exit_status`, which catches the script's errors
+        return doctor.doctor(options)  # `exit_status` would catch the script's errors
     commands = {
         "info": info,
         "verify": lambda _: verify_full(options.report or REPORT) if options.full else verify(),

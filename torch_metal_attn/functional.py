@@ -1,6 +1,6 @@
 """flash-attn's functions on `metal_attn::flash_fwd` and `flash_varlen_fwd`.
 
-Under autocast q, k and v are cast to its dtype, as for torch's own attention. Gradients of q, k, v,
+Under autocast q, k and v are cast as for torch's own attention. Gradients of q, k, v,
 alibi_slopes and learnable_sink take linear memory and have the same bits every time. If the
 incoming gradient is not contiguous in its last dimension (as after `sum()`), it is copied first.
 
@@ -47,7 +47,7 @@ FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_VARLEN_FWD = torch.ops.metal_attn.flash_varlen_fwd.default
 
-# The names of arguments in errors. The ops' tensors are (B, H, L, D).
+# The names of arguments in errors. blhd: these functions take (B, L, H, D), the ops (B, H, L, D).
 _NAMES = ArgumentNames(blhd=True)
 _QKV_NAMES = ArgumentNames({name: f"qkv[:, :, {i}]" for i, name in enumerate("qkv")})
 _KV_NAMES = ArgumentNames({"k": "kv[:, :, 0]", "v": "kv[:, :, 1]"})
@@ -87,8 +87,8 @@ def flash_attn_func(
         softmax_scale: factor of the scores; D ** -0.5 if None.
         causal: query i sees key j only if j <= p, whatever the right side of window_size is.
         window_size: (left, right): query i sees key j only if p - left <= j <= p + right. A
-            negative number or None is no limit.
-        softcap: c > 0 makes a score c * tanh(score / c) (Gemma 2, 2024); 0.0 is off.
+            negative number or None means no limit.
+        softcap: c > 0 replaces a score by c * tanh(score / c) (Gemma 2, 2024); 0.0 is off.
         alibi_slopes: (Hq,) or (B, Hq), float32: slope * |p - j| is subtracted from the scores
             (Press et al. 2021). Differentiable.
         deterministic: accepted; every kernel here is deterministic.
@@ -101,13 +101,13 @@ def flash_attn_func(
     Returns:
         out (B, Lq, Hq, Dv), contiguous if q is; 0 for a query that sees no key. With
         return_attn_probs, (out, softmax_lse, S_dmask). softmax_lse (B, Hq, Lq), float32, includes
-        the sink, is taken before dropout, and is -inf without keys. S_dmask is None, or with
-        dropout (B, Hq, Lq, Lk) in q's dtype: for tests, as it is as large as the scores. See
-        `attention_weights.dense_weights`.
+        the sink, is computed before dropout, and is -inf for a query that sees no key. S_dmask is
+        None without dropout, else (B, Hq, Lq, Lk) in q's dtype. It is as large as the scores, so
+        use it only in tests. See `attention_weights.dense_weights`.
 
     Raises:
-        NotImplementedError: a second derivative, when it is asked for.
-        TypeError: an argument of another type.
+        NotImplementedError: a second derivative is computed.
+        TypeError: an argument has the wrong type.
         ValueError: a shape, stride, dtype or number that the op does not support.
     """
     if (
@@ -197,7 +197,7 @@ def flash_attn_varlen_func(
     """Attention over concatenated sequences, as `flash_attn.flash_attn_varlen_func` (2.x).
 
     Sequence b consists of the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1, and may be empty.
-    Positions count from each sequence's first row, and its diagonal is aligned bottom-right.
+    Positions count from each sequence's first row, and each diagonal is aligned bottom-right.
 
     Args:
         q: (Tq, Hq, D).
@@ -210,16 +210,16 @@ def flash_attn_varlen_func(
             with any page size, and key i of sequence b is row i % page of page block_table[b, i //
             page]. cu_seqlens_k then only gives the number of keys, and there are no gradients.
         seqused_k: (B,), int32: the number of keys used in each sequence; the last query is at the
-            last of them. From flash-attn 3.
+            last used key. From flash-attn 3.
         The other arguments are those of `flash_attn_func`.
 
     Returns:
         out (Tq, Hq, Dv); rows after the last sequence are 0. With return_attn_probs, (out,
-        softmax_lse, S_dmask): softmax_lse (Hq, Tq) in float32; S_dmask None, or with dropout (B,
-        Hq, max_seqlen_q, max_seqlen_k), as in `flash_attn_func`.
+        softmax_lse, S_dmask): softmax_lse is (Hq, Tq) in float32; S_dmask is None, or with
+        dropout (B, Hq, max_seqlen_q, max_seqlen_k), as in `flash_attn_func`.
 
     Raises: as `flash_attn_func`. Values of cu_seqlens, seqused_k and block_table are checked on the
-        CPU; on mps, invalid ones give NaN rows.
+        CPU; on mps, invalid values give NaN rows.
     """
     if newer:
         check_newer("flash_attn_varlen_func", newer)
@@ -303,7 +303,7 @@ def _of_parts(
     positional: tuple[Any, ...],
     options: FlashAttnOptions,
 ) -> FlashAttnResult:
-    """Call the function with parts of packed tensors, which its errors name."""
+    """Call `function` on the parts of packed tensors; errors name the parts, as in qkv[:, :, 0]."""
     try:
         return function(*positional, **options)
     except (ValueError, NotImplementedError) as error:

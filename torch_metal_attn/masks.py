@@ -1,8 +1,8 @@
 """Ready-made mask_mods for `flex_attention` and torch's `create_block_mask`.
 
-They combine with `&`, `|` and `~`. Kernels read the tensors that you pass, so these must be on the
-device of the attention. They can be pickled, as DataLoader's workers need. TypeError and ValueError
-name an argument of another type, dtype or shape, or out of range.
+Masks combine with `&`, `|` and `~`. Kernels read the tensors that you pass, so these must be on the
+device of the attention. Masks can be pickled, as DataLoader's workers need. An argument of the
+wrong type, dtype or shape, or out of range, raises a TypeError or ValueError that names it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,13 +34,13 @@ class Mask:
         return self.mask_mod(b, h, q_idx, kv_idx)
 
     def __and__(self, other: MaskMod) -> "Mask":
-        _check_function("&", other)
+        _check_function("the operand of &", other)
         return Mask(partial(_both, self, other))
 
     __rand__ = __and__
 
     def __or__(self, other: MaskMod) -> "Mask":
-        _check_function("|", other)
+        _check_function("the operand of |", other)
         return Mask(partial(_either, self, other))
 
     __ror__ = __or__
@@ -50,12 +50,12 @@ class Mask:
 
 
 def causal(q_offset: int = 0) -> Mask:
-    """Query i has the position i + q_offset, and sees keys up to it."""
+    """Query i has the position i + q_offset, and sees keys up to that position."""
     return Mask(partial(_causal, as_int("q_offset", q_offset)))
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
-    """Keys from `left` before the query's position to `right` after it."""
+    """Queries see keys from `left` before their position to `right` after it."""
     left, right = as_int_at_least("left", left), as_int_at_least("right", right)
     return Mask(partial(_sliding_window, left, right))
 
@@ -69,8 +69,8 @@ def prefix_lm(lengths: Tensor) -> Mask:
 def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
     """Queries see the keys of their document. Reads cu_seqlens once, on the host.
 
-    cu_seqlens: (documents + 1,), the start of each document and the end of the last. length: of the
-    packed sequence, if padding follows the last document; padding sees no key.
+    cu_seqlens: (documents + 1,), the start of each document and the end of the last. length: the
+    length of the packed sequence, if padding follows the last document. Padding sees no key.
     """
     check_integers("cu_seqlens", cu_seqlens, "(documents + 1)")
     bounds = on_host("cu_seqlens", cu_seqlens) or [0]
@@ -89,7 +89,7 @@ def chunked(size: int) -> Mask:
 
 
 def dilated(steps: int, dilation: int) -> Mask:
-    """Keys at most `steps` multiples of `dilation` away, on both sides."""
+    """Queries see keys at distances 0, 1, ..., `steps` times `dilation`, on both sides."""
     steps, dilation = as_int_at_least("steps", steps), as_int_at_least("dilation", dilation, 1)
     return Mask(partial(_dilated, steps, dilation))
 
@@ -100,20 +100,20 @@ def neighbourhood(
     """natten's neighbourhood attention on a grid of 1 to 3 dimensions, flattened row-major.
 
     A token sees the `window` of tokens around it. At a border the window moves inwards and keeps
-    its size. dilation: the distance of neighbours, 1 if None.
+    its size. dilation: the distance between neighbours, 1 if None.
     """
     shape, window = _sizes("shape", shape), _sizes("window", window)
     dilation = [1] * len(shape) if dilation is None else _sizes("dilation", dilation)
     if not 1 <= len(shape) <= 3 or not len(shape) == len(window) == len(dilation):
         raise ValueError(
-            f"shape is {tuple(shape)}, window {tuple(window)} and dilation {tuple(dilation)}; they "
-            "must have the same 1 to 3 dimensions"
+            f"shape is {tuple(shape)}, window {tuple(window)} and dilation {tuple(dilation)}; all "
+            "must have the same length, 1 to 3"
         )
     for size, width, step in zip(shape, window, dilation, strict=True):
         if width * step > size:
             raise ValueError(
-                f"window times dilation is {width * step} along a dimension of {size}; it must not "
-                "be larger"
+                f"window times dilation is {width * step} along a dimension of {size}; it may be "
+                f"at most {size}"
             )
     return Mask(partial(_neighbourhood, tuple(zip(shape, window, dilation, strict=True))))
 
@@ -121,8 +121,8 @@ def neighbourhood(
 def tree(parents: Tensor, context: int = 0) -> Mask:
     """Nodes of a tree see themselves, their ancestors, and `context` keys before the tree.
 
-    For speculative decoding. parents: (nodes,), the index of each node's parent, an earlier node,
-    or -1 for a root. Read once, on the host.
+    For speculative decoding. parents: (nodes,): the index of each node's parent, which must be an
+    earlier node, or -1 for a root. The host reads it once.
     """
     check_integers("parents", parents, "(nodes)")
     context = as_int_at_least("context", context)
@@ -136,16 +136,16 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     return Mask(partial(_tree, ancestors.to(parents.device), context))
 
 
-def _both(one: MaskMod, other: MaskMod, *position: Tensor) -> Tensor:
-    return one(*position) & other(*position)
+def _both(first: MaskMod, second: MaskMod, *position: Tensor) -> Tensor:
+    return first(*position) & second(*position)
 
 
-def _either(one: MaskMod, other: MaskMod, *position: Tensor) -> Tensor:
-    return one(*position) | other(*position)
+def _either(first: MaskMod, second: MaskMod, *position: Tensor) -> Tensor:
+    return first(*position) | second(*position)
 
 
-def _not(one: MaskMod, *position: Tensor) -> Tensor:
-    return ~one(*position)
+def _not(mask_mod: MaskMod, *position: Tensor) -> Tensor:
+    return ~mask_mod(*position)
 
 
 def _causal(q_offset: int, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _neighbourhood(
     for size, width, step in reversed(axes):
         q_group, q_place = q % size % step, q % size // step
         kv_group, kv_place = kv % size % step, kv % size // step
-        # The size of the query's group; groups may differ by one token.
+        # The query's group has the `count` tokens whose index modulo the dilation is q_group.
         count = (size - q_group + step - 1) // step
         first = torch.minimum((q_place - width // 2).clamp(min=0), count - width)
         inside = (kv_place >= first) & (kv_place < first + width) & (q_group == kv_group)
@@ -203,4 +203,4 @@ def _sizes(name: str, values: object) -> list[int]:
 
 def _check_function(name: str, value: object) -> None:
     if not callable(value):
-        raise TypeError(f"{name} has {value_text(value)}; it must be a mask_mod, a function")
+        raise TypeError(f"{name} is {value_text(value)}; it must be a mask_mod, a function")

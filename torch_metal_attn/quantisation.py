@@ -4,22 +4,22 @@
 | --- | --- | --- | --- |
 | q8_0 | int8 (..., D) | float16 (..., D / 32) | data * scale of its 32 columns |
 | q4_0 | uint8 (..., D / 2), column 2 j in byte j's low nibble | the same | (nibble - 8) * scale |
-| fp8_e4m3 | float8_e4m3fn (..., D), or that as uint8 | float32 (heads) or (B, heads) | product |
+| fp8_e4m3 | float8_e4m3fn (..., D), or its bytes | float32 (heads) or (B, heads) | data * scale |
 | q2_g32, q2_g64 | int16 (..., D / 8) | float16 (..., 2 D / G) | code * scale + minimum |
 | q3_g32, q3_g64 | uint8 (..., 3 D / 8) | the same | the same |
 | q4_g32, q4_g64 | int32 (..., D / 8) | the same | the same |
 
 The last six have codes of 2, 3 or 4 bits, and a scale and a minimum for each group of G = 32 or 64
-columns, which are numbers 2 g and 2 g + 1 of the scale for group g. The codes of a row are
-consecutive, the first in the lowest bits of the first element. With a minimum, each group uses its
-entire range of codes. MLX's caches have this form (`mlx.core.quantize`), and so do the values of
-Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024), which quantises
-keys by column. Keys and values may have different formats.
+columns. Group g has its scale in column 2 g of the scale tensor, and its minimum in column 2 g + 1.
+The codes of a row are consecutive; the first code is in the lowest bits of the first element. With
+a minimum, a group uses the entire range of codes. MLX's caches have this form
+(`mlx.core.quantize`), and so do the values in Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit
+Quantization for KV Cache" (2024), whose keys are quantised by column. K and V may differ in format.
 
 q8_0 and q4_0 are llama.cpp's (ggml's) formats with another byte order, which `from_ggml` and
 `to_ggml` convert. Quantising computes the scale of each block of 32 columns; ggml's own
 quantisation may round a value to the neighbouring code. fp8_e4m3 is vLLM's format. The caller
-passes its scale, one per head. It is stored as uint8 on mps, which has no float8.
+passes its scales, one per head. Its data is uint8 on mps, which has no float8.
 
 Rows may be rotated before quantisation: each block of 32, 64 or 128 columns is multiplied by the
 orthonormal Hadamard matrix, which spreads a column of large values over its block, so that its
@@ -42,9 +42,9 @@ __all__ = [
     *("hadamard", "quantise", "shared_columns", "sizes", "to_ggml"),
 ]
 
-# Columns that share a scale in q8_0 and q4_0.
+# The number of columns that share a scale in q8_0 and q4_0.
 BLOCK = 32
-# Bits of a code and columns of a group, for the formats with a scale and a minimum per group.
+# Bits per code and columns per group, for the formats with a scale and a minimum per group.
 _GROUPED = {f"q{bits}_g{group}": (bits, group) for bits in (2, 3, 4) for group in (32, 64)}
 _WORDS = {2: torch.int16, 3: torch.uint8, 4: torch.int32}
 # The dtype of a format's data on any device.
@@ -53,7 +53,7 @@ DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8} | {
 }
 FORMATS = tuple(DTYPES)
 
-# Columns of a rotated block.
+# The possible numbers of columns of a rotated block.
 HADAMARD = (32, 64, 128)
 
 _LARGEST_FP8 = 448.0
@@ -63,13 +63,13 @@ ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def hadamard(x: Tensor, size: int) -> Tensor:
-    """Each block of `size` columns of x (..., D) times the orthonormal Hadamard matrix.
+    """Multiply each block of `size` columns of x (..., D) by the orthonormal Hadamard matrix.
 
     The matrix is symmetric and its own inverse, so the same call rotates back. Sums are float32 and
     are rounded to x's dtype. With a rotated cache, pass hadamard(q) to `flash_fwd`, and the result
     is hadamard(out). `flash_decode` does both itself.
 
-    size: 32, 64 or 128, of which D must be a multiple.
+    size: 32, 64 or 128. D must be a multiple of `size`.
     """
     arguments.check_tensor("x", x)
     if x.dtype not in ELEMENTS:
@@ -89,20 +89,20 @@ def check_columns(name: str, columns: int, format: str) -> None:
 
 
 def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -> int:
-    """size, which must be 0 or divide the columns. columns: by the tensor's name, for errors."""
+    """`size` as an int; it must be 0 or divide `columns`, the columns of each named tensor."""
     size = arguments.as_int(name, size)
     if size not in (0, *HADAMARD):
         raise ValueError(f"{name} is {size}; it must be 0 (off), 32, 64 or 128")
     for x, count in columns.items():
         if size and (count % size or count == 0):
             raise ValueError(
-                f"{x} has {count_text(count, 'column')}; {name} of {size} needs a multiple of it"
+                f"{x} has {count_text(count, 'column')}; {name}={size} needs a multiple of {size}"
             )
     return size
 
 
 def rotated(x: Tensor, size: int) -> Tensor:
-    """Rotate float32 by sums and differences at distances 1, 2, 4, ...; x itself if size is 0."""
+    """`hadamard` of float32 x, by sums and differences at distances 1, 2, ...; x if size is 0."""
     distance = 1
     while distance < size:
         low, high = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
@@ -126,24 +126,24 @@ def quantise(
 
     q8_0: scale = float16(amax / 127); data = x / scale rounded to nearest even, in -127..127.
         |x - y| <= amax / 254 * (1 + 2^-10) + 2^-18.
-    q4_0: m is the value of largest magnitude, the first of equals; scale = float16(m / -8); nibble
-        = 8 + x / scale rounded to nearest even, in 0..15. |x - y| <= amax / 16 * (1 + 2^-7) + 2^-22
-        if x has the sign of m or |x| <= 15/16 amax, else twice that.
+    q4_0: m is the first value of largest magnitude; scale = float16(m / -8); nibble = 8 + x / scale
+        rounded to nearest even, in 0..15. |x - y| <= amax / 16 * (1 + 2^-7) + 2^-22 if x has the
+        sign of m or |x| <= 15/16 amax; otherwise the bound is twice as large.
     fp8_e4m3: x / scale clamped to -448..448 and rounded to nearest even. If |x| <= 448 scale,
         |x - y| is at most the larger of 2^-4 |x| and scale * 2^-10. inf is clamped; NaN stays NaN.
 
-    2, 3 and 4 bits: minimum = float16(least value of the group); scale = float16((largest - least)
-        / n), n = 3, 7 or 15; code = (x - minimum) / scale rounded to nearest even, in 0..n. With
-        amax the largest magnitude and r = largest - least of the group,
+    2, 3 and 4 bits: with the group's smallest and largest value, minimum = float16(smallest); scale
+        = float16((largest - smallest) / n), n = 3, 7 or 15; code = (x - minimum) / scale rounded to
+        nearest even, in 0..n. With amax the group's largest magnitude and r = largest - smallest,
         |x - y| <= r / (2 n) * (1 + 2^-7) + 2^-10 amax + 2^-21.
 
     2^-18, 2^-21 and 2^-22 come from float16's smallest steps, and matter only for blocks of small
     values. A block or group with NaN or inf, or whose scale or minimum exceeds float16, has scale
-    (and minimum) NaN and zeros as data. D must be a multiple of 32 in q8_0 and q4_0, and of G.
+    (and minimum) NaN and zeros as data. D must be a multiple of 32 (q8_0 and q4_0) or of G.
 
     `scale` is for fp8_e4m3 only: float32 (heads) or (B, heads), where x's dimension `heads_dim` is
-    the heads and dimension 0 is B. It is returned unchanged. None means 1. On devices without a
-    float8 dtype ones are returned, as only a float32 scale distinguishes fp8_e4m3 from q4_0.
+    the heads and dimension 0 is B. It is returned unchanged. None means 1; on devices without
+    float8 a scale of ones is then returned, as it distinguishes fp8_e4m3 from q4_0.
 
     With `hadamard` of 32, 64 or 128, x above is x rotated by `hadamard(x, ...)` in float32.
     """
@@ -160,11 +160,11 @@ def quantise(
         bits = _fp8_bits(x.float() / by_head)
         return bits.view(torch.float8_e4m3fn) if _has_float8(x.device) else bits, scale
     if scale is not None:
-        raise ValueError(f"scale is given and format is {format}, which computes it: leave it out")
+        raise ValueError(f"scale is given, but {format} computes its own scale: leave scale out")
     shared = shared_columns(format)
     if x.dim() == 0 or x.shape[-1] % shared != 0:
         raise ValueError(
-            f"x has shape {tuple(x.shape)}; {format} needs a last size of a multiple of {shared}"
+            f"x has shape {tuple(x.shape)}; {format} needs a multiple of {shared} as its last size"
         )
     # (..., blocks, 32)
     blocks = x.float().unflatten(-1, (x.shape[-1] // shared, shared))
@@ -192,7 +192,7 @@ def dequantise(
     """The values (..., D) of quantised data, multiplied in float32 and rounded to `dtype`.
 
     The dtypes of data and scale determine the format, see `format_of`. fp8_e4m3 has one scale per
-    head, which is dimension `heads_dim` of data. hadamard: as in `quantise`; values are rotated
+    head; dimension `heads_dim` of data is the heads. hadamard: as in `quantise`; values are rotated
     back before they are rounded.
     """
     if dtype not in ELEMENTS:
@@ -225,14 +225,14 @@ def from_ggml(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
     blocks: uint8 (..., n * 18) of q4_0 or (..., n * 34) of q8_0. A block is its scale, a
     little-endian float16, followed by its codes: 32 bytes in q8_0, 16 in q4_0. In q4_0 byte j has
-    column j in the low nibble and column j + 16 in the high one.
+    column j in the low nibble and column j + 16 in the high nibble.
     """
     size = _ggml_block_bytes(format)
     arguments.check_tensor("blocks", blocks)
     if blocks.dtype != torch.uint8 or blocks.dim() == 0 or blocks.shape[-1] % size != 0:
         raise ValueError(
-            f"blocks has dtype {blocks.dtype} and shape {tuple(blocks.shape)}; {format} needs "
-            f"uint8 with a last size of a multiple of {size}"
+            f"blocks has dtype {blocks.dtype} and shape {tuple(blocks.shape)}; in {format} "
+            f"it must be uint8, and its last size a multiple of {size}"
         )
     parts = blocks.unflatten(-1, (blocks.shape[-1] // size, size)).split((2, size - 2), -1)
     scale, codes = (part.clone(memory_format=torch.contiguous_format) for part in parts)
@@ -258,7 +258,7 @@ def to_ggml(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def format_of(data: Tensor, scale: Tensor | None) -> str:
-    """The format, from the dtypes: uint8 is q4_0 with a float16 scale, fp8_e4m3 with float32.
+    """The format, from the dtypes: uint8 is q4_0 if scale is float16, fp8_e4m3 if it is float32.
 
     The number of float16 scales per row distinguishes group sizes, and q4_0 from 3 bits.
     """
@@ -270,6 +270,7 @@ def format_of(data: Tensor, scale: Tensor | None) -> str:
     if scale is not None and has == torch.float16 and data.dtype in _WORDS.values():
         elements, numbers = data.shape[-1], scale.shape[-1] if scale.dim() else 0
         bits = next(bits for bits, dtype in _WORDS.items() if dtype == data.dtype)
+        # A unit holds 8 codes; a row has 16 * units / G scales and minimums.
         units = elements / 3 if bits == 3 else elements
         if bits == 3 and (units == 0 or units not in (2 * numbers, 4 * numbers)):
             return "q4_0"
@@ -299,7 +300,7 @@ def columns(data: Tensor, scale: Tensor | None) -> int:
 
 
 def shared_columns(format: str) -> int:
-    """The number of columns that share a scale, which must divide D. fp8_e4m3 takes any D, so 1."""
+    """The number of columns that share a scale; it divides D. 1 for fp8_e4m3, which takes any D."""
     _check_format(format)
     if format in _GROUPED:
         return _GROUPED[format][1]
@@ -307,7 +308,7 @@ def shared_columns(format: str) -> int:
 
 
 def sizes(format: str, head_dim: int) -> tuple[int, int]:
-    """The last sizes of data and scale for D columns; fp8_e4m3 has no scale per row, so 0."""
+    """The last sizes of data and scale for D columns; the latter is 0 for fp8_e4m3."""
     _check_format(format)
     head_dim = arguments.as_int_at_least("head_dim", head_dim)
     if format == "fp8_e4m3":
@@ -334,7 +335,7 @@ def _check_columns(data: Tensor) -> None:
 
 
 def _packed(nibbles: Tensor) -> Tensor:
-    """Two neighbouring columns a byte, the first in the low nibble."""
+    """Pack two neighbouring columns into each byte, the first in the low nibble."""
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
 
 
@@ -348,7 +349,7 @@ def _check_block_scales(format: str, values: Tensor, scale: Tensor) -> None:
     if scale.shape != (*values.shape[:-1], numbers * size // shared) or size % shared != 0:
         raise ValueError(
             f"scale has shape {tuple(scale.shape)} and the values {tuple(values.shape)}; {format} "
-            f"has {'a scale and a minimum' if numbers == 2 else 'one scale'} for "
+            f"has {'a scale and a minimum' if numbers == 2 else 'one scale'} per "
             f"{count_text(shared, 'column')}"
         )
 
@@ -357,10 +358,10 @@ def _quantise_groups(groups: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Codes and scales of float32 groups (..., groups, G)."""
     bits, _ = _GROUPED[format]
     last = 2**bits - 1
-    least, largest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    smallest, largest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     # -0.0 becomes 0.0.
-    minimum = least.masked_fill(least == 0, 0).to(torch.float16)
-    steps = ((largest - least) / last).to(torch.float16)
+    minimum = smallest.masked_fill(smallest == 0, 0).to(torch.float16)
+    steps = ((largest - smallest) / last).to(torch.float16)
     finite = steps.isfinite() & minimum.isfinite()
     numbers = torch.cat((steps, minimum), -1).masked_fill(~finite, torch.nan)
     codes = _quotient(groups - minimum.float(), numbers[..., :1]).clamp(0, last)
@@ -393,7 +394,7 @@ def _ggml_block_bytes(format: str) -> int:
 
 
 def _steps(steps: Tensor) -> Tensor:
-    """As float16, with NaN in place of values that are not finite."""
+    """`steps` as float16, with NaN in place of values that are not finite."""
     half = steps.to(torch.float16)
     return half.masked_fill(~half.isfinite(), torch.nan)
 
@@ -423,7 +424,7 @@ def _by_head(name: str, x: Tensor, scale: Tensor, heads_dim: int) -> Tensor:
     if scale.dtype != torch.float32 or scale.shape not in allowed:
         raise ValueError(
             f"scale has dtype {scale.dtype} and shape {tuple(scale.shape)}, and {name} has shape "
-            f"{tuple(x.shape)}; fp8_e4m3 needs float32 {' or '.join(map(str, allowed))}"
+            f"{tuple(x.shape)}; fp8_e4m3 needs float32 of shape {' or '.join(map(str, allowed))}"
         )
     shape = [1] * x.dim()
     shape[heads_dim] = heads
@@ -433,7 +434,7 @@ def _by_head(name: str, x: Tensor, scale: Tensor, heads_dim: int) -> Tensor:
 
 
 def _fp8_bits(x: Tensor) -> Tensor:
-    """uint8 of float32, clamped; every NaN is 0x7f. Computed on bits, as mps lacks the cast.
+    """float32 as clamped float8 bits in uint8; NaN is 0x7f. Computed on bits: mps lacks the cast.
 
     Normal values: the exponent is rebased and 20 bits of the fraction are rounded off, with a carry
     into the exponent. Below 2^-6 the code counts steps of 2^-9.

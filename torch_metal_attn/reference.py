@@ -69,14 +69,14 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention with its log-sum-exp.
 
-    Query i is at key index p = i + q_offset and sees a set of keys V_i. With
+    Query i is at key index p = i + q_offset and sees a set of keys V_i. The score of key j is
 
         s_j = softmax_scale * <q_i, k_j>
         s_j = transformed(s_j)                       the scalar options, such as softcap
         s_j = s_j - alibi_slope * |p - j|            (Press et al. 2021, ALiBi)
         s_j = s_j + attn_bias_ij
 
-    for the keys j in V_i, and with sink the head's learnable_sink (gpt-oss, 2025; -inf without):
+    and with sink the head's learnable_sink (gpt-oss, 2025), or -inf without one, over the j in V_i:
 
         lse_i = log(exp(sink) + sum_j exp(s_j))      out_i = sum_j exp(s_j - lse_i) z_ij v_j
 
@@ -87,27 +87,27 @@ def attention(
     Query head h reads key/value head h // (Hq // Hkv).
 
     V_i holds the keys j for which all of these are true: leftpad_k <= j < seqused_k;
-    p - window_size_left <= j <= p + window_size_right, where a negative size is no limit; with
+    p - window_size_left <= j <= p + window_size_right, where a negative size means no limit; with
     causal j <= p; with attention_chunk c > 0 floor((j - leftpad_k) / c) = floor((p - leftpad_k) /
     c) (Llama 4); attn_mask is not False; and with indices, query i's list contains j's block. A key
     that is listed twice counts twice, like two equal keys.
 
     Args: q: (B, Hq, Lq, D). k: (B, Hkv, Lk, D); Hkv divides Hq. v: (B, Hkv, Lk, Dv). softmax_scale:
         D ** -0.5 if None. q_offset: None aligns bottom-right: seqused_k - Lq; 0 is top-left.
-        seqused_k, leftpad_k: (B,) integers; Lk and 0 if None. Keys and values outside may be NaN.
+        seqused_k, leftpad_k: (B,) integers; Lk and 0 if None. Other keys and values may be NaN.
         attn_mask: broadcastable to (B, Hq, Lq, Lk). Bool: False hides the key. Floating: as
-        attn_bias. attn_bias: floating, broadcastable likewise. alibi_slopes: (Hq,) or (B, Hq).
+        attn_bias. attn_bias: floating, of such a shape. alibi_slopes: (Hq,) or (B, Hq).
         learnable_sink: (Hq,). q_rotary_cos, q_rotary_sin: (Lq', R/2) or (B, Lq', R/2), Lq' >= Lq:
         row i rotates query i's first R columns before the product; k_rotary_cos and k_rotary_sin
-        the keys'. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset, if
-        dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): each sequence's keys and
-        values in a cache, see `cached`; Lk is then the capacity of the table or the cache. k_scale,
+        rotate keys. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset,
+        if dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): each sequence's keys
+        and values in a cache, see `cached`; Lk is then the capacity of the table or cache. k_scale,
         v_scale, hadamard: of quantised k and v, see `quantisation`. indices: (B or 1, Hkv or 1,
         lists, entries): query i uses list i // q_block_size, and entry e lists the kv_block_size
         keys from e * kv_block_size on; -1 lists no key (DeepSeek-V3.2, 2025). parents, tree_mask:
         the last keys belong to the queries and form a tree, see `tree_rows`. The tree alone
         determines which of these keys a query sees; windows and chunks count positions by depth.
-        first_batch: dropout's index of the first sequence. transform: the options of `transformed`.
+        first_batch: the first sequence's index for dropout. transform: options of `transformed`.
         compute_dtype: dtype of every intermediate and of both results. Without it, intermediates
         are float32 (float64 for float64 inputs), and `out` is rounded to q's dtype at the end.
 
@@ -123,7 +123,9 @@ def attention(
     batch, heads, q_length, head_dim = q.shape
     kv_heads, kv_length = k.shape[1], k.shape[2]
     if heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"q has {heads} heads; they must be a multiple of k's {kv_heads}")
+        raise ValueError(
+            f"q has {heads} heads and k {kv_heads}; the number of heads of k must divide that of q"
+        )
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_bias = attn_mask if attn_bias is None else attn_mask + attn_bias
         attn_mask = None
@@ -140,7 +142,7 @@ def attention(
     if k_rotary_cos is not None and k_rotary_sin is not None:
         k = rotate(k.to(dtype), k_rotary_cos, k_rotary_sin, rotary_interleaved)
     if exists is not None:
-        # 0 * NaN is NaN, so other keys and values must not be multiplied by a weight of 0.
+        # 0 * NaN is NaN, so a weight of 0 does not remove a NaN. Missing keys and values become 0.
         k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
     k, v = (rotated(x.to(dtype), hadamard) for x in (k, v))
     positions = positions_of(q_length, kv_length, q_offset, seqused_k, q.device)
@@ -196,7 +198,7 @@ def attention(
             factors,
         )
 
-    # Kernels read only listed keys. If others may be NaN, each query is a block that zeroes them.
+    # Kernels skip unlisted keys. If k or v is not finite, a block is one query and zeroes them.
     one_row = indices is not None and not all(bool(x.isfinite().all()) for x in (k, v))
     rows = 1 if one_row else max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
     starts = range(0, max(q_length, 1), rows)
@@ -256,15 +258,15 @@ def varlen_attention(
     Args: q: (Tq, Hq, D). k: (Tk, Hkv, D). v: (Tk, Hkv, Dv). cu_seqlens_q, cu_seqlens_k: (B + 1,):
         sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. max_seqlen_q, max_seqlen_k:
         the sizes that masks and biases broadcast to. block_table or cache_batch_idx: k and v are a
-        cache as in `attention`, and sequence b has cu_seqlens_k[b + 1] - cu_seqlens_k[b] of its
-        keys. k_scale, v_scale and options: those of `attention`; positions and lengths count from
-        each sequence's first row, and indices (1, Hkv or 1, Tq, entries) has a list for each row.
-        parents (Tq,) and tree_mask (Tq, max_seqlen_q) are packed as q is. Without cu_seqlens_k,
-        only queries are packed: k and v are those of `attention`.
+        cache as in `attention`, and sequence b has the first cu_seqlens_k[b + 1] -
+        cu_seqlens_k[b] of them. k_scale, v_scale and options: those of `attention`; positions and
+        lengths count from each sequence's first row, and indices (1, Hkv or 1, Tq, entries) has a
+        list for each row. parents (Tq,) and tree_mask (Tq, max_seqlen_q) are packed as q is.
+        Without cu_seqlens_k, only queries are packed: k and v are those of `attention`.
 
     Returns:
-        out (Tq, Hq, Dv) and lse (Hq, Tq). Queries outside all sequences get 0 and -inf, or without
-        cu_seqlens_k the sink.
+        out (Tq, Hq, Dv) and lse (Hq, Tq). Queries outside all sequences get 0 and -inf; without
+        cu_seqlens_k and with a sink, their lse is the sink.
     """
     out = q.new_zeros((*q.shape[:2], columns(v, v_scale)), dtype=compute_dtype or q.dtype)
     lse_dtype = compute_dtype or torch.promote_types(q.dtype, torch.float32)
@@ -280,8 +282,8 @@ def varlen_attention(
             return x if x.dim() == 1 else x[b]
         if k_bounds is not None and not indexed:
             return x[None, slice(*k_bounds[b : b + 2])].transpose(1, 2)
-        place = (None if i is None else i[b : b + 1] for i in (block_table, cache_batch_idx))
-        rows = cached(x, *place) if indexed else x[b : b + 1]
+        tables = (None if i is None else i[b : b + 1] for i in (block_table, cache_batch_idx))
+        rows = cached(x, *tables) if indexed else x[b : b + 1]
         return rows if k_bounds is None else rows[:, :, : k_bounds[b + 1] - k_bounds[b]]
 
     q_bounds = cu_seqlens_q.tolist()
@@ -346,7 +348,7 @@ def cached(x: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None
     if cache_batch_idx is not None:
         return x[cache_batch_idx.long()]
     assert block_table is not None
-    if len(x) == 0:
+    if len(x) == 0:  # page 0 stands for missing pages below
         x = x.new_zeros(1, *x.shape[1:])
     exists = (block_table >= 0) & (block_table < len(x))
     pages = x[block_table.where(exists, 0).long()]  # (B, max_blocks, Hkv, page, D)
@@ -355,7 +357,7 @@ def cached(x: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None
 
 
 def _cached_values(x: Tensor, scale: Tensor | None, *tables: Tensor | None) -> Tensor:
-    """K or V of a cache; quantised ones as float32."""
+    """K or V of a cache, dequantised to float32 if necessary."""
     x, scale = cached(x, *tables), None if scale is None else cached(scale, *tables)
     quantised = not x.is_floating_point() or x.dtype == torch.float8_e4m3fn
     return dequantise(x, scale, torch.float32) if quantised else x
@@ -369,6 +371,7 @@ def _alibi(slopes: Tensor | None, position: Tensor, keys: Tensor, dtype: torch.d
 
 
 def _rows(mask: Tensor, rows: slice, q_length: int) -> Tensor:
+    """These rows of a mask with a row per query; a mask that broadcasts over queries as it is."""
     return mask[..., rows, :] if mask.dim() > 1 and mask.shape[-2] == q_length != 1 else mask
 
 
@@ -398,7 +401,7 @@ def option_of_sequence(name: str, value: Any, b: int, queries: slice, kv_length:
 
 
 def transformed(scores: Tensor, *, softcap: float = 0.0) -> Tensor:
-    """Functions of single scores. softcap > 0: Gemma 2's (2024)."""
+    """Functions of a single score. softcap > 0: Gemma 2's soft cap (2024)."""
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     return scores

@@ -1,16 +1,16 @@
 """Rotary position embeddings: the frequencies of each kind of scaling, and tables of cos and sin.
 
 Each scaling is a function that returns `(inv_freq, attention_factor)`: the inverse frequencies,
-float32 (dim / 2), and the factor of cos and sin that goes with them.
+float32 (dim / 2), and a factor for cos and sin.
 
     inv_freq, factor = rope.yarn(128, 10000.0, factor=4.0, original_max_position_embeddings=4096)
     cos, sin = rope.tables(inv_freq, 8192, attention_factor=factor)
     q, k = torch.ops.metal_attn.rope(q, k, cos, sin, seqlen_offset=cached_length)
 
-They raise ValueError for a number out of range, and TypeError for an argument that is no number.
+The functions raise ValueError for a number out of range, and TypeError for other types.
 
-The frequencies have the rounding of transformers' `ROPE_INIT_FUNCTIONS`, because models were
-trained with these. For kinds of scaling that are not here, pass their results to `tables`.
+Frequencies are rounded as in transformers' `ROPE_INIT_FUNCTIONS`, with which models were trained.
+For other kinds of scaling, pass the results of `ROPE_INIT_FUNCTIONS` to `tables`.
 """
 
 import math
@@ -88,7 +88,7 @@ def ntk_aware(dim: int, base: float = 10000.0, *, factor: float, device: Any = N
 
 def _scaled_base(dim: int, base: float, factor: float) -> float:
     if not isinstance(dim, int) or dim <= 2:
-        raise ValueError(f"dim is {value_text(dim)}; a scaled base needs more than 2")
+        raise ValueError(f"dim is {value_text(dim)}; to scale the base it must be greater than 2")
     base = as_positive("base", base)
     return base * factor ** (dim / (dim - 2))
 
@@ -130,14 +130,14 @@ def yarn(
     truncate: bool = True,
     device: Any = None,
 ) -> Frequencies:
-    """YaRN: keeps high frequencies, divides low ones by `factor`, and interpolates between them.
+    """YaRN: keeps high frequencies, divides low frequencies by `factor`, and interpolates between.
 
     The ramp is linear over the index of the pair. It begins at the pair that rotates `beta_fast`
     times within `original_max_position_embeddings`, and ends at the pair that rotates `beta_slow`
     times. Pair d rotates L / (2 pi base ** (2 d / dim)) times within L. With `truncate` the ramp's
-    ends are rounded outwards to integers. The attention factor is 0.1 ln(factor) + 1 by default;
-    with both `mscale` and `mscale_all_dim` (DeepSeek), the ratio of 0.1 mscale ln(factor) + 1 to
-    that of `mscale_all_dim`.
+    ends are rounded outwards to integers. The attention factor is 0.1 ln(factor) + 1 by default.
+    With both `mscale` and `mscale_all_dim` (DeepSeek) it is
+    (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
 
     Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023),
     equations 17 to 22. The ramp is over the index, as in the authors' code.
@@ -158,9 +158,9 @@ def yarn(
             raise ValueError(f"{name} is {value}; it must be None, or finite and at least 0")
     wavelengths = _wavelengths(dim, base, device)
     if beta_fast < beta_slow:
-        raise ValueError(f"beta_fast is {beta_fast} and beta_slow {beta_slow}; it must be greater")
+        raise ValueError(f"beta_fast is {beta_fast}; it must be at least beta_slow, {beta_slow}")
     if base <= 1:
-        raise ValueError(f"base is {base}; with yarn it must be greater than 1")
+        raise ValueError(f"base is {base}; for yarn it must be greater than 1")
 
     def pair_that_rotates(times: float) -> float:
         cycle = original_max_position_embeddings / (times * 2 * math.pi)
@@ -198,11 +198,11 @@ def llama3(
     original_max_position_embeddings: int,
     device: Any = None,
 ) -> Frequencies:
-    """Llama 3's scaling: long wavelengths are multiplied by `factor`, and short ones are kept.
+    """Llama 3's scaling: long wavelengths are multiplied by `factor`; short wavelengths are kept.
 
-    Long is above L / low_freq_factor, and short below L / high_freq_factor. Between the two the
-    frequency is s / wavelength + (1 - s) / (factor wavelength) with s = (L / wavelength -
-    low_freq_factor) / (high_freq_factor - low_freq_factor) and L =
+    A wavelength is long above L / low_freq_factor, and short below L / high_freq_factor. Between
+    these limits the frequency is s / wavelength + (1 - s) / (factor wavelength) with s = (L /
+    wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor) and L =
     `original_max_position_embeddings`. Grattafiori et al., "The Llama 3 Herd of Models" (2024), in
     Meta's code of Llama 3.1 (`apply_scaling`).
     """
@@ -214,8 +214,8 @@ def llama3(
     )
     if not high_freq_factor > low_freq_factor:
         raise ValueError(
-            f"high_freq_factor is {high_freq_factor} and low_freq_factor {low_freq_factor}; it "
-            "must be greater"
+            f"high_freq_factor is {high_freq_factor}; it must be greater than low_freq_factor, "
+            f"{low_freq_factor}"
         )
     inv_freq = _inv_freq(dim, base, device)
     wavelength = 2 * math.pi / inv_freq
@@ -234,16 +234,16 @@ def tables(
     attention_factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position times each inverse frequency, by `metal_attn::rope_tables`.
+    """cos and sin of position * inverse frequency for all pairs, by `metal_attn::rope_tables`.
 
-    Args: inv_freq: (R / 2) float32. positions: a length L, for 0..L-1, or (L), (B, L) or (S, B, L)
-        of int32, int64 or float32. attention_factor: multiplies both. dtype: float32 if None,
-        else float16 or bfloat16.
+    Args: inv_freq: (R / 2) float32. positions: a length L, for the positions 0..L-1; or (L),
+        (B, L) or (S, B, L) of int32, int64 or float32. attention_factor: multiplies both. dtype:
+        float32 if None, else float16 or bfloat16.
 
     Returns: cos and sin, (*positions.shape, R / 2).
 
-    Raises: TypeError: an argument of another type. ValueError: another dtype or shape, or a number
-        that is out of range or not finite.
+    Raises: TypeError: an argument has the wrong type. ValueError: the dtype or shape is not
+        supported, or a number is out of range or not finite.
     """
     check_tensor("inv_freq", inv_freq)
     attention_factor = as_number("attention_factor", attention_factor)

@@ -1,8 +1,8 @@
 """Ready-made score_mods for `flex_attention`.
 
 Kernels read the tensors that you pass, so these must be on the device of the attention. score_mods
-can be pickled, and `deepcopy` of a model also copies their tensors. TypeError and ValueError name
-an argument of another type or shape, or out of range.
+can be pickled, and `deepcopy` of a model also copies their tensors. An argument of the wrong type
+or shape, or out of range, raises a TypeError or ValueError that names it.
 """
 
 import math
@@ -30,9 +30,10 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def relative_bias(bias: Tensor) -> ScoreMod:
-    """Adds bias[h, kv_idx - q_idx]. The middle column is distance 0; far keys use the end ones.
+    """Adds the bias of the head for the distance kv_idx - q_idx.
 
-    bias: (H, 2 * farthest + 1).
+    bias: (H, 2 * farthest + 1). The middle column is distance 0. Keys that are more than `farthest`
+    away use the first or last column.
     """
     check_tensor("bias", bias)
     if bias.dim() != 2 or bias.shape[1] % 2 == 0:
@@ -41,14 +42,14 @@ def relative_bias(bias: Tensor) -> ScoreMod:
 
 
 def soft_cap(cap: float) -> ScoreMod:
-    """cap * tanh(score / cap), of Gemma 2."""
+    """Replaces the score by cap * tanh(score / cap), as in Gemma 2."""
     return partial(_soft_cap, float(as_positive("cap", cap)))
 
 
 def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
-    """Adds table[bucket, h], T5's bias: each near distance has a bucket, far distances share one.
+    """Adds table[bucket, h], T5's bias: near distances have their own buckets, far distances share.
 
-    table: (buckets, H). max_distance: distances from here on share the last bucket.
+    table: (buckets, H). Distances of at least max_distance share the last bucket.
     """
     check_rank("table", table, "(buckets, H)")
     bidirectional = as_bool("bidirectional", bidirectional)
@@ -57,9 +58,9 @@ def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 12
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:
         raise ValueError(
-            f"table has shape {tuple(table.shape)} and max_distance is {max_distance}; they must "
-            f"be (buckets, heads) with {4 if bidirectional else 2} buckets at least, and more than "
-            f"{exact}"
+            f"table has shape {tuple(table.shape)} and max_distance is {max_distance}; table must "
+            f"be (buckets, heads) with {4 if bidirectional else 2} buckets at least, and "
+            f"max_distance more than {exact}"
         )
     # The bucket of each distance, computed as in T5. A kernel's logarithm could round differently.
     distance = torch.arange(max_distance + 1, device="cpu")
@@ -93,7 +94,7 @@ def _t5_buckets(
     q: Tensor,
     kv: Tensor,
 ) -> Tensor:
-    """buckets: by distance. later: the first bucket of later keys; 0 if they are at distance 0."""
+    """buckets: by distance. later: the first bucket of later keys; 0 gives them distance 0."""
     before = q - kv
     distance = before.abs() if later else before.clamp(min=0)
     bucket = buckets[distance.clamp(max=buckets.shape[0] - 1)]

@@ -34,7 +34,7 @@ NAMES = ArgumentNames({"q": "query", "k": "key", "v": "value", "softmax_scale": 
 
 
 class Arguments(NamedTuple):
-    """Those of `torch.nn.functional.scaled_dot_product_attention`."""
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`."""
 
     query: Tensor
     key: Tensor
@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
             torch.nn.attention.bias.causal_upper_left(Lq, Lk) or causal_lower_right(Lq, Lk), which
             the kernel computes without a mask.
         dropout_p: probability to drop a weight, in 0..1. The random numbers come from torch's
-            default generator of query's device; torch's own function drops other weights.
+            default generator of query's device, but other weights are dropped than by torch.
         is_causal: query i sees key j only if j <= i (the diagonal is aligned top-left).
         scale: factor of the scores; D ** -0.5 if None.
         enable_gqa: let Hkv be a divisor of Hq. Without it the head dimension broadcasts like any
@@ -81,9 +81,9 @@ def scaled_dot_product_attention(
 
     Rows in which every key is masked out give the same as torch 2.13 on the CPU (its fused and its
     math backend, all three dtypes): 0 if masked by False or -inf, NaN if masked by NaN or +inf. The
-    dtype's lowest finite number is no mask: it is added to the scores. In float32 and bfloat16 it
-    absorbs them, and a row that holds only this number is the mean of the values. In float16
-    (-65504) it does not, and such a row is roughly the unmasked result.
+    dtype's lowest finite number does not mask: it is added to the scores. In float32 and bfloat16
+    every sum is that number, so a row of this number alone gives the mean of the values. In float16
+    (-65504) the sums still differ, and such a row gives roughly the unmasked result.
 
     Leading dimensions are merged into the batch or the heads as views. Nothing is copied, except
     by autocast.
@@ -98,11 +98,11 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: where torch raises: attn_mask together with is_causal (which torch's
             documentation forbids, and its CPU kernel accepts), fewer than two dimensions, dtypes
-            that differ, a mask of another dtype or shape, a CausalBias for other lengths, a
-            dropout_p outside 0..1, heads or leading dimensions that do not fit.
+            that differ, a mask of the wrong dtype or shape, a CausalBias for other lengths, a
+            dropout_p outside 0..1, heads or leading dimensions that do not broadcast.
         NotImplementedError: enable_gqa with different numbers of key and value heads; nested
             tensors.
-        TypeError: an argument of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a CausalBias together with is_causal; strides, dtypes and sizes without a
             kernel; leading dimensions that cannot be merged as a view. The message says what to
             call.
@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
 def _run_without_plan(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> Tensor | None:
-    """Run a plain call without the time of a plan; None for calls that the op refuses."""
+    """Run a plain call without `plan`, which takes time; None if the op refuses the call."""
     if not (
         type(is_causal) is bool
         and (scale is None or type(scale) is float)
@@ -153,7 +153,7 @@ class Problem:
     q_offset: int | None  # the key on query 0's diagonal, 0 for top-left; None: bottom-right
     scale: float | None
     dropout_p: float
-    leading: tuple[int, ...]  # of the result: all but its last two dimensions
+    leading: tuple[int, ...]  # the result's shape without the last two dimensions
 
     def run(self) -> Tensor:
         """Run the op, with torch's names of arguments in errors."""
@@ -212,7 +212,7 @@ def plan(arguments: Arguments) -> Problem:
         value = getattr(arguments, name)
         refuse_gradient(name, value)
         number: Any = as_python_number(name, value)
-        number = int(number) if isinstance(number, bool) else number  # as torch takes it
+        number = int(number) if isinstance(number, bool) else number  # like torch
         arguments = arguments._replace(**{name: as_op_number(number)})
     _check_types(arguments)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
@@ -325,7 +325,7 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; the last "
-                f"must be 1: call {name}.contiguous() first"
+                f"stride must be 1: call {name}.contiguous() first"
             )
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(
@@ -378,8 +378,8 @@ def _leading_shape(
         )
     if key_heads != value_heads and 1 not in (key_heads, value_heads):
         raise NotImplementedError(
-            f"enable_gqa with {key_heads} key heads and {value_heads} value heads: the two must "
-            "agree; repeat the heads of one with repeat_interleave"
+            f"enable_gqa with {key_heads} key heads and {value_heads} value heads: the numbers "
+            "must be equal; repeat the heads of key or value with repeat_interleave"
         )
     kv_heads = max(key_heads, value_heads)
     return batch, (query_heads, kv_heads, kv_heads)
@@ -393,7 +393,7 @@ def _fold(
     batch: tuple[int, ...],
     heads: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Views (B, H, L, D). B has as many leading dimensions as possible, and H the rest."""
+    """Views (B, H, L, D). B merges as many leading dimensions as possible, and H the rest."""
     named = {"query": query, "key": key, "value": value}
     views = {
         name: x.expand((*batch, count, *x.shape[-2:]))
@@ -426,7 +426,7 @@ def _fold(
 
 
 def _repeated(mask: Tensor, split: int, leading: tuple[int, ...]) -> Tensor:
-    """A mask expanded to `leading` on each side of `split`, unless all sizes there are 1."""
+    """Expand a mask to `leading` before `split` and after it, unless all sizes there are 1."""
     shape = list(mask.shape)
     for dims in (range(split), range(split, len(leading))):
         if any(mask.shape[dim] != 1 for dim in dims):
@@ -466,6 +466,6 @@ def _unfoldable(name: str, tensor: Tensor, shape: tuple[int, ...], batch: tuple[
             f"{name}.contiguous() first"
         )
     return (
-        f"{what}be seen as {shape} with its leading dimensions {batch} merged into one without a "
+        f"{what}be viewed as {shape} with its leading dimensions {batch} merged into one without a "
         f"copy: call {name}.expand({', '.join(map(str, shape))}).contiguous() first"
     )

@@ -1,7 +1,7 @@
 """vLLM's `reshape_and_cache_flash` on this library's kernels, with its argument order.
 
-vLLM itself is not needed. Attention to such a cache is `flash_attn_with_kvcache` or
-`flash_attn_varlen_func` with block_table.
+vLLM itself is not needed. To attend to such a cache, pass block_table to `flash_attn_with_kvcache`
+or `flash_attn_varlen_func`.
 """
 
 import torch
@@ -32,8 +32,8 @@ def reshape_and_cache_flash(
     """Write new keys and values into their slots of a cache, as vLLM's function of this name.
 
     Args:
-        key, value: (tokens or more, kv_heads, head_size). What follows the tokens of slot_mapping
-            is padding, as in vLLM V1, and is not written.
+        key, value: (tokens or more, kv_heads, head_size). Rows after the tokens of slot_mapping
+            are padding, as in vLLM V1, and are not written.
         key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of any strides.
         slot_mapping: (tokens,), int32 or int64: token i goes to row slot % block_size of block slot
             // block_size. A token whose slot is negative is padding and is not written.
@@ -54,7 +54,7 @@ def reshape_and_cache_flash(
     if min(key.shape[0], value.shape[0]) < tokens:
         raise ValueError(
             f"key has {count_text(key.shape[0], 'token')}, value {value.shape[0]} and slot_mapping "
-            f"{tokens}; key and value must have at least those of slot_mapping"
+            f"{tokens}; key and value must have at least {tokens}"
         )
     key, value = key[:tokens], value[:tokens]
     keys, values, scales = _format(kv_cache_dtype, keys, values, k_scale, v_scale)
@@ -63,7 +63,7 @@ def reshape_and_cache_flash(
     if slot_mapping.device.type == "cpu":
         if (slot_mapping >= slots).any():
             raise ValueError(
-                f"slot_mapping has {slot_mapping.max().item()}; key_cache has {slots} slots"
+                f"slot_mapping has slot {slot_mapping.max().item()}; key_cache has {slots} slots"
             )
         # On mps the kernel skips padding tokens, as their block is -1.
         written = slot_mapping >= 0

@@ -1,4 +1,4 @@
-"""The simulator's wording of values, types and counts. It imports no module of this level."""
+"""The simulator's wording of values, types and counts, for the errors of all modules."""
 
 from .simulator.wording import count_text, type_text, value_text, with_article
 

@@ -133,7 +133,7 @@ def test_dispatches():
 
 REFUSED = [
     (([9], [[0]], [TREE]), "there is no sequence 9"),
-    (([0], [[0], [0]], [TREE]), "paths has 2 rows; it must have 1, one a sequence"),
+    (([0], [[0], [0]], [TREE]), "paths has 2 rows; it must have 1, one per sequence"),
     (([0], [0], [TREE]), r"paths\[0\] is 0; it must be a sequence of ints"),
     (([0], 3, [TREE]), "paths is 3; it must be a row of ints"),
     (([0], [[0]], [[0.5]]), r"parents\[0\]\[0\] is 0.5; it must be an int"),
@@ -166,7 +166,7 @@ def test_a_refused_tree_takes_no_page():
     "arguments, message",
     [
         (([3], [[0]], [TREE]), "indices is 3; it must be in 0..2"),
-        (([1, 1], [[0]] * 2, [TREE] * 2), r"indices are \[1, 1\]; each sequence may be there"),
+        (([1, 1], [[0]] * 2, [TREE] * 2), r"indices are \[1, 1\]; each sequence may occur"),
         ((1, [[1]], [TREE]), "indices is 1; it must be a sequence of ints"),
         (([0], [[0]], [TREE]), "sequence 0 has layers of 7 and of 8 rows"),
     ],

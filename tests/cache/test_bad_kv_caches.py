@@ -33,7 +33,7 @@ MADE = [
     ({"head_dim": 576}, r"v_head_dim is 576; it must be in 1\.\.512"),
     ({"layout": "BHD"}, "layout is 'BHD'; it must be NHD or HND"),
     ({"dtype": torch.int8}, r"dtype is torch.int8; it must be float32, float16 or bfloat16"),
-    ({"device": "gpu"}, "device is 'gpu'; it must be a device of torch"),
+    ({"device": "gpu"}, "device is 'gpu'; it must be a torch device"),
     ({"device": "meta"}, "device is meta, where tensors have no values"),
     ({"format": "q5"}, "format is 'q5'; it must be one of q8_0"),
     ({"v_format": "q4_g32"}, "v_format is 'q4_g32' with no format; leave it"),
@@ -43,14 +43,14 @@ MADE = [
     ({"v_head_dim": 65, "values_in_keys": True}, "v_head_dim is 65 and head_dim 64; with"),
     ({"values_in_keys": True, "format": "fp8_e4m3", "v_scale": TABLE}, "v_scale is given with val"),
     ({"hadamard": 64}, "hadamard is 64 with no format; lea"),
-    ({"hadamard": 128, "format": "q8_0"}, "head_dim has 64 columns; hadamard of 128 needs a mult"),
+    ({"hadamard": 128, "format": "q8_0"}, "head_dim has 64 columns; hadamard=128 needs a"),
     ({"recent": 4}, "recent is 4 with no format, so"),
     ({"recent": -1}, "recent is -1; it must be at least 0"),
     ({"recent": 2**30}, "recent is 1073741824; it must be in 0"),
     ({"recent": 4, "windows": [3], "format": "q8_0"}, r"recent is 4 with windows \[3\]; attention"),
-    ({"windows": [5, 5]}, "windows has 2 numbers; it must have 1, one a layer"),
+    ({"windows": [5, 5]}, "windows has 2 ints; it must have 1, one per layer"),
     ({"windows": [-2]}, r"windows\[0\] is -2; it must be at least -1"),
-    ({"windows": 5}, "windows is 5; it must be a sequence of ints, one a layer"),
+    ({"windows": 5}, "windows is 5; it must be a sequence of ints, one per layer"),
     ({"page_size": 4.5}, "page_size is 4.5; it must be an int"),
     ({"format": "fp8_e4m3", "v_scale": 2.0}, "v_scale is a float; it must be a tensor"),
 ]
@@ -66,19 +66,19 @@ APPENDED = [
     ({"token_ids": [[1, 2]]}, r"token_ids has rows of \[2\] tokens; they must have \[3\]"),
     ({"token_ids": 1.5}, "token_ids is 1.5; it must be a row of ints for each sequence"),
     ({"length": [3]}, r"k has shape .*; it must be \(3, 2, 8\): length is given"),
-    ({"length": [1, 2]}, "length has 2 numbers; it must"),
+    ({"length": [1, 2]}, "length has 2 ints; it must"),
 ]
 THREE = {"q": PACKED, "k": PACKED, "v": PACKED, "length": 3}
 NO_ROWS = {"q": PACKED[:0], "k": PACKED[:0], "v": PACKED[:0], "length": [0]}
 STEPS = [
     *(
-        ({name: None}, f"decode_step of a cache has no argument {name}: the cache gives it")
+        ({name: None}, f"decode_step of a cache has no argument {name}: the cache sets it")
         for name in ("block_table", "cache_seqlens", "k_scale", "hadamard")
     ),
-    ({"cu_seqlens_q": None}, "decode_step of a cache has no argument cu_seqlens_q: give length"),
+    ({"cu_seqlens_q": None}, "decode_step of a cache has no argument cu_seqlens_q: pass length"),
     (THREE | {"q": ROWS[0]}, r"q has shape \(2, 3, 8\); it must have 3 rows, \(T, Hq, D\): length"),
     (THREE | {"parents": torch.zeros(2).int()}, r"parents has shape \(2,\); it must have 3 rows"),
-    (NO_ROWS, r"length is \[0\]; decode_step appends a row or more in all"),
+    (NO_ROWS, r"length is \[0\]; decode_step needs at least one new row"),
     *((THREE | {n: 1}, f"{n} is given with length;") for n in ("indices", "kv_block_size")),
 ]
 CALLS = [
@@ -92,7 +92,7 @@ CALLS = [
     (lambda c: StaticKVCache(1, 2**31, 2, 8), "max_length is 2147483648; it must be in 1"),
     (lambda c: StaticKVCache(1, 4, 2, 8, windows=[3]), "StaticKVCache has no argument windows"),
     (lambda c: LatentCache(1, 4, 32, 32).append([], torch.zeros(())), r"k has shape \(\); .* 64\)"),
-    (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may be there once"),
+    (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may occur only once"),
     (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
     (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: the id was freed, or never"),
     (lambda c: c.free("a"), "id is 'a'; it must be an int"),
@@ -222,7 +222,7 @@ def test_rows_that_were_not_reserved(shared_by):
     if shared_by == "a fork":
         cache.reserve([id], 1)
         cache.fork(id)
-    with pytest.raises(ValueError, match="length is 1; call reserve for as many rows first"):
+    with pytest.raises(ValueError, match="length is 1; call reserve with the same length first"):
         cache.advance([id], 1)
     assert cache.seqlens([id]).tolist() == [PAGE - 1]
     cache.reserve([id], 1)

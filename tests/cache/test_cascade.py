@@ -123,8 +123,8 @@ def test_forks_of_a_paged_cache(kind, options, device):
 
 
 STALE = [
-    (lambda held: held.append(1, 3), "is of 39 rows of sequence 2, and now it has 40; make a plan"),
-    (lambda held: held.truncate(1, 38), "is of 39 rows of sequence 3, and now it has 38"),
+    (lambda held: held.append(1, 3), "is for 39 rows of sequence 2, and now it has 40; make a"),
+    (lambda held: held.truncate(1, 38), "is for 39 rows of sequence 3, and now it has 38"),
     (lambda held: held.cache.free(held.ids[0]), "there is no sequence 2"),
 ]
 
@@ -150,7 +150,7 @@ def test_a_plan_by_layer():
     cache.append(ids, rows, rows, 0)
     plan = cache.cascade(ids)
     plan.attend(q, cache.layers[0].k_cache, cache.layers[0].v_cache)
-    with pytest.raises(ValueError, match="of 3 rows of sequence 0, and now it has 0"):
+    with pytest.raises(ValueError, match="for 3 rows of sequence 0, and now it has 0"):
         plan.attend(q, cache.layers[1].k_cache, cache.layers[1].v_cache)
     cache.append(ids, rows, rows, 1)
     plan.attend(q, cache.layers[1].k_cache, cache.layers[1].v_cache)
@@ -172,7 +172,7 @@ def test_plans_of_layers_with_windows():
     assert (cache.block_table(ids, 2) < 0).any()
     copied = pickle.loads(pickle.dumps(cache))
     plan = copied.cascade(ids, layer=2)
-    with pytest.raises(ValueError, match="of other pages than those of layer 1; layers of another"):
+    with pytest.raises(ValueError, match="for other pages than those of layer 1; layers with"):
         plan.attend(q, copied.layers[1].k_cache, copied.layers[1].v_cache)
     copied.append(ids, rows, rows, 3)
     assert copied._storage._stored[1].k_cache.data_ptr() == copied.layers[3].k_cache.data_ptr()

@@ -117,7 +117,7 @@ def prefill(**options):
 @each_case(
     "call, message",
     [
-        (lambda: hadamard(torch.zeros(3, 96), 64), "x has 96 columns; size of 64 needs a multiple"),
+        (lambda: hadamard(torch.zeros(3, 96), 64), "x has 96 columns; size=64 needs a multiple"),
         (lambda: hadamard(torch.zeros(3, 64), 16), "size is 16; it must be 0 .off., 32, 64"),
         (lambda: hadamard(torch.zeros(3, 96), 0), "size is 0; it must be one of 32, 64, 128"),
         (lambda: hadamard(torch.zeros(()), 32), "x has 0 columns"),

@@ -299,7 +299,7 @@ def test_pages_outside_a_window():
     assert cache.num_free_pages == 4  # the last page of each layer alone is new
     expected = {a: [*tokens, 1], b: tokens[:16], c: [*tokens, 1]}
     check(cache, expected, dict.fromkeys(expected, "x"))
-    with pytest.raises(ValueError, match=r"windows .*, and this one has"):
+    with pytest.raises(ValueError, match=r"windows .*, and this cache has"):
         make().import_sequence(cache.export_sequence(a))
     with pytest.raises(CacheFull, match="the sequence needs 5 more pages, and 4 of 4 are free"):
         make(4, windows=[-1, 5]).import_sequence(cache.export_sequence(a))
@@ -495,7 +495,7 @@ def test_beams_of_a_static_cache(beams):
         append(2, 7 + step)
         check()
     assert [layer.k_cache.data_ptr() for layer in cache.layers] == addresses
-    with pytest.raises(CacheFull, match="3 rows more do not fit: a sequence has 8 of 10"):
+    with pytest.raises(CacheFull, match="3 more rows do not fit: a sequence has 8 of 10"):
         append(3, 1)
     check()
     cache.truncate(1, 2)

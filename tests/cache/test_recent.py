@@ -188,9 +188,9 @@ def q_of(length=1, columns=96):
 
 
 STEPS = [
-    ((q_of(), 1), {"window_size_left": 3}, "no option window_size_left with recent rows; it"),
+    ((q_of(), 1), {"window_size_left": 3}, "no option window_size_left; it"),
     ((q_of(65), 65), {}, r"k has 65 new rows; .* takes 1\.\.64, or more if causal: append"),
-    ((q_of(3), 1), {"causal": True}, "q has 3 queries and k 1 new row; with recent rows causal"),
+    ((q_of(3), 1), {"causal": True}, "q has 3 queries and k 1 new row; with recent rows and"),
     ((q_of(columns=64), 1), {}, "k has a head dim of 96 and q of 64"),
     ((q_of(), 1), {"softcap": -1.0}, "softcap is -1"),
     ((q_of(2), 2), {"parents": torch.zeros(2).int()}, "parents"),
@@ -198,7 +198,7 @@ STEPS = [
     ((q_of(), 1), {"rotary_cos": TABLES["rotary_cos"]}, "only one of rotary_cos and rotary_sin"),
     ((q_of(), 1), {n: x[:11] for n, x in TABLES.items()}, r"rows 11 to 11 of rotary_cos .*\.10"),
     (([1.0], 1), {}, "q is a list; it must be a tensor"),
-    ((q_of(), 290), {}, "290 rows more do not fit|k has 290 new rows"),
+    ((q_of(), 290), {}, "290 more rows do not fit|k has 290 new rows"),
 ]
 
 

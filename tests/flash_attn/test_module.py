@@ -131,7 +131,7 @@ REFUSED = [
         for lengths, message in (
             (torch.ones(3, 2).long(), r"has shape \(3, 2\); it must be \(2, 3\)"),
             (torch.ones(2, 3), r"has dtype torch.float32; it must be integers"),
-            (torch.tensor([[3, 1, 0], [1, 0, 0]]), ".*a row of more than its 3 tokens"),
+            (torch.tensor([[3, 1, 0], [1, 0, 0]]), ".*a row whose sum exceeds 3"),
             (torch.tensor([[2, -1, 0], [1, 0, 0]]), ".*has a negative length"),
         )
     ),

@@ -30,7 +30,7 @@ def traces(monkeypatch):
         return traced(*arguments)
 
     monkeypatch.setattr(program, "traced", counted)
-    monkeypatch.setattr(program, "_known", {})
+    monkeypatch.setattr(program, "_programs", {})
     return count
 
 

@@ -69,7 +69,7 @@ def test_tables_of_sglang():
 @pytest.mark.parametrize(
     "changed, error, message",
     [
-        ({"slot_mapping": torch.tensor([0, 112])}, ValueError, "has 112; key_cache has 112 slots"),
+        ({"slot_mapping": torch.tensor([0, 112])}, ValueError, "slot 112; key_cache has 112 slots"),
         ({"slot_mapping": torch.arange(3)}, ValueError, "value 2 and slot_mapping 3; key and"),
         ({"slot_mapping": torch.ones(2)}, ValueError, "slot_mapping has dtype torch.float32"),
         ({"kv_cache_dtype": "int8"}, NotImplementedError, "kv_cache_dtype is 'int8'"),

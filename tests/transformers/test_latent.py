@@ -309,12 +309,12 @@ class TestRefused:
             ({"format": "q8_0"}, "latent_dim is 16; q8_0 needs a multiple of 32"),
             ({"format": "q5"}, "format is 'q5'; it must be one of q8_0"),
             ({"page_size": 0}, "page_size is 0; it must be at least 1"),
-            ({"recent": 8}, "recent is 8 with no format, so that all rows"),
+            ({"recent": 8}, "recent is 8 with no format, so all rows"),
         ):
             with pytest.raises(ValueError, match=message):
                 latent_cache(model, **{"max_length": 64} | options)
         cache = latent_cache(model, 4)
-        with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="5 rows more do not fit"):
+        with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="5 more rows do not fit"):
             model(tiny.tokens(5), cache=cache)
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="10 new rows of 2 sequence"):
             model(tiny.tokens(5), cache=latent_cache(model, 4, page_size=4))

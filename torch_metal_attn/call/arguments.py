@@ -1,6 +1,6 @@
 """Checks the arguments of flash-attn's functions and converts them for the ops.
 
-Numbers may be NumPy's, or tensors of one element, for which the host waits.
+Numbers may also be NumPy numbers, or tensors of one element, for which the host waits.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_metal_attn.runtime.refusals import invalid, not_implemented
 from torch_metal_attn.wording import count_text, type_text, value_text
 
-# The limit on each side; a negative number or None (flash-attn 4) is no limit.
+# The limit on each side; a negative number or None (flash-attn 4) means no limit.
 Window = tuple[int | None, int | None]
 
 NO_WINDOW = (-1, -1)
@@ -21,11 +21,11 @@ NO_WINDOW = (-1, -1)
 INT32_MAX = 2**31 - 1  # kernels count rows, heads and columns in int32
 MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM = 576, 512
 
-# Bounds of float32's normal numbers.
-_LEAST, _END = 2.0**-126, 2.0**128
+# Positive normal float32 numbers are in _FLOAT32_MIN <= x < _FLOAT32_END.
+_FLOAT32_MIN, _FLOAT32_END = 2.0**-126, 2.0**128
 
-# A Python list takes at least 8 bytes per number, also for repeated numbers of expanded tensors.
-_MOST_ON_HOST = 2**27
+# A Python list takes 8 bytes per number, even if the tensor is expanded and has few numbers.
+_MAX_ON_HOST = 2**27
 
 
 def refuse_layout(name: str, tensor: Tensor) -> None:
@@ -58,8 +58,8 @@ def refuse_gradient(name: str, number: object) -> None:
     """Raise NotImplementedError for a number that is a tensor and would lose its gradient."""
     if isinstance(number, Tensor) and number.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{name} requires grad, and numbers have no gradient: detach it, or apply it to a "
-            "tensor, as a scale to q"
+            f"{name} requires grad, but it has no gradient here: detach it, or apply it to a "
+            "tensor, as in q * scale"
         )
 
 
@@ -73,7 +73,7 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def _check_storage(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that extends past its storage, which csrc/ checks and torch's ops do not."""
+    """Refuse a tensor that extends past its storage; csrc/ checks this and torch's ops do not."""
     count = tensor.numel()
     if torch.compiler.is_compiling() or not isinstance(count, int) or count == 0:
         return
@@ -185,12 +185,12 @@ def as_int(name: str, value: Any, allowed: str = "an int") -> Any:
     return number
 
 
-def as_int_at_least(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> Any:
+def as_int_at_least(name: str, value: Any, minimum: int = 0, maximum: int = 2**63 - 1) -> Any:
     number = as_int(name, value)
-    if number < least:
-        raise ValueError(f"{name} is {number}; it must be at least {least}")
-    if number > most:
-        raise ValueError(f"{name} is {number}; it must be in {least}..{most}")
+    if number < minimum:
+        raise ValueError(f"{name} is {number}; it must be at least {minimum}")
+    if number > maximum:
+        raise ValueError(f"{name} is {number}; it must be in {minimum}..{maximum}")
     return number
 
 
@@ -198,15 +198,15 @@ def on_device(device: Any) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f"device is {value_text(device)}; it must be a device of torch") from None
+        raise ValueError(f"device is {value_text(device)}; it must be a torch device") from None
 
 
 def on_host(name: str, values: Any) -> Any:
     """The numbers of a tensor or NumPy array, for which the host waits; else `values` itself."""
     if isinstance(values, Tensor):
         check_values(name, values)
-    if (count := math.prod(getattr(values, "shape", ()))) > _MOST_ON_HOST:
-        raise ValueError(f"{name} has {count} numbers; it may have up to {_MOST_ON_HOST}")
+    if (count := math.prod(getattr(values, "shape", ()))) > _MAX_ON_HOST:
+        raise ValueError(f"{name} has {count} numbers; it may have up to {_MAX_ON_HOST}")
     return values.tolist() if hasattr(values, "tolist") else values
 
 
@@ -216,7 +216,7 @@ def integers(name: str, values: Any) -> list[int]:
     if isinstance(sequence, str) or not isinstance(sequence, Iterable):
         raise TypeError(f"{name} is {value_text(values)}; it must be a sequence of ints")
     numbers = list(sequence)
-    if all(type(value) is int for value in numbers):  # also of very many tokens
+    if all(type(value) is int for value in numbers):  # the fast path for very many tokens
         return numbers
     return [as_int(f"{name}[{i}]", value) for i, value in enumerate(numbers)]
 
@@ -244,7 +244,7 @@ def as_positive(name: str, value: Any) -> Any:
     """A number whose float32 is positive, normal and finite."""
     number = as_python_number(name, value)
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if not is_number or not _LEAST <= number < _END:
+    if not is_number or not _FLOAT32_MIN <= number < _FLOAT32_END:
         raise ValueError(
             f"{name} is {value_text(value)}; it must be a positive, finite number, in float32 too"
         )
@@ -267,7 +267,7 @@ def _for_mask(name: str, value: object) -> str:
 
 
 def window(window_size: Any) -> tuple[int, int]:
-    """(left, right); -1 is no limit."""
+    """(left, right); -1 means no limit."""
     if type(window_size) is tuple and window_size == NO_WINDOW:
         return NO_WINDOW
     limits = on_host("window_size", window_size)
@@ -286,13 +286,13 @@ def window(window_size: Any) -> tuple[int, int]:
 
 
 def first_options(softmax_scale: object, causal: object, window_size: Any) -> tuple[Any, ...]:
-    """The first options of a plain op, () at their defaults; TypeError if they are not plain."""
+    """These options for the fast path, () if all are defaults; TypeError if it cannot take them."""
     if softmax_scale is None and causal is False and window_size == NO_WINDOW:
         return ()
     if type(causal) is not bool or (softmax_scale is not None and type(softmax_scale) is not float):
         raise TypeError
     left, right = window(window_size)
-    # The op refuses two limits on the right. In flash-attn causal overrides the window's.
+    # The op refuses causal with a right limit. In flash-attn, causal overrides the right limit.
     return softmax_scale, causal, left, -1 if causal else right
 
 

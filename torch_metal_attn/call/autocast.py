@@ -11,17 +11,17 @@ _DEVICES = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mp
 
 
 def autocasts(device: str) -> bool:
-    """True if autocast is on for this device type. A type without it, such as meta, is allowed."""
+    """True if autocast is on for this device type. False without autocast, as for meta."""
     return device in _DEVICES and torch.is_autocast_enabled(device)
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """A context in which products have the dtypes of their operands."""
+    """A context in which autocast does not change the dtypes of products."""
     return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to autocast's dtype where it is on for the device; float64 stays, as in torch."""
+    """Cast to autocast's dtype if autocast is on for the device; float64 stays, as in torch."""
     if not torch._C._is_any_autocast_enabled():
         return tensors
     return tuple(_cast(tensor) for tensor in tensors)

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # A row lists the names of one argument in torch, flash-attn, MLX, xformers, vLLM and FlashInfer.
-_SAME = [
+_SYNONYMS = [
     row.split()
     for row in (
         "q query queries",
@@ -36,8 +36,8 @@ _SAME = [
         "v_scale v_descale",
     )
 ]
-# By function: advice for the argument whose row begins with this name.
-_OTHERWISE = {
+# By function: advice for an argument that it lacks, under the first name of the argument's row.
+_ADVICE = {
     "flex_attention": {
         "causal": "make a block_mask with torch's create_block_mask and masks.causal()",
         "attn_mask": "make a block_mask of a bool mask with torch_metal_attn.block_mask",
@@ -47,18 +47,18 @@ _OTHERWISE = {
         "alibi_slopes": "pass score_mod=scores.alibi(...)",
     },
     "flash_attn_with_kvcache": {
-        "attn_mask": "torch.ops.metal_attn.decode_step takes it, with a column a row of the cache",
-        "attn_bias": "torch.ops.metal_attn.decode_step takes it, with a column a row of the cache",
+        "attn_mask": "torch.ops.metal_attn.decode_step takes it, with a column per cache row",
+        "attn_bias": "torch.ops.metal_attn.decode_step takes it, with a column per cache row",
     },
 }
-_GROUPED = "leave it out: heads of k and v that divide q's are grouped"
+_GROUPED = "leave it out: heads are grouped if k and v have fewer heads than q"
 _OTHER_FUNCTIONS = (
     "flash_attn_func",
     "scaled_dot_product_attention",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
 )
-# The parameters of each function that calls `check_keywords`, by its name.
+# By function: the parameters of each function that calls `check_keywords`.
 _KNOWN: dict[str, list[str]] = {}
 
 
@@ -84,19 +84,19 @@ def check_keywords(function: str, names: Iterable[str]) -> None:
 
 
 def _advice(function: str, known: list[str], name: str) -> str:
-    rows = [row for row in _SAME if name in row]
+    rows = [row for row in _SYNONYMS if name in row]
     for row in rows:
-        if row[0] in _OTHERWISE.get(function, {}):
-            return _OTHERWISE[function][row[0]]
+        if row[0] in _ADVICE.get(function, {}):
+            return _ADVICE[function][row[0]]
     same = [other for row in rows for other in row if other in known]
     if same:
         return f"use {' and '.join(same)}"
     if name == "enable_gqa":
         return _GROUPED
     for other in _OTHER_FUNCTIONS:
-        for takes in _KNOWN[other]:
-            if takes == name or any(takes in row for row in rows):
-                return f"{other} takes it" + (f" as {takes}" if takes != name else "")
+        for parameter in _KNOWN[other]:
+            if parameter == name or any(parameter in row for row in rows):
+                return f"{other} takes it" + (f" as {parameter}" if parameter != name else "")
     # Dynamo cannot trace difflib.
     near = [] if is_compiling() else difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"

@@ -1,7 +1,7 @@
 """The score options of flash-attn's functions, each described once.
 
 flash-attn 2's options are positional, so each function names them. Options of newer versions are
-keywords of every function. To add one that the op has, add its name and type to `NewerOptions`.
+keywords of every function. To add an option of the op, add its name and type to `NewerOptions`.
 """
 
 import inspect
@@ -27,7 +27,7 @@ class NewerOptions(TypedDict, total=False):
 
 
 class ScoreOptions(NewerOptions, total=False):
-    """Options that change scores, with the op's names. 0 and None disable one."""
+    """Options that change scores, with the op's names. 0 or None disables an option."""
 
     softcap: float
     alibi_slopes: Tensor | None
@@ -48,7 +48,7 @@ class FlashAttnOptions(ScoreOptions, total=False):
 # values, and advice for other values.
 _FLASH_ATTN_3: dict[str, tuple[tuple[int | None, ...], str]] = {
     "num_splits": ((0, 1), "only flash_attn_with_kvcache splits keys"),
-    "pack_gqa": ((None,), "the kernels of grouped heads are chosen for you"),
+    "pack_gqa": ((None,), "the op chooses the kernels of grouped heads"),
     "sm_margin": ((0,), "all cores are used"),
     "scheduler_metadata": ((None,), "nothing is scheduled beforehand"),
     "qv": ((None,), "concatenate q and qv, and k and v, in the last dimension"),
@@ -56,7 +56,7 @@ _FLASH_ATTN_3: dict[str, tuple[tuple[int | None, ...], str]] = {
     "page_table": ((None,), "flash_attn_varlen_func takes it as block_table"),
     "seqused_q": ((None,), "pass the sequences' lengths as cu_seqlens_q"),
     **{
-        f"{x}_descale": ((None,), f"multiply {x} by it; a quantised cache takes k_scale, v_scale")
+        f"{x}_descale": ((None,), f"multiply {x} by it; quantised caches have k_scale and v_scale")
         for x in "qkv"
     },
 }
@@ -77,12 +77,12 @@ _NEWER = [
 
 
 def check_newer(function: str, newer: Iterable[str]) -> None:
-    """`check_keywords` that allows flash-attn 3's, whose values `score_options` checks."""
+    """`check_keywords`, but flash-attn 3's are allowed; `score_options` checks their values."""
     check_keywords(function, (name for name in newer if name not in _FLASH_ATTN_3))
 
 
 def score_options(scores: Mapping[str, Any]) -> dict[str, Any]:
-    """The op's keywords for these options. Disabled ones are left out, as each costs time."""
+    """The op's keywords for these options. Disabled options are left out, as each costs time."""
     options: dict[str, Any] = {}
     for name, value in scores.items():
         if name in _FLASH_ATTN_3:
@@ -95,13 +95,14 @@ def score_options(scores: Mapping[str, Any]) -> dict[str, Any]:
         kind = _TYPES[name]
         if kind is not None and type(value) is not kind:
             value = as_int(name, value) if kind is int else as_number(name, value)
+        # None disables a tensor, 0 a number.
         if value is not None if kind is None else value != 0:
             options[name] = value
     return options
 
 
 def limit_options(causal: bool, left: int, right: int) -> dict[str, Any]:
-    """The op's keywords for these limits; -1 is no limit, and causal overrides `right`."""
+    """The op's keywords for these limits; -1 means no limit; causal overrides `right`."""
     options: dict[str, Any] = {"causal": True} if causal else {}
     if left >= 0:
         options["window_size_left"] = left

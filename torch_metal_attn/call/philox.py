@@ -74,8 +74,8 @@ def dropout_mask(
         kept. In packed calls the queries and keys of each sequence count from 0.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: an rng_state of another shape or dtype, dropout_p outside 0..1, negative sizes.
+        TypeError: an argument has the wrong type.
+        ValueError: rng_state has the wrong shape or dtype, dropout_p is not in 0..1, a size < 0.
     """
     check_tensor("rng_state", rng_state)
     if rng_state.shape != (2,) or rng_state.dtype != torch.int64:
@@ -100,8 +100,8 @@ def keep_mask(
     """`dropout_mask` for some sequences and queries: (len(batch), heads, len(queries), kv_length).
 
     Philox's key is the first two words of philox4x32((offset, 0, 0), seed), where a 64-bit number
-    is two words, the low one first. The counter is (key // 4, query, head, sequence); the key uses
-    word key % 4 of the result. A weight is kept if word / 2**32 >= dropout_p.
+    is two words, the low word first. For attention's key j the counter is (j // 4, query, head,
+    sequence). The weight is kept if word j % 4 of the result is at least dropout_p * 2**32.
     """
     seed, offset = rng_state[0], rng_state[1]
     zero = torch.zeros_like(seed)

@@ -91,13 +91,14 @@ def visible_listed(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Listed keys (B, H, lists, K) int64; if queries see them (B, H, lists, q_block_size, K)."""
+    """Listed keys (B, H, lists, K), and which queries see them (B, H, lists, q_block_size, K)."""
     keys = _listed_keys(indices[:, :, lists], kv_block_size)
     batch, heads, count, _ = keys.shape
     query = torch.arange(lists.start * q_block_size, lists.stop * q_block_size, device=keys.device)
+    # Aligned bottom-right, a single query is at the last key.
     first = positions_of(1, kv_length, q_offset, seqused_k, keys.device)
     first = first if q_offset is not None else first + 1 - q_length
-    # Each list is a sequence.
+    # Each list becomes a sequence of its own.
     position = (first + query).expand(batch, -1).unflatten(1, (count, q_block_size))
     position = position[:, None].expand(-1, heads, -1, -1).flatten(0, 2)[..., None]
     listed = keys.flatten(0, 2)[:, None]
@@ -116,8 +117,8 @@ def visible_listed(
 def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
     """The new tokens that each new token sees: bool (B or 1, L, L), or None without a tree.
 
-    parents: (L,) or (B, L): a token sees itself and the tokens that its parent sees, an earlier
-    token or -1 for no parent. tree_mask: (L, L) or (B, L, L).
+    parents: (L,) or (B, L), an earlier token or -1 for no parent. A token sees itself and the
+    tokens that its parent sees. tree_mask: (L, L) or (B, L, L).
     """
     if tree_mask is not None:
         return tree_mask if tree_mask.dim() == 3 else tree_mask[None]

@@ -18,8 +18,8 @@ from torch_metal_attn.wording import count_text
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows `indices` (n,) of `input` (N, ...): (n, ...). Differentiable in input.
 
-    Raises: ValueError: indices that are not int32 or int64, or not in 0..N - 1; mps checks no
-        values.
+    Raises: ValueError: indices that are not int32 or int64, or not in 0..N - 1. On mps
+        the values are not checked.
     """
     check_rank("input", input, "(N, ...)")
     check_one_device(input=input, indices=indices)
@@ -42,7 +42,7 @@ def _put(name: str, values: Tensor, indices: Tensor, count: int) -> Tensor:
     if len(indices) != len(values):
         raise ValueError(
             f"indices has {count_text(len(indices), 'number')} and {name} "
-            f"{count_text(len(values), 'row')}; they must be equal"
+            f"{count_text(len(values), 'row')}; the two must be equal"
         )
     return values.new_zeros(count, *values.shape[1:]).index_put((indices,), values)
 
@@ -52,8 +52,8 @@ def unpad_input(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """The tokens of a padded batch, concatenated as the varlen functions take them.
 
-    Args: hidden_states: (B, L, ...). attention_mask: (B, L), bool or numbers: not 0 for a token.
-        unused_mask: the same for tokens that are packed too, but not counted in seqused.
+    Args: hidden_states: (B, L, ...). attention_mask: (B, L), bool or numbers, 0 for padding.
+        unused_mask: the same; not 0 for tokens that are packed but not counted in seqused.
 
     Returns: (hidden, indices, cu_seqlens, max_seqlen_in_batch, seqused): hidden (T, ...), with T
         the number of tokens; indices (T,), int64, the tokens' rows in (B * L, ...); cu_seqlens (B +
@@ -97,7 +97,7 @@ def unpad_input_for_concatenated_sequences(
         sequence for each length that is not 0.
 
     Raises:
-        ValueError: another shape; lengths that are not integers, negative, or longer than the row.
+        ValueError: wrong shape; lengths that are not integers, negative, or longer than the row.
     """
     lengths = attention_mask_in_length
     check_rank("hidden_states", hidden_states, "(B, L, ...)")
@@ -110,18 +110,18 @@ def unpad_input_for_concatenated_sequences(
     tokens = lengths.sum(dim=1)
     if lengths.numel() and (int(lengths.min()) < 0 or int(tokens.max()) > shape[1]):
         raise ValueError(
-            "attention_mask_in_length has a negative length, or a row of more than its "
-            f"{shape[1]} tokens"
+            "attention_mask_in_length has a negative length, or a row whose sum exceeds "
+            f"{shape[1]}, the length of hidden_states"
         )
-    there = torch.arange(shape[1], device=tokens.device) < tokens[:, None]
-    hidden, indices, *_ = unpad_input(hidden_states, there)
-    each = lengths[lengths != 0]
-    cu_seqlens = functional.pad(each.cumsum(0, dtype=torch.int32), (1, 0))
-    return hidden, indices, cu_seqlens, int(each.max()) if len(each) else 0
+    is_token = torch.arange(shape[1], device=tokens.device) < tokens[:, None]
+    hidden, indices, *_ = unpad_input(hidden_states, is_token)
+    used = lengths[lengths != 0]
+    cu_seqlens = functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden, indices, cu_seqlens, int(used.max()) if len(used) else 0
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Undo `unpad_input`: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
+    """Undo `unpad_input`: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padded with 0."""
     batch, seqlen = as_int_at_least("batch", batch), as_int_at_least("seqlen", seqlen)
     count = as_int_at_least("batch * seqlen", batch * seqlen)
     padded = _put("hidden_states", hidden_states, indices, count)

@@ -1,7 +1,7 @@
 """The functions of `flash_attn_2_cuda`, flash_attn_gpu in `flash_attn.flash_attn_interface`.
 
 Arguments are in flash-attn 2.8's order. Callers compute gradients with `bwd` and `varlen_bwd`. A
-query without keys has the log-sum-exp -inf, not flash-attn's +inf.
+query that sees no key has the log-sum-exp -inf, not flash-attn's +inf.
 """
 
 import functools
@@ -35,7 +35,7 @@ _SCORES = "is_causal window_size_left window_size_right softcap"
 
 
 def in_order(names: str, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a function of keywords these parameters, by position or by name."""
+    """Give a function with keyword arguments these parameters, also by position."""
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     parameters = [inspect.Parameter(n, kind, default=defaults.get(n, empty)) for n in names.split()]
     signature = inspect.Signature(parameters)
@@ -108,7 +108,7 @@ def varlen_fwd(
 def bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **named: Any) -> Gradients:
     """The gradients of `fwd`. Its rng_state determines the weights that were dropped.
 
-    Returns: dq, dk, dv, copied into those that are passed; softmax_d (B, Hq, Lq).
+    Returns: dq, dk, dv, also copied into these arguments if not None; softmax_d (B, Hq, Lq).
     """
     options = _options_of_backward(q, named)
     operands = (x.transpose(1, 2) for x in (q, named["k"], named["v"], named["out"]))
@@ -183,7 +183,7 @@ def _options_of_backward(q: Tensor, named: dict[str, Any]) -> dict[str, Any]:
     if p == 0.0:
         return options
     if rng_state is None:
-        raise ValueError(f"rng_state is None and p_dropout {p}; give the rng_state of the forward")
+        raise ValueError(f"rng_state is None and p_dropout {p}; pass the rng_state of the forward")
     return options | {"dropout_p": p, "rng_state": rng_state}
 
 
@@ -201,7 +201,7 @@ def _forward(
 
 
 def _into(named: dict[str, Any], gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients, copied into those of dq, dk and dv that are passed."""
+    """The gradients, copied into the arguments dq, dk and dv that are not None."""
     pairs = [*zip((named[name] for name in ("dq", "dk", "dv")), gradients, strict=True)]
     for name, (target, gradient) in zip(("dq", "dk", "dv"), pairs, strict=True):
         if target is not None:

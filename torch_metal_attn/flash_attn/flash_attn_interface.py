@@ -1,4 +1,4 @@
-"""`flash_attn.flash_attn_interface`: the public functions, and private ones that others import.
+"""`flash_attn.flash_attn_interface`: its public functions, and private ones in wide use.
 
 Packages for sequence and ring parallelism combine results of `_flash_attn_forward` and
 `_flash_attn_backward`.
@@ -50,7 +50,7 @@ def _private(function: Callable[..., Any], names: str, **defaults: Any) -> Calla
 
     @flash_attn_gpu.in_order(names, **defaults)
     def call(**named: Any) -> Any:
-        # Only out and gen are missing, and they must be None.
+        # `names` lacks only out and gen, which must be None.
         return function(**{name: named.get(_RENAMED.get(name, name)) for name in needed})
 
     call.__doc__ = function.__doc__
@@ -69,7 +69,7 @@ def _softmax_d_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _SCORES = "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
-_OF_BACKWARD = "dout q k v out softmax_lse dq dk dv"
+_BACKWARD_OPERANDS = "dout q k v out softmax_lse dq dk dv"
 
 _flash_attn_forward = _private(flash_attn_gpu.fwd, f"q k v {_SCORES} return_softmax")
 _flash_attn_varlen_forward = _private(
@@ -85,12 +85,12 @@ _flash_attn_varlen_forward = _private(
 )
 _flash_attn_backward = _private(
     _softmax_d_of(flash_attn_gpu.bwd),
-    f"{_OF_BACKWARD} {_SCORES} deterministic rng_state",
+    f"{_BACKWARD_OPERANDS} {_SCORES} deterministic rng_state",
     rng_state=None,
 )
 _flash_attn_varlen_backward = _private(
     _softmax_d_of(flash_attn_gpu.varlen_bwd),
-    f"{_OF_BACKWARD} {_LENGTHS} {_SCORES} deterministic rng_state zero_tensors",
+    f"{_BACKWARD_OPERANDS} {_LENGTHS} {_SCORES} deterministic rng_state zero_tensors",
     rng_state=None,
     zero_tensors=False,
 )

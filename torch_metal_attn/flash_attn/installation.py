@@ -14,7 +14,7 @@ _MODULES = (flash_attn, bert_padding, flash_attn_interface, layers, rotary)
 _NAME = "flash_attn"
 _DIFFUSERS = "diffusers.models.attention_dispatch"
 # Names that diffusers' attention backends "flash" and "flash_varlen" use.
-_LOOKED_UP = {
+_DIFFUSERS_NAMES = {
     "_CAN_USE_FLASH_ATTN": True,
     "flash_attn_func": flash_attn.flash_attn_func,
     "flash_attn_varlen_func": flash_attn.flash_attn_varlen_func,
@@ -26,8 +26,8 @@ def install_flash_attn(*, transformers: bool = False) -> contextlib.ExitStack:
 
     Call it before a model imports flash-attn by its name. If you can change the import, write
     `import torch_metal_attn.flash_attn as flash_attn` instead. Code that looks for the metadata of
-    a distribution `flash-attn` finds none. diffusers does so, and its attention backends "flash"
-    and "flash_varlen" are enabled here.
+    a distribution `flash-attn` finds none. diffusers looks for it, so this function enables its
+    attention backends "flash" and "flash_varlen".
 
     Args: transformers: also let transformers run its attn_implementation="flash_attention_2", which
         it allows only on CUDA. This replaces transformers' checks of packages and devices.
@@ -43,7 +43,7 @@ def install_flash_attn(*, transformers: bool = False) -> contextlib.ExitStack:
     """
     with_transformers = as_bool("transformers", transformers)
     with contextlib.ExitStack() as undo:
-        _take_name(undo)
+        _install(undo)
         if with_transformers:
             from torch_metal_attn.integrations.transformers import flash_attention_2
 
@@ -51,13 +51,13 @@ def install_flash_attn(*, transformers: bool = False) -> contextlib.ExitStack:
         return undo.pop_all()
 
 
-def _take_name(undo: contextlib.ExitStack) -> None:
+def _install(undo: contextlib.ExitStack) -> None:
     if sys.modules.get(_NAME) is flash_attn:
         return
     if _NAME in sys.modules:
         raise RuntimeError(
             f"flash_attn is already imported: {sys.modules[_NAME]!r}; call install_flash_attn() "
-            "before, or import torch_metal_attn.flash_attn by its own name"
+            "earlier, or import torch_metal_attn.flash_attn by its own name"
         )
     spec = importlib.util.find_spec(_NAME)
     if spec is not None:
@@ -77,7 +77,7 @@ def _enable_in_diffusers() -> None:
     """Enable flash-attn in diffusers, which checks on import for an installed distribution."""
     names = vars(sys.modules[_DIFFUSERS])
     if sys.modules.get(_NAME) is flash_attn and not names["_CAN_USE_FLASH_ATTN"]:
-        names.update(_LOOKED_UP)
+        names.update(_DIFFUSERS_NAMES)
 
 
 def _restore_diffusers() -> None:

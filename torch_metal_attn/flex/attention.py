@@ -42,7 +42,7 @@ def flex_attention(
             which returns the score for the softmax. It is traced on the first call, and again when
             anything that it depends on has changed.
         block_mask: torch's BlockMask, with block sizes that are multiples of 8 from 8 to 1024.
-            mask_mod is applied in partial blocks. Blocks that are not listed are not visited.
+            mask_mod is applied in partial blocks. Blocks that it does not list are skipped.
         scale: factor of the scores; D ** -0.5 if None.
         enable_gqa: let Hkv be a divisor of Hq.
         return_lse: return (out, lse), with the log-sum-exp of each row (B, Hq, Lq), float32.
@@ -51,18 +51,18 @@ def flex_attention(
         return_aux: torch's AuxRequest; lse only. The result is then (out, AuxOutput).
 
     Returns:
-        (B, Hq, Lq, Dv). A row that sees no key is 0, and its log-sum-exp -inf. Autocast casts
-        inputs and result to its dtype.
+        (B, Hq, Lq, Dv). A row that sees no key is 0, and its log-sum-exp is -inf. Autocast casts
+        inputs and result to autocast's dtype.
 
     Gradients of query, key, value and floating tensors that score_mod captures are computed by
     kernels that visit the same blocks, each with the same bits every time.
 
     Raises:
         ValueError: shapes, dtypes, devices, block sizes and lengths that have no kernel.
-        TypeError: a score_mod or mask_mod with other arguments or another result dtype.
+        TypeError: a score_mod or mask_mod with the wrong arguments or result dtype.
         NotImplementedError: an op without Metal text in score_mod or mask_mod; nested tensors;
             max_scores of return_aux.
-        RuntimeError: control flow on values of scalars; a sliced block_mask without its mask_mod.
+        RuntimeError: control flow on the scalars' values; a sliced block_mask without its mask_mod.
         IndexError: on the CPU, an index past the end of a captured tensor. On mps such scores are
             NaN.
     """
@@ -99,7 +99,7 @@ def planned(*arguments: Any, **options: Any) -> Call:
 
 def _check_results(return_lse: bool, return_aux: Any) -> None:
     if as_bool("return_lse", return_lse) and return_aux is not None:
-        raise ValueError("return_lse and return_aux are both given; give one")
+        raise ValueError("return_lse and return_aux are both given; pass only one")
     if return_aux is not None and not hasattr(return_aux, "max_scores"):
         raise TypeError(
             f"return_aux is {value_text(return_aux)}; it must be torch's AuxRequest or None"

@@ -12,14 +12,14 @@ from torch_metal_attn.call.arguments import check_tensor, integers
 from torch_metal_attn.ops.flex import LISTS
 from torch_metal_attn.wording import count_text, type_text
 
-# The block size of torch's BlockMask whose only block contains all scores.
+# The block size of torch's default BlockMask, whose only block contains all scores.
 NO_BLOCKS = 1 << 30
 SMALLEST, LARGEST = 8, 1024
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The lists of a BlockMask, by the op's options. group: query heads of a KV head."""
+    """The lists of a BlockMask, by the op's option. group: query heads per KV head."""
 
     lists: dict[str, Tensor]
     q_size: int
@@ -29,11 +29,11 @@ class Blocks:
 
     def options(self, transposed: bool) -> dict[str, Any]:
         """The op's options; transposed: with the lists that only a backward reads."""
-        kept = {n: x for n, x in self.lists.items() if transposed or not n.startswith(_TRANSPOSED)}
-        return kept | {"q_block_size": self.q_size, "kv_block_size": self.kv_size}
+        lists = {n: x for n, x in self.lists.items() if transposed or not n.startswith(_TRANSPOSED)}
+        return lists | {"q_block_size": self.q_size, "kv_block_size": self.kv_size}
 
     def ordered(self, over_keys: bool, over_queries: bool) -> dict[str, Tensor]:
-        """The orders of the walks, computed once. Later changes of the lists only cost speed."""
+        """The order in which rows of blocks run, computed once. Changed lists only cost speed."""
         results = {}
         if over_keys:
             results["kv_order"] = self._order("kv", 1)
@@ -47,14 +47,14 @@ class Blocks:
         shape = _order_shape(counts, group)
         if shape is None or math.prod(shape) <= 1:
             return None
-        # A symbolic size has no hash, so no order was kept for it.
+        # A symbolic size has no hash, so its order was not stored.
         known = self.orders.get((side, group)) if isinstance(group, int) else None
         if known is not None and known.shape[1:] == shape and known.device == counts[0].device:
             return known
-        # Tensors made in inference mode cannot be saved for a backward.
+        # Tensors that are created in inference mode cannot be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
             order = longest_first(counts, group)
-        if type(order) is Tensor:  # a traced tensor must not be kept
+        if type(order) is Tensor:  # a traced tensor must not be stored
             self.orders[side, group] = order
         return order
 
@@ -68,7 +68,7 @@ class Blocks:
                 continue
             indices = self.lists[f"{full}kv_indices"].long()
             entry = torch.arange(indices.shape[-1], device=indices.device)
-            # Entries past the count are set to an extra block after the last.
+            # Entries after the count become the index of an extra column, which is dropped below.
             last = -(-keys // self.kv_size)
             listed = torch.where(entry < counts[..., None], indices, last)
             listed = listed.broadcast_to(torch.broadcast_shapes(listed.shape, (1, 1, 1, 1)))
@@ -83,11 +83,11 @@ _TRANSPOSED = ("q_num", "q_ind", "full_q_")
 
 
 def mask_mod_of(block_mask: Any) -> Any:
-    """The mask_mod of a BlockMask. Slices of one have no mask_mod and are refused."""
+    """The mask_mod of a BlockMask. Slices of a BlockMask have no mask_mod and are refused."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(
             f"block_mask is {type_text(block_mask)}; it must be a BlockMask: make one with "
-            "torch's create_block_mask, or of a bool mask with torch_metal_attn.block_mask"
+            "torch's create_block_mask, or from a bool mask with torch_metal_attn.block_mask"
         )
     mask_mod = block_mask.mask_mod
     if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
@@ -99,13 +99,13 @@ def mask_mod_of(block_mask: Any) -> Any:
 
 
 def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
-    """The lists of a BlockMask that was made for these lengths; None if it has no blocks."""
+    """The lists of a BlockMask, which must fit these lengths; None for a single block."""
     sizes = integers("block_mask.BLOCK_SIZE", block_mask.BLOCK_SIZE)
-    made_for = integers("block_mask.seq_lengths", block_mask.seq_lengths)
-    if len(sizes) != 2 or len(made_for) != 2:
+    mask_lengths = integers("block_mask.seq_lengths", block_mask.seq_lengths)
+    if len(sizes) != 2 or len(mask_lengths) != 2:
         raise ValueError(
-            f"block_mask has a BLOCK_SIZE of {sizes} and seq_lengths of {made_for}; they must be "
-            "of queries and of keys"
+            f"block_mask has a BLOCK_SIZE of {sizes} and seq_lengths of {mask_lengths}; both must "
+            "be (queries, keys)"
         )
     if sizes == [NO_BLOCKS, NO_BLOCKS]:
         return None
@@ -116,11 +116,11 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
                 f"{SMALLEST}..{LARGEST}"
             )
     lengths = [query.shape[2], key.shape[2]]
-    if made_for != lengths:
+    if mask_lengths != lengths:
         raise ValueError(
-            f"block_mask was made for {count_text(made_for[0], 'query')} and "
-            f"{count_text(made_for[1], 'key')}, and query has {lengths[0]} and key {lengths[1]}: "
-            "make one for these lengths"
+            f"block_mask was made for {count_text(mask_lengths[0], 'query')} and "
+            f"{count_text(mask_lengths[1], 'key')}, and query has {lengths[0]} and key "
+            f"{lengths[1]}: make one for these lengths"
         )
     attributes = {name: getattr(block_mask, name) for name in LISTS}
     lists = {name: tensor for name, tensor in attributes.items() if tensor is not None}
@@ -153,7 +153,7 @@ def longest_first(counts: Sequence[Tensor], group: int = 1) -> Tensor:
 
 
 def _order_shape(counts: Sequence[Tensor], group: int) -> tuple[int, int, int] | None:
-    """The order's last dimensions; None for counts that the op refuses."""
+    """The shape of an order; None for counts that the op refuses."""
     try:
         batch, heads, rows = torch.broadcast_shapes(*(x.shape for x in counts))
     except RuntimeError:

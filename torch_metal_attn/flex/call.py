@@ -1,4 +1,4 @@
-"""A call of `flex_attention`: its functions are traced, and its arguments checked."""
+"""A call of `flex_attention`: traces its functions and checks its arguments."""
 
 import math
 import warnings
@@ -16,19 +16,19 @@ from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.integrations.sdpa_replacement import users_level
 from torch_metal_attn.ops.differentiation import transforming
-from torch_metal_attn.ops.flex import of_two_dtypes
+from torch_metal_attn.ops.flex import run_without_gradient
 from torch_metal_attn.ops.layout import memory_order
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import NAMES
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 from torch_metal_attn.wording import count_text, value_text
 
-# Promises about the mask, and choices between kernels where there is only one here.
-_KEPT_OPTIONS = frozenset(
+# Options that promise something about the mask, or choose among kernels of which we have only one.
+_ALLOWED_OPTIONS = frozenset(
     ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "WRITE_DQ")
 )
-# Options that tune torch's kernels for other GPUs and change results only by rounding: those of
-# FlexKernelOptions, which are the same in torch 2.10 to 2.15, and those that only templates name.
+# Options that tune torch's kernels for other GPUs and change results only by rounding: the
+# names in FlexKernelOptions (torch 2.10 to 2.15), and names that only torch's templates have.
 _IGNORED_OPTIONS = frozenset(
     "BACKEND BLOCK_M BLOCK_M1 BLOCK_M2 BLOCK_N BLOCK_N1 BLOCK_N2 PARTITION_SIZE PRESCALE_QK "
     "SPLIT_KV USE_TMA kpack matrix_instr_nonkdim num_buffers_warp_spec num_consumer_groups "
@@ -41,7 +41,7 @@ _warned: list[str] = []
 
 @dataclass(frozen=True)
 class Call:
-    """A call whose functions are traced, and which has passed all checks except the op's."""
+    """A call whose functions have been traced, and which passed all checks except the op's."""
 
     query: Tensor
     key: Tensor
@@ -64,12 +64,12 @@ class Call:
             options |= self.blocks.options(transposed=differentiated)
             if differentiated and "q_num_blocks" not in self.blocks.lists:
                 raise ValueError(
-                    "block_mask has no q_num_blocks, which gradients need: make it with "
-                    "compute_q_blocks=True"
+                    "block_mask has no q_num_blocks, which gradients need: create it "
+                    "with compute_q_blocks=True"
                 )
             # Short calls run flash_decode, whose threadgroups share the lists evenly.
-            many = self.query.shape[2] > DECODE_QUERIES
-            options |= self.blocks.ordered(over_keys=many, over_queries=differentiated)
+            is_long = self.query.shape[2] > DECODE_QUERIES
+            options |= self.blocks.ordered(over_keys=is_long, over_queries=differentiated)
         return options
 
     def run(self) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class Call:
             if self.query.dtype == self.key.dtype or not torch.is_grad_enabled():
                 return reference.attention(*arguments)
             inputs = (*self.operands, *self.program.captures)
-            return of_two_dtypes(inputs, lambda: reference.attention(*arguments))
+            return run_without_gradient(inputs, lambda: reference.attention(*arguments))
         out, lse = self.launch(options)
         if on_cpu and self.program.captures and bool(lse.isnan().any()):
             shape = (*self.query.shape[:3], self.key.shape[2])
@@ -102,7 +102,7 @@ def plan(
     enable_gqa: bool,
     kernel_options: dict[str, Any] | None,
 ) -> Call:
-    """The call with these arguments, or its error. It runs no kernel."""
+    """The call with these arguments; raises its errors. Runs no kernel."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
     if transforming():
@@ -137,7 +137,7 @@ def _refuse_vmap() -> None:
         if level.key() == torch._C._functorch.TransformType.Vmap:
             raise NotImplementedError(
                 "flex_attention has no batching rule for torch.vmap: make the mapped dimension a "
-                "part of the batch, and index what score_mod and mask_mod capture with b"
+                "part of the batch, and index captured tensors with b in score_mod and mask_mod"
             )
 
 
@@ -152,8 +152,8 @@ def _check_shapes(
     heads, kv_heads = query.shape[1], key.shape[1]
     if not as_bool("enable_gqa", enable_gqa) and heads != kv_heads:
         raise ValueError(
-            f"query has {count_text(heads, 'head')} and key {kv_heads}; they must be equal: pass "
-            "enable_gqa=True if key's divide query's"
+            f"query has {count_text(heads, 'head')} and key {kv_heads}; they must be equal, or "
+            "with enable_gqa=True the number of heads of key must divide that of query"
         )
     batch = query.shape[0]
     if key.shape[0] == 1 != batch and value.shape[0] == 1:
@@ -170,11 +170,11 @@ def _check_options(kernel_options: dict[str, Any] | None) -> None:
     for name, value in (kernel_options or {}).items():
         plain = str(name).removeprefix("fwd_").removeprefix("bwd_")
         shown = f"{name}={value_text(value)}"
-        if plain not in _KEPT_OPTIONS | _IGNORED_OPTIONS:
+        if plain not in _ALLOWED_OPTIONS | _IGNORED_OPTIONS:
             raise ValueError(
                 f"kernel_options has {shown}; its keys are torch's FlexKernelOptions, of "
-                f"which {', '.join(sorted(_KEPT_OPTIONS))} and those that tune other GPUs' kernels "
-                "are accepted"
+                f"which {', '.join(sorted(_ALLOWED_OPTIONS))} and those that tune other GPUs' "
+                "kernels are accepted"
             )
         if plain == "BACKEND" and value not in _BACKENDS:
             raise ValueError(f"kernel_options has {shown}; it must be one of {_BACKENDS}")

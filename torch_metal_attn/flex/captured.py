@@ -16,14 +16,15 @@ class Captured:
 
     tensors: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    # By number: the tensor that it is a view of, which gets its gradient.
+    # By the number of a tensor that is a view: its base, which gets the gradient.
     sources: dict[int, Tensor] = field(default_factory=dict)
-    # Tensors made from symbolic numbers of torch.compile, which may change from call to call.
+    # By name: symbolic numbers of torch.compile as tensors. They may change from call to call.
     numbers: dict[str, Tensor] = field(default_factory=dict)
     # True if results may depend on more than the functions' code and indexed tensors.
     depends_on_values: bool = False
 
     def number(self, tensor: Tensor, name: str, source: Tensor | None = None) -> int:
+        """The index of `tensor` in `tensors`, which is extended if necessary."""
         for i, known in enumerate(self.tensors):
             same_source = source is self.sources.get(i)
             if known is tensor or (same_source and same_memory(known, tensor)):
@@ -35,7 +36,7 @@ class Captured:
         return len(self.tensors) - 1
 
     def finish(self) -> None:
-        """Repeat the views of the trace, which autograd did not record."""
+        """Repeat the trace's views, as autograd did not record them in the trace."""
         for i, source in self.sources.items():
             if source.requires_grad:
                 x = self.tensors[i]
@@ -61,7 +62,7 @@ class Part:
         return torch.empty_strided(size, stride, dtype=loaded_dtype(self.tensor), device="meta")
 
     def as_in(self, rest: Tensor) -> "Part":
-        """The part whose `rest()` is `rest`, a view of this part's."""
+        """The part whose `rest()` is `rest`, which is a view of this part's `rest()`."""
         n, x = len(self.indices), self.tensor
         size, stride = (*x.shape[:n], *rest.shape), (*x.stride()[:n], *rest.stride())
         return self.view(x.as_strided(size, stride, x.storage_offset() + rest.storage_offset()))
@@ -69,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """The results of pointwise ops on all elements of parts."""
+    """A row whose elements are results of pointwise ops on elements of parts."""
 
     elements: tuple[Node, ...]
 
@@ -90,20 +91,20 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def name_in(function: Any, tensor: Tensor) -> str:
-    """The user's name of a captured tensor, if the function shows one."""
+    """The user's name of a captured tensor, else its shape and dtype."""
     owner: Any = function
     while hasattr(owner, "func"):  # functools.partial
         owner = owner.func
-    places: list[dict[str, Any]] = []
+    scopes: list[dict[str, Any]] = []
     if inspect.ismethod(owner):
-        places.append(vars(owner.__self__))
+        scopes.append(vars(owner.__self__))
         owner = owner.__func__
     if inspect.isfunction(owner):
         closure = inspect.getclosurevars(owner)
-        places += [dict(closure.nonlocals), dict(closure.globals)]
+        scopes += [dict(closure.nonlocals), dict(closure.globals)]
     elif not inspect.ismethod(function):
-        places.append(getattr(owner, "__dict__", {}))
-    for names in places:
+        scopes.append(getattr(owner, "__dict__", {}))
+    for names in scopes:
         for name, value in names.items():
             if value is tensor:
                 return name

@@ -40,7 +40,7 @@ class Composed:
 
 
 def _hypot(a: Tensor, b: Tensor) -> Tensor:
-    """Without squares that overflow."""
+    """hypot without squares, which could overflow."""
     high, low = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
     ratio = low / high
     result = high * torch.sqrt(1 + ratio * ratio)
@@ -69,7 +69,7 @@ def decomposition(function: Any, name: str) -> Callable[..., Any] | None:
         return _OURS[name]
     from torch._decomp import decomposition_table
 
-    known: Callable[..., Any] | None = decomposition_table.get(function)
-    if known is None and function.has_kernel_for_dispatch_key(_COMPOSITE):
-        known = function.decompose
-    return known
+    found: Callable[..., Any] | None = decomposition_table.get(function)
+    if found is None and function.has_kernel_for_dispatch_key(_COMPOSITE):
+        found = function.decompose
+    return found

@@ -1,4 +1,4 @@
-"""A BlockMask of a plain bool mask."""
+"""`block_mask`, which makes a BlockMask from a bool mask."""
 
 from functools import partial
 from typing import Any
@@ -16,30 +16,30 @@ def block_mask(
     block: int | tuple[int, int] = 128,
     lengths: tuple[int, int] | None = None,
 ) -> Any:
-    """A BlockMask of a bool mask, with which `flex_attention` skips fully hidden blocks.
+    """Make a BlockMask from a bool mask, with which `flex_attention` skips fully hidden blocks.
 
     Args:
         attn_mask: bool, False where the key is masked out; with up to 4 dimensions, broadcastable
-            to (B, Hq, Lq, Lk), and any strides. It is not copied: partial blocks look it up.
+            to (B, Hq, Lq, Lk), and any strides. Partial blocks read it; no copy is made.
         block: rows and columns of a block, or one number for both; multiples of 8 from 8 to 1024.
-        lengths: (Lq, Lk). None: those of attn_mask. Pass it if attn_mask broadcasts over queries or
-            keys.
+        lengths: (Lq, Lk); None for those of attn_mask. Pass it if attn_mask broadcasts over queries
+            or keys.
 
     Returns:
-        torch's BlockMask on attn_mask's device. Fully visible blocks are full ones. The host does
-        not wait for the device.
+        torch's BlockMask on attn_mask's device. Blocks whose keys are all visible are full. The
+        host does not wait for the device.
 
     Raises:
-        TypeError: attn_mask is no tensor; block or lengths that are not integers.
-        ValueError: another dtype, more dimensions, sizes that do not broadcast to lengths, invalid
-            block sizes or lengths.
+        TypeError: attn_mask is not a tensor; block or lengths are not integers.
+        ValueError: the wrong dtype, more than 4 dimensions, sizes that do not broadcast to lengths,
+            invalid block sizes or lengths.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     check_tensor("attn_mask", attn_mask)
     if attn_mask.dtype != torch.bool:
         raise ValueError(
-            f"attn_mask has dtype {attn_mask.dtype}; it must be torch.bool, True where seen"
+            f"attn_mask has dtype {attn_mask.dtype}; it must be torch.bool, True for visible keys"
         )
     q_block, kv_block = _pair("block", (block, block) if type(block) is int else block)
     for size in (q_block, kv_block):
@@ -60,18 +60,18 @@ def block_mask(
         *_listed((seen > 0) & ~full),
         *_listed(full),
         BLOCK_SIZE=(q_block, kv_block),
-        mask_mod=partial(_seen, mask),
+        mask_mod=partial(_look_up, mask),
         seq_lengths=(q_length, kv_length),
     )
 
 
-def _seen(mask: Tensor, *places: Tensor) -> Tensor:
-    """The mask_mod, which can be pickled. places: b, h, q_idx and kv_idx."""
-    return mask[tuple(i if n > 1 else 0 * i for i, n in zip(places, mask.shape, strict=True))]
+def _look_up(mask: Tensor, *indices: Tensor) -> Tensor:
+    """The mask_mod, at module level so that it can be pickled. indices: b, h, q_idx and kv_idx."""
+    return mask[tuple(i if n > 1 else 0 * i for i, n in zip(indices, mask.shape, strict=True))]
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts of True blocks along the last dimension, and block indices, True ones first."""
+    """The number of True blocks in the last dimension, and block indices, those of True first."""
     flags = blocks.int()
     indices = flags.argsort(dim=-1, descending=True, stable=True)
     return flags.sum(-1, dtype=torch.int32), indices.int()

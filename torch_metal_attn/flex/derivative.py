@@ -17,9 +17,9 @@ def slope(graph: Graph, result: Node) -> Node:
 
 
 def derivative(graph: Graph, result: Node, by: Node) -> Node:
-    """d result / d by, float32; the constant 0 if result does not depend on `by`."""
+    """d result / d by in float32; the constant 0 if result does not depend on `by`."""
     nodes = list(ordered(result))
-    varies = {id(by)}  # nodes that depend on it through floating-point nodes
+    varies = {id(by)}  # nodes that depend on `by` through floating-point nodes
     for node in nodes:
         if node.dtype.is_floating_point and any(id(a) in varies for a in node.args):
             varies.add(id(node))
@@ -35,43 +35,45 @@ def derivative(graph: Graph, result: Node, by: Node) -> Node:
         for argument, part in zip(node.args, parts, strict=True):
             if part is None or part is zero or id(argument) not in varies:
                 continue
-            if (before := gradients.get(id(argument))) is not None:
-                part = graph.node("add", (before, part), torch.float32)
+            if (other := gradients.get(id(argument))) is not None:
+                part = graph.node("add", (other, part), torch.float32)
             gradients[id(argument)] = part
     return zero
 
 
 def parts_of(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...]:
+    """The gradients of a node's arguments, from the gradient of the node."""
     if node.op == "cast":
         return (gradient,)
     if node.op == "composed":
         return by_autograd(graph, node, gradient)
     arguments = (*node.args, gradient)
 
-    def here(part: Node) -> Node:
-        made: dict[int, Node] = {}
+    def copied(part: Node) -> Node:
+        """A part of the cached graph in `graph`, with this node's arguments as inputs."""
+        copies: dict[int, Node] = {}
         for each in ordered(part, bodies=True):
             if each.op == "composed":
-                made[id(each)] = made[id(each.value.body)]
+                copies[id(each)] = copies[id(each.value.body)]
                 continue
-            args = [made[id(a)] for a in each.args]
+            args = [copies[id(a)] for a in each.args]
             if each.op == "input":
-                made[id(each)] = arguments[each.value]
+                copies[id(each)] = arguments[each.value]
             elif each.op == "cast":
-                made[id(each)] = graph.cast(args[0], each.dtype)
+                copies[id(each)] = graph.cast(args[0], each.dtype)
             else:
-                made[id(each)] = graph.node(each.op, args, each.dtype, each.value)
-        return made[id(part)]
+                copies[id(each)] = graph.node(each.op, args, each.dtype, each.value)
+        return copies[id(part)]
 
-    known = _of_row(node.op, tuple(a.dtype for a in node.args), node.dtype)
-    return tuple(None if part is None else here(part) for part in known)
+    parts = _parts_of_op(node.op, tuple(a.dtype for a in node.args), node.dtype)
+    return tuple(None if part is None else copied(part) for part in parts)
 
 
 @functools.cache
-def _of_row(
+def _parts_of_op(
     op: str, dtypes: tuple[torch.dtype, ...], result: torch.dtype
 ) -> tuple[Node | None, ...]:
-    """`by_autograd` of an op with numbered inputs, the gradient last. Cached, as it is slow."""
+    """`by_autograd` of an op with numbered inputs; the last is the gradient. Slow, so cached."""
     graph = Graph()
     inputs = enumerate((*dtypes, torch.float32))
     *args, gradient = (graph.node("input", (), dtype, i) for i, dtype in inputs)
@@ -88,7 +90,7 @@ def by_autograd(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, 
     """The gradients of a node's arguments, traced from PyTorch's backward of the op."""
     row = node.value if node.op == "composed" else OPS[node.op]
     tracer = _Backward("score_mod", row.evaluate, graph, Captured(), torch.device("cpu"))
-    # The call may be in inference mode, or in a mode whose tensors have no values.
+    # The caller may be in inference mode, or in a mode whose tensors have no values.
     with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
         leaves = []
         for argument in node.args:

@@ -31,7 +31,7 @@ class Traced:
             )
 
     def unsupported(self, op: str, why: str = "") -> NotImplementedError:
-        known = f"; what PyTorch composes of these can be used: {', '.join(sorted(OPS))}"
+        known = f"; use these ops and what PyTorch composes of them: {', '.join(sorted(OPS))}"
         reason = f": {why}" if why else known
         return NotImplementedError(
             f"{self.name} uses {op}, which has no Metal text{reason}{self.place()}"
@@ -39,8 +39,8 @@ class Traced:
 
     def control_flow(self) -> RuntimeError:
         return RuntimeError(
-            f"{self.name} asks for the value of a score or a position, which has none while it is "
-            f"traced: use torch.where in place of if, and tensor ops{self.place()}"
+            f"{self.name} asks for the value of a score or a position, which has no value in a "
+            f"trace: use torch.where in place of if, and tensor ops{self.place()}"
         )
 
     def name_of(self, tensor: Tensor) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Metal's names of the dtypes of captured tensors.
+# Metal's names of the dtypes that captured tensors may have.
 TYPES = {
     torch.bool: "bool",
     torch.int8: "char",
@@ -25,7 +25,7 @@ DTYPE_NAMES = "bool, int8, uint8, int16, int32, int64, float32, float16 or bfloa
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A scalar. args: of the op, or the indices of a load."""
+    """A scalar. args: the arguments of the op, or the indices of a load."""
 
     op: str
     args: tuple["Node", ...]
@@ -42,8 +42,8 @@ class Graph:
     def node(self, op: str, args: Iterable[Node], dtype: torch.dtype, value: object = None) -> Node:
         args = tuple(args)
         if op == "mul" and dtype.is_floating_point:
-            for one, other in (args, args[::-1]):
-                if one.op == "constant" and one.value == 1.0:
+            for factor, other in (args, args[::-1]):
+                if factor.op == "constant" and factor.value == 1.0:
                     return other
         # repr distinguishes 1 from True and 0.0 from -0.0, and is equal for NaNs.
         key = (op, *map(id, args), dtype, repr(value))
@@ -65,7 +65,7 @@ class Graph:
 
 
 def ordered(*roots: Node, bodies: bool = False) -> Iterator[Node]:
-    """Every node that the roots need, after its arguments; bodies: also inside composed nodes."""
+    """Every node that the roots need, each after its arguments; bodies: also in composed nodes."""
     seen: set[int] = set()
     waiting = [(root, False) for root in reversed(roots)]
     while waiting:

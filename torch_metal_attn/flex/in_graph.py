@@ -1,8 +1,8 @@
 """flex_attention inside a graph of torch.compile.
 
-Dynamo traces score_mod and mask_mod into graphs and lifts the tensors that they capture, as for
-torch's own higher-order operator. When these graphs run, they are traced here into Metal text, so
-AOTAutograd and Inductor see a call of the op with these texts.
+Dynamo traces score_mod and mask_mod into graphs and turns captured tensors into inputs, as
+for torch's own higher-order operator. When these graphs run, this module traces them into Metal
+texts, so AOTAutograd and Inductor see a call of the op with these texts.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from torch_metal_attn.flex.call import plan
 from torch_metal_attn.ops.flex import LISTS
 from torch_metal_attn.runtime.refusals import untraced
 
-_BLOCKS = ("BLOCK_SIZE", "seq_lengths")
+_BLOCK_SIZES = ("BLOCK_SIZE", "seq_lengths")
 
 
 def _identity(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return score
 
 
-def _of_float32(score_mod: Callable[..., Any]) -> Callable[..., Any]:
-    """score_mod with a float32 score, as Dynamo passes one in query's dtype."""
+def _on_float32(score_mod: Callable[..., Any]) -> Callable[..., Any]:
+    """score_mod on the score as float32; Dynamo passes it in query's dtype."""
 
     def mod(score: Tensor, *position: Tensor) -> Any:
         return score_mod(score.float(), *position)
@@ -68,17 +68,17 @@ class _FlexAttention(HigherOrderOperator):
 
         blocks = None
         if lists:
-            named = dict(zip((*_BLOCKS, *LISTS), lists, strict=True))
+            named = dict(zip((*_BLOCK_SIZES, *LISTS), lists, strict=True))
             blocks = SimpleNamespace(**named, mask_mod=mask)
-        return _launched(query, key, value, score, blocks, scale, **options)
+        return _launch(query, key, value, score, blocks, scale, **options)
 
 
 _flex_attention = _FlexAttention()
 
 
 @untraced
-def _launched(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The op's call, untraced: after a graph break Dynamo would trace this library's code."""
+def _launch(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Call the op, untraced: after a graph break Dynamo would trace this library's code."""
     call = plan(*arguments, **options)
     return call.launch(call.options())
 
@@ -92,7 +92,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     blocks: tuple[Any, ...] = (_everything,)
     if block_mask is not None:
-        lists = tuple(getattr(block_mask, name) for name in (*_BLOCKS, *LISTS))
+        lists = tuple(getattr(block_mask, name) for name in (*_BLOCK_SIZES, *LISTS))
         blocks = (*lists, block_mask.mask_mod)
-    score = _identity if score_mod is None else _of_float32(score_mod)
+    score = _identity if score_mod is None else _on_float32(score_mod)
     return _flex_attention(*operands, score, blocks, scale, options)

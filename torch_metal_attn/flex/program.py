@@ -24,17 +24,17 @@ MAX_DIMENSIONS = 24
 
 @dataclass(frozen=True)
 class Share:
-    """The gradient of one load. text: its body. place: the element. owners: bits of positions."""
+    """The gradient of one load. text: Metal body of its value. place: that of its index."""
 
     capture: int
     text: str
     place: str
-    owners: int
+    owners: int  # bits of `_OWNERS`: the positions that index the load
 
 
 @dataclass(frozen=True)
 class Program:
-    """Graphs, None for an identity score or a mask that hides no key; texts by op option."""
+    """Graphs, which are None for an identity score or a mask that hides no key; texts by option."""
 
     score: Node | None
     mask: Node | None
@@ -50,8 +50,8 @@ class Program:
         """The op's options. Captured tensors without a derivative are detached."""
         shares = self.shares if torch.is_grad_enabled() else ()
         shares = tuple(x for x in shares if self.captures[x.capture].requires_grad)
-        reached = {x.capture for x in shares}
-        captures = [x if i in reached else x.detach() for i, x in enumerate(self.captures)]
+        differentiated = {x.capture for x in shares}
+        captures = [x if i in differentiated else x.detach() for i, x in enumerate(self.captures)]
         captures = [x if x.dtype is loaded_dtype(x) else x.float() for x in captures]
         options: dict[str, Any] = {"captures": captures} | self.texts
         if shares:
@@ -62,7 +62,7 @@ class Program:
         return options
 
 
-# Bits of Share.owners, as csrc's FlexOwner.
+# The bits of Share.owners, equal to FlexOwner in csrc/.
 _OWNERS = {name: 1 << i for i, name in enumerate(POSITIONS)}
 
 
@@ -86,13 +86,13 @@ def _index(node: Node) -> Node:
     return node
 
 
-# A program by its functions' key (`Parts`), and the numbers of the reachable tensors it captures.
-_known: dict[Any, tuple[Program, list[int]]] = {}
-_MOST_KNOWN = 256
+# By key (`Parts`): a program, and the indices in `Parts.tensors` of the tensors that it captures.
+_programs: dict[Any, tuple[Program, list[int]]] = {}
+_MAX_PROGRAMS = 256
 
 
 def compiled(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Program:
-    """The functions' program. They are traced again only if anything they depend on has changed."""
+    """The functions' program. They are traced again only if a dependency has changed."""
     if transforming():
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -104,25 +104,25 @@ def compiled(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) 
     except Unknown:
         return traced(score_mod, mask_mod, device)
     key = parts.key, device
-    known = _known.get(key)
+    known = _programs.get(key)
     if known is not None:
         program, numbers = known
         captured = Captured([parts.tensors[i] for i in numbers], program.captured.names)
         return dataclasses.replace(program, captured=captured)
     program = traced(score_mod, mask_mod, device)
-    reached = {id(x): i for i, x in enumerate(parts.tensors)}
+    number_of = {id(x): i for i, x in enumerate(parts.tensors)}
     used = program.captured
-    if not used.depends_on_values and all(id(x) in reached for x in used.tensors):
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        # Kept without its tensors, so that these can be freed.
+    if not used.depends_on_values and all(id(x) in number_of for x in used.tensors):
+        if len(_programs) >= _MAX_PROGRAMS:
+            _programs.clear()
+        # The program is stored without its tensors, so that they can be freed.
         empty = dataclasses.replace(program, captured=Captured([], used.names))
-        _known[key] = empty, [reached[id(x)] for x in used.tensors]
+        _programs[key] = empty, [number_of[id(x)] for x in used.tensors]
     return program
 
 
 def traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Program:
-    """Trace the functions by running each once. Errors are those of `flex_attention`."""
+    """Trace the functions by running each once. Raises as `flex_attention`."""
     graph, captured = Graph(), Captured()
     score = mask = None
     if score_mod is not None:
@@ -131,7 +131,7 @@ def traced(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) ->
         mask = trace("mask_mod", mask_mod, graph, captured, device)
     captured.finish()
     if score is not None and score.op == "input":
-        score = None  # score itself
+        score = None  # the result is the score itself
     if mask is not None and mask.op == "constant" and mask.value is True:
         mask = None  # everything is seen
     _check_room(captured)
@@ -153,11 +153,11 @@ def _check_room(captured: Captured) -> None:
     if len(captured.tensors) > MAX_CAPTURES:
         raise ValueError(
             f"score_mod and mask_mod index {len(captured.tensors)} tensors ({names}); Metal has "
-            f"buffers for {MAX_CAPTURES}: stack tensors of one shape"
+            f"buffers for {MAX_CAPTURES}: stack tensors of equal shape"
         )
     dimensions = sum(tensor.dim() for tensor in captured.tensors)
     if dimensions > MAX_DIMENSIONS:
         raise ValueError(
             f"score_mod and mask_mod index tensors of {dimensions} dimensions in all ({names}); "
-            f"there is room for {MAX_DIMENSIONS}: flatten some"
+            f"at most {MAX_DIMENSIONS} are supported: flatten some tensors"
         )

@@ -9,14 +9,14 @@ from torch_metal_attn.flex.program import Program
 from torch_metal_attn.flex.table import OPS
 from torch_metal_attn.ops.layout import empty_like_query
 
-# Positions per chunk of the check of indices.
+# `check_indices` checks chunks of at most about this many positions.
 _CHUNK = 1 << 20
 
 
 def evaluate(
     node: Node, inputs: dict[str, Tensor], program: Program, seen: Tensor | None = None
 ) -> Tensor:
-    """The value of a graph. seen: where it is False, score and captures have no gradient."""
+    """The value of a graph. Score and captures have no gradient where `seen` is False."""
     values: dict[int, Tensor] = {}
     for each in ordered(node):
         arguments = [values[id(a)] for a in each.args]
@@ -46,7 +46,7 @@ def _loaded(program: Program, capture: int, indices: list[Tensor]) -> Tensor:
         index = tuple(index.long() for index in indices)
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor[index]
-        # index_select sums each element's gradient in a fixed order, here in float32.
+        # index_select sums each element's gradient in a fixed order. The sum is float32.
         numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)[index]
         selected = tensor.reshape(-1).float().index_select(0, numbers.reshape(-1))
         return selected.view(numbers.shape).to(tensor.dtype)
@@ -77,7 +77,7 @@ def attention(
     weights = safe.softmax(-1).masked_fill(sees_nothing, 0.0)
     lse = safe.logsumexp(-1) if scores.shape[-1] > 0 else scores.new_zeros(scores.shape[:-1])
     lse = lse.masked_fill(sees_nothing[..., 0], -torch.inf)
-    # In the memory order of the kernels' result.
+    # The result has the memory order of the kernels' result.
     return empty_like_query(query, value.shape[-1]).copy_(weights @ values), lse
 
 
@@ -91,13 +91,13 @@ def positions(shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
 
 
 def check_indices(shape: tuple[int, ...], program: Program, blocks: Blocks | None) -> None:
-    """Raise IndexError for an index past a captured tensor, where the kernels give NaN."""
+    """Raise IndexError for an index past the end of a captured tensor; the kernels give NaN."""
     batch, heads, queries, keys = shape
     rows = max(_CHUNK // max(batch * heads * keys, 1), 1)
     for first in range(0, queries, rows):
-        every = positions(torch.Size(shape), torch.device("cpu"))
-        every["q_idx"] = every["q_idx"][:, :, first : first + rows]
-        tile = (batch, heads, every["q_idx"].shape[2], keys)
+        chunk = positions(torch.Size(shape), torch.device("cpu"))
+        chunk["q_idx"] = chunk["q_idx"][:, :, first : first + rows]
+        tile = (batch, heads, chunk["q_idx"].shape[2], keys)
         visited = torch.ones(tile, dtype=torch.bool, device="cpu")
         masked = visited
         if blocks is not None:
@@ -109,7 +109,7 @@ def check_indices(shape: tuple[int, ...], program: Program, blocks: Blocks | Non
         ):
             if node is None:
                 continue
-            inputs = {n: x.expand(where.shape)[where] for n, x in every.items()}
+            inputs = {n: x.expand(where.shape)[where] for n, x in chunk.items()}
             inputs["score"] = torch.zeros(inputs["b"].shape, device="cpu")
             try:
                 with torch.no_grad():

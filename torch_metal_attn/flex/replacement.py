@@ -1,7 +1,7 @@
-"""`flex_replaced()`: run torch's own `flex_attention` on our kernels in a block.
+"""`flex_replaced()`: run torch's own `flex_attention` on our kernels inside a `with` block.
 
 Code refers to torch's function by many names and inside `torch.compile`, so while a block is open
-the code of the function itself is replaced by a call of ours.
+the code object of torch's function is replaced by a call of ours.
 """
 
 import threading
@@ -24,7 +24,7 @@ _original = types.FunctionType(
 )
 _original.__kwdefaults__ = _TORCH.__kwdefaults__
 
-_lock = threading.Lock()  # of the open blocks and their counts
+_lock = threading.Lock()  # guards the open blocks and their counts
 _open: list["FlexReplaced"] = []
 
 
@@ -55,14 +55,14 @@ class FlexReplaced:
 def flex_replaced() -> FlexReplaced:
     """Return a context in which torch's `flex_attention` runs on our kernels, in every thread.
 
-    It reaches calls under any name, and `torch.compile(flex_attention)` too. A model that
-    torch.compile has compiled before keeps what it compiled: call torch.compiler.reset() first.
-    What our function refuses raises; nothing falls back to torch.
+    This includes calls under any name, and `torch.compile(flex_attention)`. A model that was
+    compiled before keeps its compiled code: call torch.compiler.reset() first. A call that our
+    function refuses raises an error; nothing falls back to torch.
     """
     return FlexReplaced()
 
 
-def called(query: Any, *arguments: Any, **options: Any) -> Any:
+def dispatch(query: Any, *arguments: Any, **options: Any) -> Any:
     if not isinstance(query, Tensor):
         raise TypeError(f"query is {type_text(query)}; it must be a tensor")
     device = query.device.type
@@ -89,10 +89,10 @@ def _body(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """The new code of torch's function. It runs with torch's globals, so it imports `called`."""
-    from torch_metal_attn.flex.replacement import called
+    """The new code of torch's function. It runs with torch's globals, so it imports `dispatch`."""
+    from torch_metal_attn.flex.replacement import dispatch
 
-    return called(
+    return dispatch(
         query,
         key,
         value,

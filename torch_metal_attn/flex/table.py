@@ -1,9 +1,9 @@
 """The ops that a score_mod or mask_mod may use: the Metal text and the torch function of each.
 
-Texts are templates of the arguments' names. {T} is Metal's name of an integer type, and {U} that of
-the unsigned type of its size, in which arithmetic wraps around. float16 and bfloat16 are computed
-in float32 and rounded, as PyTorch does on the CPU. `impossible` is a flag that a kernel sets where
-an op has no value.
+Texts are templates with {0}, {1}, ... for the arguments' names. {T} is Metal's name of an integer
+type, and {U} that of the unsigned type of equal size, in which arithmetic wraps around. float16 and
+bfloat16 are computed in float32 and rounded, as PyTorch does on the CPU. `impossible` is a flag
+that a kernel sets where an op has no value.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Op:
-    """Texts by the dtype that the op computes in, or None; evaluate: the op in torch."""
+    """The text for each kind of dtype, None if not supported; evaluate: the op in torch."""
 
     floating: str | None
     integer: str | None

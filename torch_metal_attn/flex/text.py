@@ -1,6 +1,6 @@
 """The Metal text of a graph, for shaders/flex.h: the body of a function, on one line.
 
-It consists of text from this file and the table, and numbers. It has no names or strings of users.
+It consists of text from this file and the table, and numbers, but no names or strings of users.
 """
 
 import math
@@ -33,7 +33,7 @@ def place(load: Node, ranks: list[int]) -> str:
 
 
 def _statements(results: Iterable[Node], ranks: list[int]) -> tuple[list[str], dict[int, str]]:
-    """Statements that compute nodes, and the nodes' names by id."""
+    """Statements that compute nodes, and each node's name in them, by the node's id."""
     first_dimension = [sum(ranks[:i]) for i in range(len(ranks))]
     names: dict[int, str] = {}
     statements: list[str] = []
@@ -116,7 +116,7 @@ def _row(node: Node, arguments: list[str]) -> str:
     if dtype.is_floating_point:
         arguments = [_as_float(a, name) for a, name in zip(node.args, arguments, strict=True)]
     assert template is not None, f"the tracer refuses {node.op} in {dtype}"
-    unsigned = f"u{TYPES[dtype].removeprefix('u')}"  # only integers have templates with it
+    unsigned = f"u{TYPES[dtype].removeprefix('u')}"  # only integer templates contain {U}
     text = template.format(*arguments, T=TYPES[dtype], U=unsigned)
     narrow = node.dtype in (torch.float16, torch.bfloat16) and node.op not in COMPARISONS
     return f"{TYPES[node.dtype]}({text})" if narrow else text

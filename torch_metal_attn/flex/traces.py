@@ -1,4 +1,4 @@
-"""A key of everything that a function's result can depend on, to reuse a trace.
+"""A dictionary key of everything that a function's result can depend on, to reuse a trace.
 
 A function that depends on anything else, such as attributes of an object, has no key and is traced
 on each call.
@@ -18,16 +18,16 @@ from torch import Tensor
 from torch_metal_attn.flex.captured import same_memory
 from torch_metal_attn.masks import Mask
 
-_NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _SEQUENCES = (tuple, list, torch.Size)
-# Modules whose functions depend only on their arguments, except those of `_changes`.
+# Modules whose functions depend only on their arguments, except those for which `_changes` is true.
 _MODULES = (torch, math, torch.nn.functional)
 # Builtins whose result depends only on their arguments.
 _PURE = frozenset(
     "abs all any bool divmod enumerate float int isinstance len list map max min pow range "
     "reversed round sorted sum tuple zip".split()
 )
-_MOST_PARTS = 200
+_MAX_PARTS = 200  # of a key; a function with more has no key
 
 
 class Unknown(Exception):
@@ -35,12 +35,12 @@ class Unknown(Exception):
 
 
 class Parts:
-    """tensors: all that the functions can reach. key: all other dependencies of the functions."""
+    """tensors: all that the functions can reach. key: everything else that they depend on."""
 
     def __init__(self, *functions: Callable[..., Any] | None) -> None:
         self.tensors: list[Tensor] = []
         self._seen: dict[int, int] = {}
-        self._left = _MOST_PARTS
+        self._parts_left = _MAX_PARTS
         modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
         if modes > 0:
             raise Unknown
@@ -48,13 +48,13 @@ class Parts:
         self.key = (*state, *(self._part(x) for x in functions))
 
     def _part(self, value: Any) -> Hashable:
-        self._left -= 1
-        if self._left < 0:
+        self._parts_left -= 1
+        if self._parts_left < 0:
             raise Unknown
         if isinstance(value, Tensor):
             return self._tensor(value)
         # Exact types, as objects of derived types may have attributes.
-        if type(value) in _NUMBERS:
+        if type(value) in _CONSTANTS:
             # repr distinguishes 1 from True and 0.0 from -0.0, and is equal for NaNs.
             return type(value), repr(value)
         if id(value) in self._seen:
@@ -119,7 +119,7 @@ class Parts:
 
 @functools.cache
 def _changes(name: str) -> bool:
-    """True if torch has this function or module, and it may depend on torch's settings."""
+    """True if this name is a function or module of torch that may depend on torch's settings."""
     value = getattr(torch, name, None)
     if isinstance(value, types.ModuleType):
         return value not in (*_MODULES, torch.nn, torch.functional)
@@ -130,7 +130,7 @@ def _changes(name: str) -> bool:
 
 @functools.cache
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Every name that code, and functions in it, may look up."""
+    """Every name that `code`, or a function inside it, may look up."""
     if any(instruction.opname == "IMPORT_NAME" for instruction in dis.get_instructions(code)):
         raise Unknown
     inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]

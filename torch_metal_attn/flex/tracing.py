@@ -1,7 +1,7 @@
 """Runs a score_mod or mask_mod once on scalars without values, and records its ops.
 
-As in torch's flex_attention, a function gets scalar tensors, and indexing a captured tensor with
-them is one more op. Values that depend only on captured tensors are computed immediately.
+As in torch's flex_attention, a function gets scalar tensors. Indexing a captured tensor with these
+scalars is recorded as an op. Values that depend only on captured tensors are computed immediately.
 """
 
 import functools
@@ -73,7 +73,7 @@ def trace(
 class Tracer(Traced, TorchDispatchMode):
     """Records the ops on its scalars as nodes, and the tensors that these index in `captured`."""
 
-    # Ops that return their argument, in another dtype or memory.
+    # Ops that return the value of their argument, possibly in another dtype or memory.
     same_value = frozenset(
         "_to_copy clone alias lift_fresh lift_fresh_copy view reshape squeeze expand to "
         "convert_element_type real".split()
@@ -91,7 +91,7 @@ class Tracer(Traced, TorchDispatchMode):
         self.graph = graph
         self.captured = captured
         self.device = device
-        # By id, which stays valid as the tensors are kept here.
+        # By id. The tuples keep the tensors alive, so that no other tensor gets the same id.
         self.traced: dict[int, tuple[Tensor, Node | Part | Row]] = {}
         self.constants: dict[int, Tensor] = {}
 
@@ -112,7 +112,7 @@ class Tracer(Traced, TorchDispatchMode):
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         name = func._schema.name.removeprefix("aten::").removeprefix("prims::")
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise self.unsupported(name, "it would give every score the same random number")
+            raise self.unsupported(name, "every score would get the same random number")
         if not any(id(x) in self.traced for x in tensors):
             return self.computed(func, args, kwargs, tensors)
         if name == "prim::device":
@@ -167,7 +167,7 @@ class Tracer(Traced, TorchDispatchMode):
         self.check_dtype("a constant", dtype)
         if dtype == torch.int32 and not _fits_int32(value):
             raise ValueError(
-                f"{self.name} fills an int32 with {value}, which does not fit{self.place()}"
+                f"{self.name} fills an int32 with {value}, which does not fit int32{self.place()}"
             )
         return self.graph.constant(value, dtype)
 
@@ -193,7 +193,7 @@ class Tracer(Traced, TorchDispatchMode):
         if name == "rsub":
             name, operands = "sub", operands[::-1]
             if alpha != 1:
-                raise self.unsupported(name, f"alpha is {alpha}; write the product")
+                raise self.unsupported(name, f"alpha is {alpha}; multiply by it instead")
         if name == "div" and rounding is not None:
             name = {"floor": "floor_divide", "trunc": "truncating_divide"}[rounding]
         if name == "masked_fill":
@@ -217,8 +217,8 @@ class Tracer(Traced, TorchDispatchMode):
         return self.row(name, nodes, result)
 
     def composed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The nodes of an op that the table lacks, by a trace of its decomposition."""
-        if func._schema.is_mutable:  # the op that is not in place
+        """The nodes of an op that is not in the table, from a trace of its decomposition."""
+        if func._schema.is_mutable:  # use the op that is not in place
             func = getattr(getattr(torch.ops.aten, name), func._overloadname)
         refusal = self.unsupported(func._schema.name.removeprefix("aten::"))
         body = decomposition(func, name)
@@ -269,7 +269,7 @@ class Tracer(Traced, TorchDispatchMode):
         return self.graph.node(name, condition + rest, result)
 
     def power(self, base: Node, exponent: Node, result: torch.dtype) -> Node:
-        """Squares and cubes are products, as PyTorch computes squares; pow has no integer text."""
+        """pow. Squares (as in PyTorch) and cubes become products; pow has no text for integers."""
         number = exponent.value if exponent.op == "constant" else None
         if number in (2, 3):
             square = self.row("mul", [base, base], result)
@@ -306,7 +306,7 @@ class Tracer(Traced, TorchDispatchMode):
     def operand(self, x: Any) -> Node:
         """The node of an argument: a traced scalar, a number, or a captured scalar."""
         if isinstance(x, torch.SymInt | torch.SymFloat):
-            return self.changing_number(x)
+            return self.symbolic_number(x)
         if not isinstance(x, Tensor):
             if not isinstance(x, bool | int | float):
                 raise self.unsupported(type(x).__name__)
@@ -327,7 +327,7 @@ class Tracer(Traced, TorchDispatchMode):
             return self.constant(x.item(), x.dtype)
         return self.load(self.capture(x))
 
-    def changing_number(self, x: torch.SymInt | torch.SymFloat) -> Node:
+    def symbolic_number(self, x: torch.SymInt | torch.SymFloat) -> Node:
         """A symbolic number of torch.compile becomes a captured tensor."""
         name = f"the number {x.node.expr}"
         if name not in self.captured.numbers:
@@ -359,7 +359,7 @@ class Tracer(Traced, TorchDispatchMode):
         return self.graph.node("load", part.indices, loaded_dtype(part.tensor), number)
 
     def part(self, part: Part) -> Tensor:
-        """The scalar of a fully indexed part, or a meta tensor of its dimensions without index."""
+        """The scalar of a fully indexed part; else a meta tensor of dimensions without index."""
         if part.indices and len(part.indices) == part.tensor.dim():
             return self.scalar(self.load(part))
         return self.known(part.rest(), part)
@@ -479,7 +479,7 @@ class Tracer(Traced, TorchDispatchMode):
         x = values["self"]
         dims = values.get("dim")
         if x.dim() > 0 and (values.get("keepdim") or (dims and len(dims) < x.dim())):
-            raise self.unsupported(name, "it sums all dimensions of a row")
+            raise self.unsupported(name, "only sums over all dimensions of a row are supported")
         floating = x.dtype.is_floating_point
         if name == "mean" and not floating:
             raise self.unsupported(name, f"not in {x.dtype}")
@@ -506,7 +506,7 @@ def _any_value(x: Any) -> Any:
 
 
 def _wide(dtype: torch.dtype, operands: Sequence[Any]) -> torch.dtype:
-    """`dtype`; int64 for int32 with a number that may not fit, as in torch no position wraps."""
+    """`dtype`, or int64 if it is int32 and a number may not fit, so that no position wraps."""
     numbers = [x for x in operands if isinstance(x, int) and not isinstance(x, bool)]
     wide = any(isinstance(x, torch.SymInt) for x in operands)
     wide = wide or not all(map(_fits_int32, numbers))
@@ -519,7 +519,7 @@ def _arity(name: str) -> int:
 
 
 class _Indexing(TorchFunctionMode):
-    """Makes `captured[q_idx]` an op, as PyTorch would read the index's value."""
+    """Records `captured[q_idx]` as an op; PyTorch itself would read the value of the index."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -544,6 +544,6 @@ class _Indexing(TorchFunctionMode):
             self.tracer.captured.depends_on_values = True
         if any(isinstance(x, Tensor) and _of_transform(x) for x in arguments):
             raise self.tracer.unsupported(
-                name, "torch.func sees no more of its tensors than what scalars index"
+                name, "torch.func tensors support only indexing with scalars"
             )
         return func(*args, **(kwargs or {}))

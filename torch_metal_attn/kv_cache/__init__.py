@@ -2,10 +2,10 @@
 
 `PagedKVCache` stores sequences of any length in pages, which forks and equal prefixes share.
 `StaticKVCache` has one row of fixed length per sequence. `flash_attn_with_kvcache` and
-`flash_attn_varlen_func` take the tensors of both. New rows are written by `append_kv`.
-`LatentCache` and `StaticLatentCache` are the same for multi-head latent attention (MLA).
-With `recent` a quantised cache keeps its last rows in full precision too.
-`CascadePlan` lets a batch read the pages that its sequences share once.
+`flash_attn_varlen_func` accept the tensors of both. `append_kv` writes new rows.
+`LatentCache` and `StaticLatentCache` are their forms for multi-head latent attention (MLA).
+With `recent`, a quantised cache also keeps its last rows in full precision.
+A `CascadePlan` lets a batch read shared pages once, not once for each sequence.
 """
 
 from torch_metal_attn.kv_cache.cascade import CascadePlan

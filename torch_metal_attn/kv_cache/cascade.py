@@ -1,4 +1,4 @@
-"""`CascadePlan`: a batch reads pages that several sequences share only once."""
+"""`CascadePlan`: pages that several sequences of a batch share are read only once."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _NAMES = ArgumentNames({"k": "k_cache", "v": "v_cache"}, blhd=True)
 
 @dataclass(frozen=True)
 class SharedPages:
-    """Pages [first, end) of the block table rows of `sequences`, which are equal there."""
+    """The block table rows of `sequences` have equal pages in columns [first, end)."""
 
     sequences: tuple[int, ...]
     first: int
@@ -39,18 +39,18 @@ class SharedPages:
 
 @dataclass(frozen=True)
 class _Walk:
-    """One call of attention: the queries of each row of the block table."""
+    """The arguments of one call of attention."""
 
     block_table: Tensor  # (N, blocks)
     seqused_k: Tensor  # (N,)
-    gathered: Tensor | None = None  # (R,): the sequences, packed by table row; None for all
+    gathered: Tensor | None = None  # (R,): sequences, ordered by table row; None for all
     packing: dict[str, Any] = field(default_factory=dict)  # the op's options for packed queries
     places: Tensor | None = None  # (B,): the index in `gathered` of each sequence
     mask: Tensor | None = None  # (B, Lq): True for queries of sequences in `gathered`
 
 
 class CascadePlan:
-    """The pages that a step's batch reads once, and their readers; made once for all layers.
+    """A plan to read shared pages of a batch once per step. One plan serves all layers.
 
     Sequences whose block tables begin with the same pages share a prefix. Some of them may share
     further pages, so prefixes form a tree. Each level of the tree is one call of `flash_decode`, in
@@ -60,15 +60,15 @@ class CascadePlan:
     sequences see all of its keys.
 
     Args: block_table: (B, max_blocks), ints. seqlens: (B,), the keys of each sequence, including
-        those of the queries. page_size: keys of a page. q_length: queries of each sequence. causal,
-        window_size: as in `flash_attn_with_kvcache`. Sequences that are longer than a window share
-        no pages. min_pages: the fewest pages of a prefix that are worth a call. device: of the
-        caches; None is block_table's, or the CPU. Tensors are copied to the host here, once.
+        the keys of the new tokens. page_size: keys of a page. q_length: queries of each sequence.
+        causal, window_size: as in `flash_attn_with_kvcache`. Sequences that are longer than a
+        window share no pages. min_pages: prefixes of fewer pages are not shared. device: that of
+        the caches; None is block_table's, or the CPU. The constructor copies tensors to the host.
 
-    Attributes: levels: for each level its `SharedPages`. keys_read, keys_alone: keys of one KV head
-        that a layer reads, and would read without sharing.
+    Attributes: levels: the `SharedPages` of each level. keys_read: the keys that a layer reads per
+        KV head. keys_alone: the keys that it would read without sharing.
 
-    Raises: ValueError, TypeError: an invalid argument, or sizes that do not fit each other.
+    Raises: ValueError, TypeError: an invalid argument, or sizes that do not agree.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CascadePlan:
         self.batch_size, self.q_length, self.page_size = len(lengths), q_length, page_size
         left, right = window(window_size)
         self._options = limit_options(as_bool("causal", causal), left, right)
-        # Raises if the cache that made the plan has changed since.
+        # Raises if the cache that created the plan has changed since.
         self.check_current: Callable[[Tensor], None] | None = None
         right = 0 if causal else right
         limits = [_shareable(length, q_length, left, right) // page_size for length in lengths]
@@ -140,15 +140,15 @@ class CascadePlan:
 
         Args: q: (B, q_length, Hq, D). k_cache, v_cache: (pages, page_size, Hkv, D) and Dv; they may
             be quantised, with k_scale, v_scale and hadamard; fp8_e4m3's scales are (Hkv,).
-            learnable_sink: (Hq,), counted once. num_splits: of each call. The other options of
-            `flash_attn_with_kvcache` are not supported, as they depend on a key's position or
-            sequence.
+            learnable_sink: (Hq,), counted once. num_splits: for each level's call. The other
+            options of `flash_attn_with_kvcache` are not supported, as they depend on a key's
+            position or sequence.
 
         Returns: (B, q_length, Hq, Dv), in q's dtype.
 
         Raises: as `flash_attn_with_kvcache`; ValueError if the sizes of q or the caches differ from
-            the plan's, or if a cache made the plan and has changed since. Changes of a block_table
-            that you passed are not noticed.
+            the plan's, or if a cache created the plan and has changed since. Changes of a
+            block_table that you passed are not detected.
         """
         check_rank("q", q, "(B, L, H, D)")
         check_rank("k_cache", k_cache, "(pages, page, H, D)")
@@ -219,7 +219,7 @@ def _shareable(length: int, q_length: int, left: int, right: int) -> int:
     """The number of first keys that all queries of a sequence see."""
     if left >= 0 and length - 1 > left:
         return 0
-    # The first query is at key length - q_length.
+    # The first query sees the fewest keys. It is at key length - q_length.
     seen = length if right < 0 else length - q_length + 1 + right
     return max(min(length, seen), 0)
 
@@ -227,7 +227,7 @@ def _shareable(length: int, q_length: int, left: int, right: int) -> int:
 def _levels(pages: list[list[int]], limits: list[int], min_pages: int) -> list[list[SharedPages]]:
     """The tree of prefixes, by depth. limits: the most pages that each sequence may share."""
     levels: list[list[SharedPages]] = []
-    # Sequences whose pages before `at` are equal, and those before `first` are in a level already.
+    # Sequences with equal pages before `at`, `first`, `at`, depth. Pages before `first` are done.
     waiting = deque([(tuple(range(len(pages))), 0, 0, 0)])
     while waiting:
         group, first, at, depth = waiting.popleft()

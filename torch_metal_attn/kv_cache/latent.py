@@ -9,13 +9,13 @@ from torch_metal_attn.quantisation import FORMATS, check_columns
 
 
 class LatentCache(PagedKVCache):
-    """Latent rows in pages, as DeepSeek's multi-head latent attention (MLA) keeps them.
+    """Latent rows in pages, for DeepSeek's multi-head latent attention (MLA).
 
-    A row has latent_dim columns, then rotary_dim columns that are rotated. All of them are the
-    token's key, and the first latent_dim its value, so both are stored and read once. The queries
-    are absorbed: those of a head are its unrotated columns times the keys' up-projection
-    (latent_dim), then its rotated columns. Multiply the result, (B, Hq, L, latent_dim), by the
-    values' up-projection.
+    A row has latent_dim columns, then rotary_dim columns that are rotated. The entire row is the
+    token's key, and its first latent_dim columns are the value, so both are stored and read once.
+    The queries are absorbed: a head's query is its unrotated columns times the keys' up-projection
+    (latent_dim columns), then its rotated columns. Multiply the result, (B, Hq, L, latent_dim), by
+    the values' up-projection.
 
     The methods are those of `PagedKVCache`: `append(ids, rows)` and `decode_step(ids, q, rows,
     softmax_scale=...)` take rows (B, 1, L, latent_dim + rotary_dim). With rotary_cos and rotary_sin
@@ -39,9 +39,9 @@ class LatentCache(PagedKVCache):
 
 
 class StaticLatentCache(StaticKVCache):
-    """The same with one row of tensors per sequence: `append(rows)`, `decode_step(q, rows, ...)`.
+    """`LatentCache` with one row of tensors per sequence: `append(rows)`, `decode_step(q, rows)`.
 
-    Args: batch_size, max_length: as in `StaticKVCache`. The others are those of `LatentCache`.
+    Args: batch_size, max_length: as in `StaticKVCache`. The others: as in `LatentCache`.
     """
 
     def __init__(

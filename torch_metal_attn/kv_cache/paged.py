@@ -41,18 +41,18 @@ class PagedKVCache:
     Args: num_pages, page_size: number of pages, and rows of a page. num_kv_heads, head_dim: Hkv and
         D; v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16),
         and of the cache if format is None. A cache in half precision also takes float32 keys and
-        values, and rounds them. format: None, or one of `torch_metal_attn.quantisation`'s, such as
+        values, and rounds them. format: None, or a format of `torch_metal_attn.quantisation`, as
         "q8_0" or "q3_g64"; v_format: the values' format, if it differs. hadamard: quantised rows
         are rotated in blocks of 32, 64 or 128 columns; 0 for none. layout: "NHD", in memory (pages,
         page_size, Hkv, D) as in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale:
-        (Hkv,) float32, for fp8_e4m3 only; None is 1. values_in_keys: values are the first Dv
+        (Hkv,) float32, for fp8_e4m3 only; None means 1. values_in_keys: values are the first Dv
         columns of the keys, and stored once, as in `LatentCache`. recent: at least this many of the
         last rows of each sequence are also kept in dtype, and `decode_step` reads them in place of
         the quantised rows; 0 for none. windows: for each layer how many previous keys a query sees
-        (window_size_left), or -1 for all; None is -1. When all layers have the rows of a step,
+        (window_size_left), or -1 for all; None means -1. When all layers have the rows of a step,
         pages that were outside a layer's window before the step are freed. Layers with different
-        windows use different pages of the same memory. A page has the rows of as many layers as
-        have the rarest window.
+        windows use different pages of the same memory. A page has rows of as many layers as the
+        rarest window has.
 
     Raises: ValueError for an unknown id or layer and for wrong shapes; `CacheFull` if there are too
         few pages. Nothing is changed then.
@@ -66,7 +66,7 @@ class PagedKVCache:
         self._pool = PagePool(num_pages, self.page_size)
         self._sequences: dict[int, PagedSequence] = {}
         self._next_id = 0
-        # The ids and the block tables by group of the last call, as a step's layers share them.
+        # The ids of the last call, and its block tables by group, which a step's layers share.
         self._tables: tuple[list[int], dict[int, Tensor]] | None = None
 
     @property
@@ -99,8 +99,8 @@ class PagedKVCache:
         v may be None with values_in_keys. length: the number of new rows of each sequence, or one
         number for all. Rows are then packed, concatenated by sequence: k (T, Hkv, D), v (T, Hkv,
         Dv) and q (T, Hq, D). token_ids: (B, L) or a list for each sequence: the rows' tokens, for
-        `match_prefix`. Give them with any layer; the first ones given count. rotary: q, rotary_cos,
-        rotary_sin, rotary_interleaved and rotary_first_column of `append_kv`.
+        `match_prefix`. Pass them with any layer; later calls for the same rows are ignored. rotary:
+        q, rotary_cos, rotary_sin, rotary_interleaved and rotary_first_column of `append_kv`.
         """
         self._write("append_kv", ids, (k, v), layer, length, token_ids, rotary)
 
@@ -135,7 +135,7 @@ class PagedKVCache:
             if token_ids is not None and options.get(name) is not None:
                 raise ValueError(
                     f"token_ids is given with {name}, and the rows of a tree do not follow each "
-                    "other; give the tree's tokens to accept"
+                    "other; pass the tree's tokens to accept"
                 )
         return self._write("decode_step", ids, (q, k, v), layer, length, token_ids, options)[0]
 
@@ -151,7 +151,7 @@ class PagedKVCache:
     ) -> Any:
         """Run an op that writes new rows of each sequence into unshared pages."""
         self._storage.check_layer(layer)
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         counts = None if length is None else trees.per_sequence(length, len(ids))
         new, more = self._storage.checked(op, new, len(ids), options, counts)
         tokens = _as_lists(token_ids, more)
@@ -172,13 +172,13 @@ class PagedKVCache:
         return result
 
     def reserve(self, ids: Sequence[int], length: int | Sequence[int], layer: int = 0) -> None:
-        """Reserve unshared pages for `length` more rows of each sequence, or one number for all.
+        """Reserve unshared pages for more rows. length: as in `append`, the rows of each sequence.
 
         Use it before ops that write rows themselves, such as `flash_attn_with_kvcache` with k and
         v, and call `advance` after them. Raises CacheFull before anything changes.
         """
         self._storage.check_layer(layer)
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         lengths = trees.per_sequence(length, len(ids))
         written = [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)]
         self._unshare(written)
@@ -203,12 +203,12 @@ class PagedKVCache:
         Leave out the token_ids of a tree, whose rows do not follow each other; `accept` takes them.
         """
         self._storage.check_layer(layer)
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         lengths = trees.per_sequence(length, len(ids))
         tokens = _as_lists(token_ids, lengths)
         for sequence, more in zip(sequences, lengths, strict=True):
             if self._pool.reserves(NewRows(sequence, sequence.lengths[layer], more)):
-                raise ValueError(f"length is {more}; call reserve for as many rows first")
+                raise ValueError(f"length is {more}; call reserve with the same length first")
         self._advance(sequences, lengths, layer, tokens)
 
     def _advance(
@@ -246,7 +246,7 @@ class PagedKVCache:
         fork shares them, they are copied first.
 
         Args: paths: for each sequence the tokens of its tree to keep, counted from the first token
-            of the tree: a root, then a child of it, and so on; empty to drop the entire tree.
+            of the tree: a root, then a child of the root, and so on; empty to drop the entire tree.
             parents: the trees, which are the last rows of each sequence: for each token its parent,
             an earlier token, or -1 for a root. token_ids: for each sequence the tokens of its tree;
             `match_prefix` then knows those of the path.
@@ -256,7 +256,7 @@ class PagedKVCache:
             end of a step; fewer rows than `recent` would be left. CacheFull: no page is free for
             the copy of a shared one. Nothing is changed then.
         """
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         for id, sequence in zip(ids, sequences, strict=True):
             trees.check_layers_agree(id, sequence.lengths, "accept")
         lengths, accepted = [s.length for s in sequences], [s.accepted for s in sequences]
@@ -273,7 +273,7 @@ class PagedKVCache:
         for sequence, start, end, copies in zip(sequences, starts, ends, rounds, strict=True):
             first = start + copies[0][0][1] if copies else end
             written.append(NewRows(sequence, first, end - first))
-        # A page that a fork shares is copied, and its rows are then read from the copy.
+        # A page that a fork shares is copied; the rows are then read from the copy.
         self._unshare(written)
         for group in range(len(self._storage.groups.by_group)):
             pages = [sequence.pages[group] for sequence in sequences]
@@ -292,7 +292,7 @@ class PagedKVCache:
 
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
-        id, sequence = self._one(id)
+        id, sequence = self._sequence_of(id)
         trees.check_layers_agree(id, sequence.lengths, "fork")
         end = self._pool.pages_of(sequence.length)
         pages = [group_pages[:end] for group_pages in sequence.pages]
@@ -305,7 +305,7 @@ class PagedKVCache:
 
     def free(self, id: int) -> None:
         """End a sequence. Pages of known tokens stay as prefixes until their space is needed."""
-        id, sequence = self._one(id)
+        id, sequence = self._sequence_of(id)
         del self._sequences[id]
         self._pool.release_from(sequence, 0)
         self._storage.recent.release(sequence.slot)
@@ -315,11 +315,11 @@ class PagedKVCache:
 
         With `recent` a sequence can be cut by up to 64 rows from its longest length, or to 0. Other
         lengths raise ValueError, as fewer rows than `recent` would be left in full precision.
-        keep_recent=False allows it, and older rows are then read in quantised form. With windows,
-        it raises ValueError if a page that the next queries see was freed. The rows of the last
-        step can always be dropped.
+        keep_recent=False allows other lengths, and reads older rows in quantised form. With
+        windows, truncate raises ValueError if a page that the next queries see was freed. The rows
+        of the last step can always be dropped.
         """
-        id, sequence = self._one(id)
+        id, sequence = self._sequence_of(id)
         length = trees.length_within(id, length, sequence.length)
         self._check_window(id, sequence, length)
         if as_bool("keep_recent", keep_recent):
@@ -362,12 +362,12 @@ class PagedKVCache:
         return PagedSequence(pages, [matched] * len(self.layers), tokens[:matched], prefixes)
 
     def export_sequence(self, id: int, device: Any = "cpu") -> ExportedSequence:
-        """A copy of a sequence's pages on `device`. To swap the sequence out, `free` it then.
+        """A copy of a sequence's pages on `device`. To swap the sequence out, then `free` it.
 
         `import_sequence` of this cache, or of another with the same layout, restores it.
         """
         device = on_device(device)
-        _, sequence = self._one(id)
+        _, sequence = self._sequence_of(id)
         held = [[page >= 0 for page in pages] for pages in sequence.pages]
         pages = [page for pages in sequence.pages for page in pages if page >= 0]
         return ExportedSequence(
@@ -384,7 +384,7 @@ class PagedKVCache:
     def import_sequence(self, exported: ExportedSequence) -> int:
         """Create a sequence from an exported one; returns its id.
 
-        It shares the pages of its known tokens that the cache still has.
+        The sequence shares pages that the cache still has for its known tokens.
 
         Raises: ValueError: it was exported from a cache of another layout. CacheFull: too few pages
             are free. Nothing is changed then.
@@ -394,27 +394,27 @@ class PagedKVCache:
         groups = [*zip(sequence.pages, exported.held, strict=True)]
         for pages, held in groups:
             pages += [-1] * (len(held) - len(pages))
-        missing = sum(there and page < 0 for x in groups for page, there in zip(*x, strict=True))
+        missing = sum(used and page < 0 for x in groups for page, used in zip(*x, strict=True))
         if missing > self._pool.available:
             self._pool.release_from(sequence, 0)
             raise CacheFull(
                 f"the sequence needs {missing} more pages, and {self._pool.available} of "
                 f"{len(self._pool.references)} are free"
             )
-        chosen: list[int] = []  # of the exported pages
-        taken: list[int] = []
+        sources: list[int] = []  # indices of exported pages
+        destinations: list[int] = []
         i = 0
         for pages, held in groups:
-            for j, there in enumerate(held):
-                if there and pages[j] < 0:
+            for j, used in enumerate(held):
+                if used and pages[j] < 0:
                     pages[j] = self._pool.take()
-                    chosen.append(i)
-                    taken.append(pages[j])
-                elif not there and pages[j] >= 0:
+                    sources.append(i)
+                    destinations.append(pages[j])
+                elif not used and pages[j] >= 0:
                     self._pool.release(pages[j])
                     pages[j] = -1
-                i += there
-        self._storage.fill(taken, [pages[chosen] for pages in exported.pages])
+                i += used
+        self._storage.fill(destinations, [pages[sources] for pages in exported.pages])
         sequence.tokens, sequence.lengths = [*exported.tokens], [*exported.lengths]
         sequence.accepted = exported.accepted
         self._pool.publish_full(sequence)
@@ -423,7 +423,7 @@ class PagedKVCache:
         return id
 
     def defragment(self) -> int:
-        """Move the pages in use to the front; returns how many were moved."""
+        """Move the pages in use to the front; returns the number of moved pages."""
         renamed = self._pool.compact()
         self._storage.copy(list(renamed), list(renamed.values()))
         for sequence in self._sequences.values():
@@ -435,11 +435,11 @@ class PagedKVCache:
     def block_table(self, ids: Sequence[int], layer: int = 0) -> Tensor:
         """(B, max_blocks) int32 on the cache's device: each sequence's pages, then zeros.
 
-        Pages that were freed outside the layer's window are -1. Do not write to it, as the next
-        calls for the same ids use the same tensor.
+        Pages that were freed outside the layer's window are -1. Do not write to the tensor, as the
+        next calls for the same ids use it too.
         """
         self._storage.check_layer(layer)
-        return self._table_of(*self._of(ids), self._storage.groups.groups[layer])
+        return self._table_of(*self._sequences_of(ids), self._storage.groups.groups[layer])
 
     def _table_of(self, ids: list[int], sequences: list[PagedSequence], group: int) -> Tensor:
         if self._tables is None or self._tables[0] != ids:
@@ -455,17 +455,17 @@ class PagedKVCache:
     ) -> CascadePlan:
         """A plan of the pages that these sequences share, for attention to rows already written.
 
-        It is valid for all layers that use the pages of `layer`: in caches with windows, those of
-        its group. q_length: queries of each sequence. options: causal, window_size and min_pages
-        of `CascadePlan`. `attend` raises ValueError for a layer with other pages, and if the
-        sequences have changed in that layer.
+        The plan is valid for all layers that use the pages of `layer`; in caches with windows these
+        are the layers of its group. q_length: queries of each sequence. options: causal,
+        window_size and min_pages of `CascadePlan`. `attend` raises ValueError for a layer with
+        other pages, and if the sequences have changed in that layer.
         """
         self._storage.check_layer(layer)
-        ids, sequences = self._of(ids)
+        ids, sequences = self._sequences_of(ids)
         if isinstance(self._storage.recent, RecentRows):
             raise ValueError(
-                f"recent is {self._storage.recent.recent}, and a cascade reads none of these rows "
-                "in full precision; use decode_step, or a cache without recent"
+                f"recent is {self._storage.recent.recent}, and a cascade cannot read rows in full "
+                "precision; use decode_step, or a cache without recent"
             )
         windows = self._storage.groups
         group, options = windows.groups[layer], windows.cascade_options(layer, options)
@@ -493,15 +493,16 @@ class PagedKVCache:
         layer = next((i for i, x in enumerate(self.layers) if x.k_cache is k_cache), layer)
         if self._storage.groups.groups[layer] != group:
             raise ValueError(
-                f"the plan is of other pages than those of layer {layer}; layers of another "
-                "window, or with another block_table, need a plan of their own"
+                f"the plan is for other pages than those of layer {layer}; layers with another "
+                "window or another block_table need a plan of their own"
             )
-        for id, sequence, (length, first, pages) in zip(ids, self._of(ids)[1], seen, strict=True):
+        sequences = self._sequences_of(ids)[1]
+        for id, sequence, (length, first, pages) in zip(ids, sequences, seen, strict=True):
             now = sequence.lengths[layer]
             if now != length or sequence.pages[group][first : first + len(pages)] != pages:
                 changed = f"it has {now}" if now != length else "they are in other pages"
                 raise ValueError(
-                    f"the plan is of {length} rows of sequence {id}, and now {changed}; make a "
+                    f"the plan is for {length} rows of sequence {id}, and now {changed}; make a "
                     "plan after the rows of a step are written"
                 )
 
@@ -512,29 +513,29 @@ class PagedKVCache:
     def lengths(self, ids: Sequence[int], layer: int = 0) -> list[int]:
         """The rows of these sequences in a layer."""
         self._storage.check_layer(layer)
-        return [sequence.lengths[layer] for sequence in self._of(ids)[1]]
+        return [sequence.lengths[layer] for sequence in self._sequences_of(ids)[1]]
 
     def slots(self, ids: Sequence[int]) -> list[int]:
         """The slots of these sequences' recent rows, for `RecentRows`."""
-        return [sequence.slot for sequence in self._of(ids)[1]]
+        return [sequence.slot for sequence in self._sequences_of(ids)[1]]
 
     def _place(self, pages: list[list[int]], i: int, row: int) -> tuple[int, int]:
         """The page of a row of sequence i, and the row's index in it."""
         return pages[i][row // self.page_size], row % self.page_size
 
-    def _of(self, ids: Sequence[int]) -> tuple[list[int], list[PagedSequence]]:
+    def _sequences_of(self, ids: Sequence[int]) -> tuple[list[int], list[PagedSequence]]:
         """The ids as Python ints, and their sequences."""
         ids = integers("ids", ids)
         for id in ids:
             if id not in self._sequences:
                 raise ValueError(f"there is no sequence {id}: the id was freed, or never allocated")
         if len(set(ids)) < len(ids):
-            raise ValueError(f"ids are {ids}; each sequence may be there once")
+            raise ValueError(f"ids are {ids}; each sequence may occur only once")
         return ids, [self._sequences[id] for id in ids]
 
-    def _one(self, id: int) -> tuple[int, PagedSequence]:
+    def _sequence_of(self, id: int) -> tuple[int, PagedSequence]:
         id = as_int("id", id)
-        return id, self._of([id])[1][0]
+        return id, self._sequences_of([id])[1][0]
 
     def _add(self, sequence: PagedSequence) -> int:
         id = self._next_id

@@ -1,4 +1,4 @@
-"""Bookkeeping of pages: which are free, who uses them, and which can be found by their tokens."""
+"""Bookkeeping of pages: which are free, who uses each, and which can be found by tokens."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -27,7 +27,7 @@ class Prefix:
 
     parent: "Prefix | None"
     tokens: Hashable
-    pages: dict[int, int] = field(default_factory=dict)  # those that can be found, by group
+    pages: dict[int, int] = field(default_factory=dict)  # by group: the page with these tokens
 
     def __getstate__(self) -> dict[str, Any]:
         # `PagePool` pickles the links, as pickle would recurse too deeply along them.
@@ -38,9 +38,9 @@ class Prefix:
 class PagedSequence:
     pages: list[list[int]]  # by group of layers; -1 before the group's window
     lengths: list[int]  # by layer
-    tokens: list[int]  # the known ones, from the first on
+    tokens: list[int]  # the known tokens, from the first token on
     prefixes: list[Prefix]  # the namespace's root, then one for each page of known tokens
-    slot: int = -1  # of its recent rows
+    slot: int = -1  # the slot of its recent rows
     accepted: int = 0  # the length after the last accept
 
     @property
@@ -106,7 +106,7 @@ class PagePool:
                 self._free.append(page)
 
     def prefix(self, parent: Prefix | None, tokens: Hashable) -> Prefix:
-        """The prefix of these tokens after parent's. The tokens are compared, not their hash."""
+        """The prefix of these tokens after those of parent. Compares tokens, not only hashes."""
         return self._prefixes.setdefault((parent, tokens), Prefix(parent, tokens))
 
     def match(self, root: Prefix, tokens: list[int], groups: WindowGroups) -> list[Prefix]:
@@ -126,7 +126,7 @@ class PagePool:
         return known[: matched + 1]
 
     def forget(self, page: int) -> None:
-        """Remove a page that is about to change from the prefixes."""
+        """Remove a page from the prefixes, because it is about to change."""
         if page not in self._prefix_of:
             return
         group, prefix = self._prefix_of.pop(page)
@@ -139,7 +139,7 @@ class PagePool:
         return -(-length // self._page_size)
 
     def _changed(self, rows: NewRows) -> tuple[range, int]:
-        """The pages of each group that the rows change, and how many more they need."""
+        """Per group: the indices of the pages that the rows change, and the number of new pages."""
         end, count = self.pages_of(rows.start + rows.length), len(rows.sequence.pages[0])
         first = rows.start // self._page_size if rows.length > 0 else end
         return range(first, min(end, count)), max(end - count, 0)
@@ -159,7 +159,7 @@ class PagePool:
             for pages in rows.sequence.pages:
                 missing += new
                 users.update(pages[i] for i in held)
-        # The last of a shared page's users keeps it.
+        # One of a shared page's users keeps the page, the others take copies.
         missing += sum(min(n, self.references[p] - 1) for p, n in users.items())
         if missing > self.available:
             raise CacheFull(
@@ -170,7 +170,7 @@ class PagePool:
         return missing
 
     def unshare(self, written: Sequence[NewRows]) -> dict[int, int]:
-        """Give each sequence unshared pages for its rows; returns the original of each new copy."""
+        """Give each sequence unshared pages for its rows; returns {copy: original page}."""
         copies: dict[int, int] = {}
         for rows in written:
             held, new = self._changed(rows)
@@ -188,7 +188,7 @@ class PagePool:
         return copies
 
     def pages_after(self, written: Sequence[NewRows], group: int) -> list[list[int]]:
-        """Pages of each sequence with which an op passes the same checks as after `unshare`."""
+        """Pages of each sequence as after `unshare`, for the checks of an op before `unshare`."""
         unused, after = chain(reversed(self._free), self._idle), []
         copied: Counter[int] = Counter()
         self.missing(written)
@@ -216,7 +216,7 @@ class PagePool:
             del pages[first:]
 
     def free_before(self, sequence: PagedSequence, firsts: list[int]) -> bool:
-        """Release each group's pages before its first one in use; True if there were any."""
+        """Release each group's pages before its first page in use; True if a page was released."""
         freed = False
         for first, pages in zip(firsts, sequence.pages, strict=True):
             for i in reversed(range(first)):
@@ -228,7 +228,7 @@ class PagePool:
         return freed
 
     def publish_full(self, sequence: PagedSequence) -> None:
-        """Let `match` find pages whose tokens are known and which all layers have filled."""
+        """Let `match` find pages that all layers have filled and whose tokens are known."""
         if _unwritten.get():
             return
         size = self._page_size
@@ -245,7 +245,7 @@ class PagePool:
             sequence.prefixes.append(prefix)
 
     def compact(self) -> dict[int, int]:
-        """Renumber pages so that free ones come last; returns the new number of each one moved."""
+        """Renumber pages so that free pages come last; returns {old number: new number}."""
         kept = [p for p, n in enumerate(self.references) if n > 0 or p in self._idle]
         holes = sorted(set(range(len(kept))).difference(kept))
         renamed = dict(zip((p for p in kept if p >= len(kept)), holes, strict=True))
@@ -273,7 +273,7 @@ def unwritten() -> Iterator[None]:
 
 
 def checked_namespace(namespace: Any) -> Hashable:
-    """The argument `namespace`. Types are compared, as 1 equals True."""
+    """`namespace`, after a check of its exact types: 1 equals True and would match it."""
     for part in namespace if type(namespace) is tuple else (namespace,):
         if part is not None and type(part) not in (str, int, bytes):
             must = "it must be None, a str, an int, bytes, or a tuple of these"

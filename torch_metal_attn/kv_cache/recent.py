@@ -15,8 +15,8 @@ from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 from torch_metal_attn.wording import count_text
 
 _ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
-# Options of attention to all rows, and options of attention to recent rows only: each new query
-# sees all older rows, and a sink counts once.
+# Options of attention to all rows, and to recent rows only. Older rows need none of the latter:
+# each new query sees all of them, and a sink counts once.
 _SHARED = ("softmax_scale", "softcap", "num_splits")
 _OWN = ("causal", "learnable_sink", "parents", "tree_mask", *_ROTARY, "rotate_q_by_token")
 
@@ -26,8 +26,8 @@ class Batch(NamedTuple):
 
     layer: int
     new: tuple[Tensor, ...]  # the op's operands before the caches
-    lengths: list[int]  # of the sequences, without the new rows
-    slots: list[int]  # of their recent rows
+    lengths: list[int]  # rows of each sequence, without the new rows
+    slots: list[int]  # the slot of each sequence's recent rows
     where: dict[str, Any]  # the op's options that locate the sequences
     options: dict[str, Any]  # the op's other options
 
@@ -45,7 +45,7 @@ class NoRecentRows:
     read = fill_slot = _nothing
 
 
-class _Held(NamedTuple):
+class _SlotRows(NamedTuple):
     """A slot has the rows [first, end) of its sequence. `start` is the first row it ever had."""
 
     first: int = 0
@@ -56,10 +56,10 @@ class _Held(NamedTuple):
         """True if fewer than `recent` rows are left when the sequence is cut to `length`."""
         return max(length - self.first, 0) < min(recent, length - self.start)
 
-    def cut(self, length: int, recent: int) -> "_Held":
-        """The rows that are left when it is cut. If these are too few, `start` becomes `first`."""
+    def cut(self, length: int, recent: int) -> "_SlotRows":
+        """The rows after a cut to `length`. If they are too few, `start` becomes `first`."""
         first, end, start = (min(row, length) for row in self)
-        return _Held(first, end, first if self.has_too_few(length, recent) else start)
+        return _SlotRows(first, end, first if self.has_too_few(length, recent) else start)
 
 
 class RecentRows:
@@ -67,7 +67,7 @@ class RecentRows:
 
     Queries attend most to the rows just before them (KIVI, Liu et al. 2024). Each sequence has a
     slot for `recent` rows and those of a step. Row i is row i % length of the slot: in the ops'
-    block tables, all pages of the sequence are the slot. So rows never move.
+    block tables, every page of the sequence is the slot. So rows never move.
     """
 
     def __init__(self, kept: Storage, recent: int) -> None:
@@ -75,7 +75,7 @@ class RecentRows:
         self._kept = kept
         self._length = recent + VERIFY_QUERIES
         self._rows = kept.without_format(0, self._length)
-        self._held: list[list[_Held]] = [[] for _ in kept.layers]  # by layer and slot
+        self._held: list[list[_SlotRows]] = [[] for _ in kept.layers]  # by layer and slot
         self._unused: list[int] = []
 
     def take(self) -> int:
@@ -94,20 +94,20 @@ class RecentRows:
                 after[:slots] = before
         self._rows = rows
         for held in self._held:
-            held += [_Held()] * more
+            held += [_SlotRows()] * more
 
     def release(self, slot: int) -> None:
         self.truncate(slot, 0)
         self._unused.append(slot)
 
     def check_kept(self, slot: int, length: int, what: str, tree: int | None = None) -> None:
-        """Raise ValueError if too few rows in full precision are left. tree: its first row."""
+        """Raise ValueError if too few full-precision rows are left. tree: the tree's first row."""
         for held in (by_slot[slot] for by_slot in self._held):
             first, end, start = held
             missing = held.has_too_few(length, self.recent) or (tree is not None and tree < first)
             if missing and start < first and length <= end:
                 raise ValueError(
-                    f"{what}; recent keeps {self.recent} rows in full precision, and only those "
+                    f"{what}; recent keeps {self.recent} rows in full precision, and only rows "
                     f"from {first} on are left: it must be 0 or at least {first + self.recent}. "
                     "With keep_recent=False truncate reads older rows in quantised form"
                 )
@@ -122,11 +122,11 @@ class RecentRows:
             for old, new in zip(source, destination, strict=True):
                 held[new] = held[old]
 
-    def read(self, slot: int, device: torch.device) -> tuple[list[Tensor], list[_Held]]:
-        """A copy of a slot, and the rows that it has in each layer."""
+    def read(self, slot: int, device: torch.device) -> tuple[list[Tensor], list[_SlotRows]]:
+        """A copy of a slot, and its rows in each layer."""
         return self._rows.read([slot], device), [held[slot] for held in self._held]
 
-    def fill_slot(self, slot: int, copied: tuple[list[Tensor], list[_Held]]) -> None:
+    def fill_slot(self, slot: int, copied: tuple[list[Tensor], list[_SlotRows]]) -> None:
         rows, held = copied
         self._rows.fill([slot], rows)
         for by_slot, new in zip(self._held, held, strict=True):
@@ -144,7 +144,7 @@ class RecentRows:
         for i, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
             for held in self._held:
                 if held[slot].end != length:
-                    held[slot], moved[i] = _Held(), []
+                    held[slot], moved[i] = _SlotRows(), []
         self._rows.move_paths(moved, starts, lambda i, row: (slots[i], row % self._length))
 
     def append(self, batch: Batch) -> None:
@@ -152,7 +152,7 @@ class RecentRows:
         layer, new, lengths, slots, _, options = batch
         skipped = max(new[0].shape[2] - self._length, 0)
         last = tuple(x[:, :, skipped:] for x in new)
-        options = {name: x for name, x in options.items() if name != "q"}  # rotated already
+        options = {name: x for name, x in options.items() if name != "q"}  # q is already rotated
         held = self._after(layer, lengths, slots, new[0].shape[2])
         seqlens = self._rows.indices([n + skipped for n in lengths])
         table = self._table(held, slots)
@@ -188,14 +188,14 @@ class RecentRows:
         self._keep(layer, slots, held)
         return out, lse
 
-    def _step(self, batch: Batch, held: list[_Held], *, check_only: bool = False) -> Any:
+    def _step(self, batch: Batch, held: list[_SlotRows], *, check_only: bool = False) -> Any:
         layer, new, lengths, slots, where, options = batch
         q, k, v = new
         seqlens = self._rows.indices(lengths)
         appended = {name: x for name, x in options.items() if name.startswith("rota")}
         attend = dict(options)
         if appended.get("rotary_cos") is not None:
-            q = appended["q"] = q.clone()  # which append_kv rotates
+            q = appended["q"] = q.clone()  # append_kv rotates it in place
             attend["rotary_from_leftpad"] = False
         quantised = where | appended
         self._kept.run("append_kv", layer, (k, v), seqlens, check_only=check_only, **quantised)
@@ -216,7 +216,7 @@ class RecentRows:
         where: dict[str, Any],
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Attention to stored rows. Its options must not depend on an older row's position."""
+        """Attention to stored rows. The options must not depend on the position of an older row."""
         held = self._after(layer, lengths, slots, 0)
         pad, used, first = options.get("leftpad_k"), options.get("seqused_k"), self._first(held)
         near = options | {
@@ -236,7 +236,7 @@ class RecentRows:
         self,
         layer: int,
         q: Tensor,
-        held: list[_Held],
+        held: list[_SlotRows],
         where: dict[str, Any],
         options: dict[str, Any],
         *,
@@ -256,30 +256,30 @@ class RecentRows:
         return ArgumentNames().run(ops.flash_decode, (q, *caches), kept | where | shared)
 
     def fill(self, layer: int, rows: Tensor, lengths: list[int], slots: list[int]) -> None:
-        """Write the keys in full precision into rows (B, H, L, D) of entire sequences."""
+        """Copy the recent keys in full precision into `rows`, (B, H, L, D) of entire sequences."""
         cache = self._rows.layers[layer].k_cache
         for b, (first, end, _) in enumerate(self._after(layer, lengths, slots, 0)):
             places = torch.arange(first, end, device=rows.device) % self._length
             rows[b, :, first:end] = cache[slots[b], places].transpose(0, 1)
 
-    def _after(self, layer: int, lengths: list[int], slots: list[int], more: int) -> list[_Held]:
-        """The rows that slots have after `more` rows are written to sequences of these lengths."""
+    def _after(self, layer: int, lengths: list[int], slots: list[int], n: int) -> list[_SlotRows]:
+        """The rows that slots have after n rows are written to sequences of these lengths."""
         held = []
         for length, slot in zip(lengths, slots, strict=True):
             first, end, start = self._held[layer][slot]
             if end != length:  # another op wrote rows after `end`
                 first = start = length
-            held.append(_Held(max(first, length + more - self._length), length + more, start))
+            held.append(_SlotRows(max(first, length + n - self._length), length + n, start))
         return held
 
-    def _first(self, held: list[_Held]) -> Tensor:
+    def _first(self, held: list[_SlotRows]) -> Tensor:
         return self._rows.indices([one.first for one in held])
 
-    def _keep(self, layer: int, slots: list[int], held: list[_Held]) -> None:
+    def _keep(self, layer: int, slots: list[int], held: list[_SlotRows]) -> None:
         for slot, rows in zip(slots, held, strict=True):
             self._held[layer][slot] = rows
 
-    def _table(self, held: list[_Held], slots: list[int]) -> Tensor:
+    def _table(self, held: list[_SlotRows], slots: list[int]) -> Tensor:
         """A block table in which every page of a sequence is its slot."""
         pages = -(-max([1, *(one.end for one in held)]) // self._length)
         return self._rows.indices(slots)[:, None].repeat(1, pages)
@@ -296,7 +296,7 @@ def _check_step(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
     for name in options:
         if name not in _SHARED and name not in _OWN:
             raise TypeError(
-                f"decode_step has no option {name} with recent rows; it takes "
+                f"decode_step with recent rows has no option {name}; it takes "
                 f"{', '.join((*_SHARED, *_OWN))}"
             )
     check_tensor("q", q)
@@ -309,11 +309,11 @@ def _check_step(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
     if q.dim() == 4 and q.shape[2] > length and options.get("causal"):
         raise ValueError(
             f"q has {count_text(q.shape[2], 'query')} and k {count_text(length, 'new row')}; with "
-            "recent rows causal queries may be as many as the new rows"
+            "recent rows and causal there may be at most one query per new row"
         )
     tree = next((n for n in ("parents", "tree_mask") if options.get(n) is not None), None)
     if tree is not None and options.get("rotary_cos") is not None:
         raise ValueError(
-            f"rotary_cos is given with {tree} and recent rows, and only decode_step without those "
-            "rotates by depth; rotate q and k first"
+            f"rotary_cos is given with {tree} and recent rows; decode_step rotates by depth only "
+            "without recent rows: rotate q and k first"
         )

@@ -19,9 +19,9 @@ from torch_metal_attn.wording import count_text
 class StaticKVCache:
     """Keys and values of `batch_size` sequences of at most `max_length` rows each.
 
-    The tensors are allocated once. Sequence b is their row `cache_batch_idx()[b]`, so `reorder`
-    copies only rows that more than one sequence continues. The other arguments are those of
-    `PagedKVCache`, with memory as (batch, max_length, Hkv, D) for "NHD".
+    The tensors are allocated once. Sequence b has row `cache_batch_idx()[b]` of each tensor, so
+    `reorder` copies a row only if more than one sequence continues it. The other arguments are
+    those of `PagedKVCache`, with memory as (batch, max_length, Hkv, D) for "NHD".
 
     Raises: ValueError for an unknown layer and for wrong shapes; `CacheFull` if a sequence would
         exceed max_length. Nothing is changed then.
@@ -34,7 +34,7 @@ class StaticKVCache:
         if "windows" in options:
             raise TypeError("StaticKVCache has no argument windows: it frees no rows")
         self._storage = CacheStorage(self.batch_size, self.max_length, *sizes, **options)
-        self._rows = list(range(self.batch_size))  # of the tensors, by sequence
+        self._rows = list(range(self.batch_size))  # the tensors' row of each sequence
         self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
         self._accepted = [0] * self.batch_size  # the length after the last accept
         self._storage.recent.grow(self.batch_size)
@@ -89,7 +89,7 @@ class StaticKVCache:
         for before, count in zip(lengths, more, strict=True):
             if before + count > self.max_length:
                 raise CacheFull(
-                    f"{count} rows more do not fit: a sequence has {before} of {self.max_length}"
+                    f"{count} more rows do not fit: a sequence has {before} of {self.max_length}"
                 )
         where = {"cache_batch_idx": self.cache_batch_idx()}
         batch = Batch(layer, new, lengths, self._rows, where, options)
@@ -113,13 +113,13 @@ class StaticKVCache:
         self._lengths[layer] = [a + b for a, b in zip(self._lengths[layer], lengths, strict=True)]
 
     def accept(self, indices: Sequence[int], paths: Rows, parents: Rows) -> None:
-        """Keep one path of the tree of new tokens of these sequences, and take the rest back.
+        """Keep one path of each sequence's tree of new tokens, and drop the tree's other rows.
 
         Arguments and errors are those of `PagedKVCache.accept`.
         """
         chosen = self._chosen(indices)
         if len(set(chosen)) < len(chosen):
-            raise ValueError(f"indices are {chosen}; each sequence may be there once")
+            raise ValueError(f"indices are {chosen}; each sequence may occur only once")
         lengths = [max(lengths[b] for lengths in self._lengths) for b in chosen]
         for b in chosen:
             trees.check_layers_agree(b, [lengths[b] for lengths in self._lengths], "accept")
@@ -136,7 +136,7 @@ class StaticKVCache:
             self._accepted[b] = end
 
     def reset(self, indices: Sequence[int] | None = None) -> None:
-        """Empty these sequences, or all."""
+        """Remove all rows of these sequences, or of all sequences if None."""
         for b in range(self.batch_size) if indices is None else self._chosen(indices):
             self.truncate(b, 0)
 

@@ -1,4 +1,4 @@
-"""The tensors of a cache, in blocks: pages, or the rows of one sequence each."""
+"""The tensors of a cache, in blocks. A block is a page, or has the rows of one sequence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +40,8 @@ _BOTH = ("block_table", "cache_batch_idx", "leftpad_k", "k_scale", "v_scale", "h
 
 # Options of attention to listed keys, which `_listed_step` runs.
 LISTS = ("indices", "kv_block_size", "q_block_size")
-# More than any model has. Each layer takes memory, and host time when the cache is made.
-_MOST_LAYERS = 2**16
+# More layers than any model has. Each layer takes memory, and host time when a cache is created.
+_MAX_LAYERS = 2**16
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class LayerCache:
     """One layer's tensors, as `flash_attn_with_kvcache` takes them.
 
     k_cache: (blocks, rows, Hkv, D), v_cache: the same with Dv; `torch_metal_attn.quantisation`
-    describes quantised ones and their scales, which are None without quantisation. With
-    values_in_keys v_cache is a view of k_cache, and v_scale of k_scale. hadamard: columns of the
-    blocks in which rows are rotated, or 0.
+    describes quantised tensors and their scales. Scales are None without quantisation. With
+    values_in_keys, v_cache is a view of k_cache, and v_scale is a view of k_scale. hadamard:
+    columns of the blocks in which rows are rotated, or 0.
     """
 
     k_cache: Tensor
@@ -73,7 +73,7 @@ class LayerCache:
         self.__post_init__()
 
     def by_block(self) -> list[Tensor]:
-        """The tensors that have blocks, without views of others and fp8_e4m3's scales per head."""
+        """The tensors that have blocks. Excludes views, and the scales per head of fp8_e4m3."""
         tensors = [self.k_cache, self.k_scale]
         if not self.values_in_keys:
             tensors += [self.v_cache, self.v_scale]
@@ -89,7 +89,7 @@ class ExportedSequence:
     tokens: list[int]
     lengths: list[int]
     accepted: int
-    held: list[list[bool]]
+    held: list[list[bool]]  # by group: True for each page that was in use
     pages: list[Tensor]
     recent: Any
 
@@ -122,7 +122,7 @@ class Storage:
         head_dim = as_int_at_least("head_dim", head_dim, 1, MAX_HEAD_DIM)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         v_head_dim = as_int_at_least("v_head_dim", v_head_dim, 1, MAX_VALUE_HEAD_DIM)
-        num_layers = as_int_at_least("num_layers", num_layers, 1, _MOST_LAYERS)
+        num_layers = as_int_at_least("num_layers", num_layers, 1, _MAX_LAYERS)
         values_in_keys = as_bool("values_in_keys", values_in_keys)
         if dtype not in ELEMENTS:
             raise ValueError(
@@ -150,13 +150,13 @@ class Storage:
                     f"must be in 1..{head_dim}"
                 )
             if v_scale is not None:
-                raise ValueError("v_scale is given with values_in_keys; k_scale is for both")
+                raise ValueError("v_scale is given with values_in_keys; pass only k_scale")
         self.values_in_keys = values_in_keys
         recent = as_int_at_least("recent", recent, 0, INT32_MAX // 2)
         if recent and format is None:
             raise ValueError(
-                f"recent is {recent} with no format, so that all rows are in full precision; leave "
-                "it out"
+                f"recent is {recent} with no format, so all rows are in full precision; leave "
+                "recent out"
             )
         for name, scale, kind in (("k_scale", k_scale, format), ("v_scale", v_scale, v_format)):
             if scale is not None:
@@ -165,13 +165,13 @@ class Storage:
                 _check_scale(name, scale, num_kv_heads)
         self._new_dtypes = [dtype]
         if format is None and dtype != torch.float32:
-            # Half precision also takes float32 rows, which are rounded as they are written.
+            # A half-precision cache also accepts float32 rows, which are rounded when written.
             self._new_dtypes.append(torch.float32)
         self.groups = WindowGroups(windows, num_layers)
         if recent and max(self.groups.windows) >= 0:
             raise ValueError(
                 f"recent is {recent} with windows {self.groups.windows}; attention to recent rows "
-                "takes no windows: leave one of them out"
+                "has no windows: leave recent or windows out"
             )
         device = self.device = on_device(device)
         if device.type == "meta":
@@ -217,14 +217,14 @@ class Storage:
         self.layers = self._layers()  # unpickled tensors do not share memory
 
     def _layers(self) -> list[LayerCache]:
-        """Each layer's tensors. k_cache is a distinct object, which tells a cascade the layer."""
+        """Each layer's tensors. A cascade finds the layer by its k_cache, a distinct object."""
         layers = [self._stored[place] for place in self.groups.places]
         if len(layers) == len(self._stored):
             return layers
         return [replace(layer, k_cache=layer.k_cache.detach()) for layer in layers]
 
     def without_format(self, blocks: int, rows: int) -> "Storage":
-        """Storage of the same kind of rows in full precision."""
+        """Storage for the same rows in full precision."""
         return Storage(blocks, rows, *self._sizes, values_in_keys=self.values_in_keys)
 
     def check_layer(self, layer: int) -> None:
@@ -241,7 +241,7 @@ class Storage:
         check_only: bool = False,
         **options: Any,
     ) -> Any:
-        """Run `append_kv` or `decode_step` on a layer, or with check_only only its checks."""
+        """Run `append_kv` or `decode_step` on a layer, or only the op's checks with check_only."""
         ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
         caches, kept = self.operands(layer)
         if self.values_in_keys and options.get("rotary_cos") is not None:
@@ -316,8 +316,8 @@ class Storage:
         for name, value in self.kind().items():
             if exported.layout[name] != value:
                 raise ValueError(
-                    f"exported is of a cache with {name} {exported.layout[name]}, and this one has "
-                    f"{value}; import it into a cache of the same layout"
+                    f"exported is from a cache with {name} {exported.layout[name]}, and this cache "
+                    f"has {value}; import it into a cache of the same layout"
                 )
 
     def read(self, blocks: list[int], device: torch.device) -> list[Tensor]:
@@ -339,7 +339,7 @@ class Storage:
 
 
 def _listed_step(tensors: tuple[Tensor, ...], options: dict[str, Any], check_only: bool) -> Any:
-    """Append, then attend to listed keys: no kernel reads listed rows that it also writes."""
+    """Append, then attend to listed keys. No single kernel can write rows and read listed rows."""
     q, k, v, k_cache, v_cache, cache_seqlens = tensors
     rotary = {name: options.pop(name) for name in (*ROTARY, *_Q_ROTARY) if name in options}
     if rotary.get("rotary_cos") is not None:

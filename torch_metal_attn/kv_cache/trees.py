@@ -19,29 +19,29 @@ def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
     lists = [integers(f"{name}[{b}]", row) for b, row in enumerate(sequence)]
     if len(lists) != count:
         raise ValueError(
-            f"{name} has {count_text(len(lists), 'row')}; it must have {count}, one a sequence"
+            f"{name} has {count_text(len(lists), 'row')}; it must have {count}, one per sequence"
         )
     return lists
 
 
 def per_sequence(length: Any, count: int) -> list[int]:
-    """The number of rows of each sequence. length: a sequence of these, or one for all."""
+    """The number of rows of each sequence. length: one number for all, or one per sequence."""
     if not isinstance(length, Sequence) and getattr(length, "ndim", 0) == 0:
         return [as_int_at_least("length", length)] * count
     lengths = integers("length", length)
     if len(lengths) != count:
         raise ValueError(
-            f"length has {count_text(len(lengths), 'number')}; it must have {count}, one a sequence"
+            f"length has {count_text(len(lengths), 'int')}; it must have {count}, one per sequence"
         )
     return [as_int_at_least("length", one) for one in lengths]
 
 
 def check_layers_agree(id: int, lengths: Sequence[int], method: str) -> None:
-    """Raise ValueError in the middle of a step. lengths: by layer."""
+    """Raise ValueError in the middle of a step. lengths: the sequence's rows in each layer."""
     if min(lengths) < max(lengths):
         raise ValueError(
             f"sequence {id} has layers of {min(lengths)} and of {max(lengths)} rows; append to all "
-            f"of them before {method}"
+            f"layers before {method}"
         )
 
 
@@ -58,7 +58,7 @@ def length_within(id: int, length: int, longest: int) -> int:
 def checked_paths(
     paths: Rows, parents: Rows, lengths: Sequence[int], accepted: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """The paths, and the row where each tree begins; or ValueError.
+    """The paths, and the row where each tree begins. Raises ValueError if they are invalid.
 
     accepted: the rows of each sequence that cannot be part of its tree.
     """
@@ -96,10 +96,10 @@ def checked_paths(
 
 
 def moves(path: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Rounds of copies (from, to) that move a path's rows to the front.
+    """Rounds of copies (from, to) that move the rows of a path to the front of its tree.
 
-    The copies of a round may run in any order, as none writes a row that another reads. A path
-    increases, so later rounds write only rows that earlier ones have read.
+    The copies of a round may run in any order, as no copy writes a row that another copy reads.
+    The tokens of a path increase, so later rounds write only rows that earlier rounds have read.
     """
     rounds: list[list[tuple[int, int]]] = []
     read: set[int] = set()

@@ -1,4 +1,4 @@
-"""`windows` of `PagedKVCache`: layers with one window share pages, which are freed outside it."""
+"""`windows` of `PagedKVCache`: layers with equal windows share pages; older pages are freed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ def first_seen(length: int, window: int) -> int:
 
 
 class WindowGroups:
-    """Groups of layers with one window, which share pages (vLLM's hybrid KV cache groups).
+    """Groups of layers with equal windows, which share pages (vLLM's hybrid KV cache groups).
 
-    A page has the rows of a whole group, so all groups are as large as the rarest window's.
+    A page has the rows of an entire group, so all groups have as many layers as the rarest window.
 
     Attributes: windows: of each layer, -1 for no limit. by_group: the window of each group. groups,
         places: for each layer its group and its place in the group.
@@ -35,7 +35,7 @@ class WindowGroups:
             self.by_group += [limit] * -(-len(members) // size)
 
     def first_pages(self, length: int, page_size: int) -> list[int]:
-        """For each group the first page that the queries after `length` rows see."""
+        """For each group, the first page that the queries after `length` rows see."""
         return [first_seen(length, limit) // page_size for limit in self.by_group]
 
     def check_pages(self, id: int, pages: list[list[int]], length: int, page_size: int) -> None:
@@ -44,14 +44,14 @@ class WindowGroups:
         firsts = self.first_pages(length, page_size)
         for limit, first, group_pages in zip(self.by_group, firsts, pages, strict=True):
             if any(page < 0 for page in group_pages[first:end]):
-                least = group_pages.count(-1) * page_size + limit
+                minimum = group_pages.count(-1) * page_size + limit
                 raise ValueError(
                     f"sequence {id} cannot go back to {length} rows: pages outside of the window "
-                    f"of {limit} were freed; it must keep at least {least} rows, or none"
+                    f"of {limit} were freed; it must keep at least {minimum} rows, or 0"
                 )
 
     def step_options(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Options of a `decode_step` with the layer's window. The caller may give a smaller one."""
+        """Options of a `decode_step` with the layer's window, or the caller's smaller window."""
         if (limit := self.windows[layer]) < 0:
             return options
         left = options.get("window_size_left", limit)
@@ -78,7 +78,7 @@ def _checked(windows: Any, layers: int) -> list[int]:
     if windows is None:
         return [-1] * layers
     if isinstance(windows, str) or not isinstance(windows, Sequence):
-        raise TypeError(f"windows is {windows!r}; it must be a sequence of ints, one a layer")
+        raise TypeError(f"windows is {windows!r}; it must be a sequence of ints, one per layer")
     if len(windows) != layers:
-        raise ValueError(f"windows has {len(windows)} numbers; it must have {layers}, one a layer")
+        raise ValueError(f"windows has {len(windows)} ints; it must have {layers}, one per layer")
     return [as_int_at_least(f"windows[{i}]", limit, -1) for i, limit in enumerate(windows)]

@@ -11,10 +11,10 @@ from torch_metal_attn.call.arguments import check_tensor
 from torch_metal_attn.kv_cache.recent import Batch, NoRecentRows, RecentRows
 from torch_metal_attn.kv_cache.storage import LISTS, ROTARY, Storage
 
-# Options that a caller must not replace, as the op would read or write other rows.
+# Options that a caller must not pass, as the op would then read or write other rows.
 _PLACES = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q")
-# Options with a row for each new row, if new rows are packed.
+# Options that have one row for each new row if new rows are packed.
 _BY_ROW = ("q", "parents", "tree_mask")
 _ALL_OPTIONS = [x.name for x in torch.ops.metal_attn.decode_step.default._schema.arguments[5:]]
 _STEP_OPTIONS = [n for n in (*_ALL_OPTIONS, *LISTS) if n not in _PLACES and "seqlen" not in n]
@@ -64,8 +64,8 @@ class CacheStorage(Storage):
                 )
         if op == "decode_step" and self.values_in_keys and options.get("softmax_scale") is None:
             raise ValueError(
-                "softmax_scale is None; with values_in_keys it must be given, as keys have other "
-                "columns than the heads whose products are scaled"
+                "softmax_scale is None; pass it with values_in_keys, as keys then do not have the "
+                "head dim of the model"
             )
         if counts is not None:
             by_row = {n: x for n, x in options.items() if n in _BY_ROW and x is not None}
@@ -82,10 +82,10 @@ class CacheStorage(Storage):
     def write(
         self, op: str, batch: Batch, counts: list[int] | None, *, check_only: bool = False
     ) -> Any:
-        """Run an op that writes rows. counts: new rows of each sequence, if they are packed."""
+        """Run an op that writes rows. counts: the new rows of each sequence if rows are packed."""
         for name in (*_PLACES, *_PACKING):
             if name in batch.options:
-                advice = "give length" if name in _PACKING else "the cache gives it"
+                advice = "pass length" if name in _PACKING else "the cache sets it"
                 raise TypeError(f"{op} of a cache has no argument {name}: {advice}")
         options = {n: x for n, x in batch.options.items() if n not in LISTS or x is not None}
         if op == "decode_step":
@@ -96,11 +96,11 @@ class CacheStorage(Storage):
         for name in LISTS:
             if name in options:
                 raise ValueError(
-                    f"{name} is given with length; a step to listed keys takes q, k and v of 4 "
-                    "dimensions, as many rows of each sequence: leave length out"
+                    f"{name} is given with length; with listed keys q, k and v must have 4 "
+                    "dimensions, so all sequences have equally many rows: leave length out"
                 )
         if op == "decode_step" and max(counts, default=0) == 0:
-            raise ValueError(f"length is {counts}; decode_step appends a row or more in all")
+            raise ValueError(f"length is {counts}; decode_step needs at least one new row in total")
         if op == "decode_step" and not isinstance(self.recent, RecentRows):
             ends = self.indices([*accumulate(counts, initial=0)])
             options = options | {"cu_seqlens_q": ends, "max_seqlen_q": max(counts)}
@@ -116,7 +116,7 @@ class CacheStorage(Storage):
             parts.append(Batch(batch.layer, dense, lengths, slots, where, options | by_row))
         if check_only or len(parts) > 1:
             for part in parts:
-                self._write(op, part, True)  # all before any is written
+                self._write(op, part, True)  # check all parts before the first write
         results = [] if check_only else [self._write(op, part, False) for part in parts]
         if op == "append_kv" or check_only:
             return None
@@ -144,13 +144,13 @@ def _runs(counts: list[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def _unpacked(x: Any, rows: slice, batch: int) -> Any:
-    """These rows of x (T, H, D) as (batch, H, L, D); of a tree (T, L) as (batch, L, L)."""
+    """Rows of x (T, H, D) as (batch, H, L, D), or rows of a tree (T, L) as (batch, L, L)."""
     if x is None:
         return None
     x, length = x[rows], (rows.stop - rows.start) // batch
     if x.dim() < 3:
         return x.unflatten(0, (batch, length))[..., :length]
-    # `view` may change the stride of a size of 1, but values in keys need the strides of the keys.
+    # `view` may change the stride of a size of 1. Values in keys must keep the strides of the keys.
     (row, head, column), (_, heads, columns) = x.stride(), x.shape
     sizes, strides = (batch, heads, length, columns), (length * row, head, row, column)
     return x.as_strided(sizes, strides)

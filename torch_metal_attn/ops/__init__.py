@@ -1,6 +1,6 @@
 """The Python side of each op of csrc/library.cpp: fake kernel, CPU kernel and autograd.
 
-There is one module per family, and some that several share. Importing this package registers all.
+There is one module per family, and some shared modules. Importing the package registers all ops.
 """
 
 from torch_metal_attn.ops import append_kv as append_kv

@@ -17,7 +17,7 @@ def _places(
     block_table: Tensor | None,
     cache_batch_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The batch or page, and the row in it, of each new row: (B, L) int64 each."""
+    """The batch or page of each new row, and the row's index in it: both (B, L) int64."""
     positions = first[:, None] + torch.arange(k.shape[2], device=k.device)
     if block_table is not None:
         page = k_cache.shape[2]
@@ -70,7 +70,7 @@ def reference(
     rotary_first_column: int = 0,
     hadamard: int = 0,
 ) -> None:
-    """The op in torch. steps: (B or 1, L), each token's rotary position after the first's."""
+    """The op in torch. steps: (B or 1, L), rotary positions relative to the first token's."""
     if cache_seqlens is None:
         first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
     else:
@@ -100,7 +100,7 @@ _TABLES = ("rotary_cos", "rotary_sin")
 
 
 def written_caches(arguments: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The caches that the op writes, and the sources. Scales per head are only read."""
+    """The caches that the op writes, and the sources of each. Scales per head are only read."""
     sources = {"k": ("k", *_TABLES), "v": ("v",)}
     written = {f"{side}_cache": names for side, names in sources.items()}
     for side, names in sources.items():

@@ -1,4 +1,4 @@
-"""flash-attn's S_dmask, which its functions also return with dropout, for tests.
+"""flash-attn's S_dmask, which flash-attn's functions can return with dropout, for tests.
 
 torch computes it after the call, as the kernels do not store weights. It is as large as the scores.
 """
@@ -29,7 +29,7 @@ def dense_weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor | Non
 
     options: those of `metal_attn::flash_fwd`. As in flash-attn, blocks of keys are visited from the
     last to the first. A weight is exp(score - m), where m is the row's maximum over the key's block
-    and all later ones. Its sign is + if it is kept and - if it is dropped, even if it is 0.
+    and all later blocks. The sign is + for a kept weight and - for a dropped one, even if it is 0.
     """
     if "rng_state" not in options:
         return None
@@ -47,7 +47,7 @@ def varlen_weights(
     max_seqlen_k: int,
     options: dict[str, Any],
 ) -> Tensor | None:
-    """`dense_weights` of packed sequences: (B, Hq, max_seqlen_q, max_seqlen_k), 0 outside each."""
+    """`dense_weights` of packed sequences: (B, Hq, max_seqlen_q, max_seqlen_k), padded with 0."""
     if "rng_state" not in options:
         return None
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -78,6 +78,7 @@ def _weights(q: Tensor, k: Tensor, kept: Tensor, options: dict[str, Any]) -> Ten
     length, block = logits.shape[-1], block_size(q.shape[-1], True)
     if length == 0:
         return logits.to(q.dtype)
+    # The maximum over a block and all later blocks is a cumulative maximum from the end.
     padded = functional.pad(logits, (0, -length % block), value=-torch.inf)
     block_max = padded.unflatten(-1, (-1, block)).amax(-1)
     running = block_max.flip(-1).cummax(-1).values.flip(-1)

@@ -13,7 +13,7 @@ _Plain = TypeVar("_Plain", bound=Callable[..., Any])
 
 
 def cpu_kernel(name: str, check: Callable[..., None] | None = None) -> Callable[[_Plain], _Plain]:
-    """Make a function the CPU kernel of op `name`. check: raises for values that shaders skip."""
+    """Make a function the CPU kernel of op `name`. check: raises for values that shaders ignore."""
 
     def register(plain: _Plain) -> _Plain:
         def kernel(*arguments: Any, **options: Any) -> Any:

@@ -10,11 +10,11 @@ from torch_metal_attn.ops import append_kv
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import refuse
 from torch_metal_attn.ops.fake import register_fake
-from torch_metal_attn.ops.flash_decode import decoded
+from torch_metal_attn.ops.flash_decode import decode_reference
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, empty_results
 from torch_metal_attn.ops.layout import empty_like_query
 
-# Options of both the append and the attention. Those of the append alone begin with "rota".
+# Options of both `append_kv` and attention. Options of `append_kv` alone begin with "rota".
 _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale", "hadamard")
 _WRITTEN = ("k_cache", "v_cache", "cache_seqlens")
 
@@ -24,6 +24,7 @@ def _dense(packed: Tensor, rows: slice) -> Tensor:
 
 
 def _of_sequence(b: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    # Without a table, sequence b is in row b of the caches.
     in_place = arguments.get("block_table") is None and arguments.get("cache_batch_idx") is None
     sequence = dict(arguments)
     for name, x in arguments.items():
@@ -87,7 +88,7 @@ def reference(
                 sequence["q"] = _dense(q, slice(*cu_seqlens_q[b : b + 2].tolist()))
             append_kv.reference(_dense(k, rows), _dense(v, rows), steps=_steps(*tree), **sequence)
     attend |= {"parents": parents, "tree_mask": tree_mask}
-    out, lse = decoded(q, k_cache, v_cache, seqused_k=cache_seqlens + new, **attend)
+    out, lse = decode_reference(q, k_cache, v_cache, seqused_k=cache_seqlens + new, **attend)
     return empty_like_query(q, out.shape[-1]).copy_(out), lse
 
 

@@ -22,13 +22,13 @@ from torch_metal_attn.runtime.refusals import (
     unmarked,
 )
 
-# Maps the arguments of a call to the names of those that it writes in place, each with the names of
-# the arguments whose values it writes there.
+# From the arguments of a call: for the name of each argument that the call writes in place, the
+# names of the arguments whose values it writes there.
 Written = Callable[[dict[str, Any]], Mapping[str, Iterable[str]]]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_libraries: list[torch.library.Library] = []  # a registration ends with its library
+_libraries: list[torch.library.Library] = []  # a registration ends when its library is freed
 _refused: dict[str, tuple[str, Written]] = {}  # the arguments of `refuse`, by op
 
 
@@ -42,12 +42,12 @@ def compiling() -> bool:
 
 
 def batched(tensor: Tensor) -> bool:
-    """True if vmap may be active: torch.func's, or that of autograd's is_grads_batched."""
+    """True if vmap may be active, of torch.func or of autograd's is_grads_batched."""
     return transforming() or bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply` below the dispatcher, where torch.func leaves one level to differentiate."""
+    """`function.apply` in an op's kernel, where torch.func differentiates only one level."""
     if not transforming():
         return function.apply(*arguments)
     with enable_single_level_autograd_function():
@@ -69,7 +69,7 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def saved(ctx: Any) -> list[Any]:
-    """The tensors of `save`, copied if a saved-tensor hook changed strides: ops may refuse them."""
+    """The tensors of `save`. Copied if a hook changed strides, which ops may refuse."""
     return [
         x if x is None or x.stride() == strides else x.contiguous()
         for x, strides in zip(ctx.saved_tensors, ctx.strides, strict=True)
@@ -79,13 +79,13 @@ def saved(ctx: Any) -> list[Any]:
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """A context for the op in a Function's forward."""
-    # Gradients are off in a forward, which would make those of torch.func's next level zero.
+    # A forward runs with gradients off. The gradients of torch.func's next level would then be 0.
     grad_mode = torch.enable_grad() if transforming() else nullcontext()
     with grad_mode, torch._C._AutoDispatchBelowAutograd():
         yield
 
 
-def below(op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def run_below_autograd(op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments, **options)
 
@@ -105,7 +105,7 @@ def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any
 
 def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
     """True if a call may skip the op's Autograd kernel, which is Python and would do nothing."""
-    # A graph keeps the op itself, and inference mode already skips autograd.
+    # Graphs must record the op itself, and inference mode already skips autograd.
     return (
         not torch.compiler.is_compiling()
         and not torch.is_inference_mode_enabled()
@@ -117,7 +117,7 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
     """Call `op`, without its Autograd kernel if possible; refusals are ValueErrors."""
     try:
         if may_pass_autograd(arguments, options):
-            return below(op, *arguments, **options)
+            return run_below_autograd(op, *arguments, **options)
         return op(*arguments, **options)
     except Exception as error:
         refuse_dtensors(op, arguments, options)
@@ -131,7 +131,7 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
 
 
 def autograd_kernel(name: str, fast_op: str = "") -> Callable[[_Function], _Function]:
-    """Make a function an op's Autograd kernel. fast_op: the op of `fast_path` for plain calls."""
+    """Make a function an op's Autograd kernel. fast_op: the name in `fast_path` for plain calls."""
     op = getattr(torch.ops.metal_attn, name).default
 
     def register(function: _Function) -> _Function:
@@ -154,11 +154,11 @@ def autograd_kernel(name: str, fast_op: str = "") -> Callable[[_Function], _Func
 
 
 def refuse_dtensors(op: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for a DTensor of a failed call, as torch's error is unclear."""
+    """Raise NotImplementedError if a failed call has a DTensor, as torch's error is unclear."""
     if any(map(is_dtensor, (*arguments, *options.values(), *options.get("captures", ())))):
         for argument, value in by_schema(op, arguments, options):
-            for one in value if isinstance(value, list | tuple) else (value,):
-                refuse_dtensor(argument.name, one)
+            for item in value if isinstance(value, list | tuple) else (value,):
+                refuse_dtensor(argument.name, item)
 
 
 @functools.cache
@@ -172,7 +172,7 @@ def by_name(op: Any, values: Iterable[Any], options: Mapping[str, Any]) -> dict[
 
 
 def by_schema(op: Any, values: Sequence[Any], options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """The passed arguments of an op's schema, with values. op may be a function of an op."""
+    """The schema and value of each passed argument. A function's op is its first value."""
     if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         op, *values = values
     op = getattr(op, "default", op)
@@ -203,7 +203,7 @@ def needs_gradient(op: object, arguments: Mapping[str, Any], constants: Iterable
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """The results of a call, whose derivative raises when it is computed."""
+    """The results of a call. Computing their derivative raises NotImplementedError."""
 
     @staticmethod
     def forward(message: str, run: Callable[[], Any], *inputs: Tensor) -> Any:
@@ -220,7 +220,7 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 class _Overwritten(torch.autograd.Function):
-    """A tensor written by an op without a gradient. It does not keep the graph of a step alive."""
+    """A tensor that an op without a gradient wrote. It does not keep the step's graph alive."""
 
     @staticmethod
     def forward(message: str, origin: Tensor, tensor: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], 
 
 
 def forward_refusal(function: str, advice: str, arguments: Mapping[str, Any]) -> str:
-    """The error that a derivative raises, or "". In graphs and transforms the call raises it."""
+    """The message that a derivative raises, or "". In graphs and transforms, raises it here."""
     in_graph = torch.compiler.is_compiling()
     if not in_graph:
         if nothing_to_differentiate((), arguments):
@@ -261,7 +261,7 @@ def forward_refusal(function: str, advice: str, arguments: Mapping[str, Any]) ->
 def forward_only(
     function: str, advice: str, arguments: Mapping[str, Any], run: Callable[[], Any]
 ) -> Any:
-    """`run()`, whose derivatives raise. For Python functions, like `refuse` for ops."""
+    """The result of `run()`, whose derivatives raise. Like `refuse`, but for Python functions."""
     message = forward_refusal(function, advice, arguments)
     if not message:
         return run()
@@ -269,12 +269,12 @@ def forward_only(
 
 
 def _base(tensor: Tensor) -> Tensor:
-    """The base of a view, which has autograd's history of writes; `tensor` if it is no view."""
+    """The base of a view, which has autograd's history of writes; `tensor` if it is not a view."""
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
 def check_not_a_leaf(op: str, name: str, tensor: Tensor, instead: str) -> None:
-    """Raise before the write, as torch's ops do. Autograd would raise after it."""
+    """Raise before the write, as torch's ops do. Autograd would raise after the write."""
     if any(each.is_leaf and each.requires_grad for each in (tensor, _base(tensor))):
         raise not_implemented(
             f"`{name}` is a leaf that requires grad, or a view of one, so {op} cannot write it in "
@@ -283,7 +283,7 @@ def check_not_a_leaf(op: str, name: str, tensor: Tensor, instead: str) -> None:
 
 
 def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -> None:
-    """Raise NotImplementedError, before the write, if autograd cannot track it."""
+    """Raise NotImplementedError, before the write, if autograd cannot track the write."""
     check_not_a_leaf(op, name, tensor, "detach it, or call the op under torch.no_grad()")
     if (
         tensor._is_view()
@@ -291,8 +291,8 @@ def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -
     ):
         raise not_implemented(
             f"{op} has no gradient: `{source}` requires grad and `{name}` is a view that autograd "
-            "cannot follow, made under torch.no_grad() or as one of several. Call it under "
-            "torch.no_grad()"
+            "cannot follow, as it was created under torch.no_grad() or by an op with several "
+            "results. Call the op under torch.no_grad()"
         )
 
 
@@ -303,7 +303,7 @@ def _mark_overwritten(tensor: Tensor, message: str) -> None:
 
 
 def refuse(name: str, advice: str, written: Written | None = None) -> None:
-    """Let derivatives of an op's results and of the tensors it writes raise NotImplementedError."""
+    """Let derivatives of an op's results, and of tensors that it writes, raise an error."""
     if written is not None:
         _refused[name] = advice, written
         count_writes(name, written)
@@ -316,7 +316,7 @@ def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., 
 
     def undifferentiated(*values: Any, **options: Any) -> Any:
         if nothing_to_differentiate(values, options):
-            return below(op, *values, **options)
+            return run_below_autograd(op, *values, **options)
         arguments = by_name(op, values, options)
         tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
         refusals = _refusals(f"metal_attn::{name}", advice, tensors, written(arguments))
@@ -340,7 +340,7 @@ def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., 
 def _refusals(
     op: str, advice: str, tensors: dict[str, Tensor], written: Mapping[str, Iterable[str]]
 ) -> dict[str, str]:
-    """The messages that backward raises: by written tensor, and for the results under ""."""
+    """The messages that backward raises, by written tensor; under "" that of the results."""
     refuse_tangents(op, tensors)
     needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
     if not needing:
@@ -353,7 +353,7 @@ def _refusals(
     for target, sources in written.items():
         source = next((n for n in (target, *sources) if n in needing), None)
         if source is not None and tensors[target].is_floating_point():
-            # A graph, and possibly a transform, drops nodes without an edge to its inputs.
+            # Graphs, and some transforms, drop nodes without an edge to their inputs: raise now.
             if compiling() or transforming():
                 raise NotImplementedError(message(source))
             _check_may_be_overwritten(op, target, tensors[target], source)
@@ -373,7 +373,7 @@ def check_writes(name: str, values: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) -> None:
-    """Let the op increment the versions of the arguments that `written` names."""
+    """Let the op increment the version counters of the arguments that `written` names."""
     op = getattr(torch.ops.metal_attn, name).default
     library = torch.library.Library("metal_attn", "IMPL")
     library.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
@@ -384,7 +384,7 @@ def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) 
 
 
 def _without_negated(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A kernel that refuses to write lazily negated views, and resolves those it only reads."""
+    """A kernel that refuses to write lazily negated views, and resolves views that are read."""
 
     def without_negated(*values: Any, **options: Any) -> Any:
         arguments = by_name(op, values, options)
@@ -402,7 +402,7 @@ def _refuse_negated(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> Non
         if writes and isinstance(arguments.get(name), Tensor) and arguments[name].is_neg():
             raise invalid(
                 f"`{name}` is a view with its negative bit set, which {op._schema.name} cannot "
-                f"write in place; it must be a copy: `{name}`.resolve_neg()"
+                f"write in place; pass a copy: `{name}`.resolve_neg()"
             )
 
 

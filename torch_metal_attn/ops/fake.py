@@ -1,7 +1,7 @@
 """Fake kernels: the shapes of an op's results, after the checks of csrc/ on tensors without data.
 
-torch.compile and meta tensors call them. The checks and their errors are those of every call. If a
-size is symbolic, only the call itself makes the checks.
+torch.compile and meta tensors use these kernels. The checks and errors are those of real calls. If
+a size is symbolic, the checks run only in the real call.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.differentiation import by_name
-from torch_metal_attn.ops.view_offsets import offsets_kept
+from torch_metal_attn.ops.view_offsets import with_offset_lowering
 from torch_metal_attn.runtime.refusals import as_value_errors, invalid
 
 _Fake = TypeVar("_Fake", bound=Callable[..., Any])
@@ -35,7 +35,7 @@ def _checked(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
         return results(*arguments, **options)
 
     mutates = getattr(torch.ops.metal_attn, name).default._schema.is_mutable
-    return offsets_kept(fake) if mutates else fake
+    return with_offset_lowering(fake) if mutates else fake
 
 
 def check(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ def check(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Non
     if any(map(_symbolic, (*arguments, *options.values(), *tensors.values()))):
         return
     _check_one_device(tensors)
-    # Under dispatch the meta tensors would become FakeTensors and call this fake kernel again.
+    # With dispatch on, the meta tensors would become FakeTensors and call this fake kernel again.
     with as_value_errors(), torch._C._DisableTorchDispatch():
         getattr(torch.ops.metal_attn_explain, name)(
             *map(_without_data, arguments),
@@ -70,7 +70,7 @@ def _symbolic(value: Any) -> bool:
 
 
 def _check_one_device(tensors: dict[str, Tensor]) -> None:
-    """The check of csrc/, which sees all of these tensors on meta."""
+    """A check of csrc/ that must run here: csrc/ gets all of these tensors on meta."""
     first = "q" if "q" in tensors else next(iter(tensors))
     device = tensors[first].device
     for name, x in tensors.items():

@@ -1,7 +1,7 @@
-"""`metal_attn_fast`: the ops of plain calls, which are neither differentiated nor traced.
+"""`metal_attn_fast`: the ops for plain calls, which are neither differentiated nor traced.
 
-Its ops have few arguments and no Autograd kernel, as both cost time in each call. They refuse all
-other calls, and the functions then call the ops of `metal_attn`, whose errors give the reason.
+These ops have few arguments and no Autograd kernel, as both cost time in each call. They refuse all
+other calls. The public functions then call the ops of `metal_attn`, whose errors give the reason.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from torch_metal_attn.runtime.refusals import python_kernel
 _OPS = torch.ops.metal_attn
 _NAMES = ("flash_fwd", "flash_decode", "sdpa", "flash_attn", "flash_attn_cached", "flash_attn_step")
 
-# Without an OpOverload, whose Python frame costs time. These ops are neither traced nor wrapped.
+# `_op` avoids OpOverload, whose Python frame costs time. These ops are neither traced nor wrapped.
 flash_fwd, flash_decode, sdpa, flash_attn, flash_attn_cached, _flash_attn_step = (
     getattr(torch.ops.metal_attn_fast, name).default._op for name in _NAMES
 )
@@ -40,7 +40,7 @@ _REFUSALS = frozenset((IndexError, NotImplementedError, RuntimeError, TypeError,
 
 
 def is_usable(*tensors: Tensor) -> bool:
-    """True if a plain op may run the call. `tensors`: all tensors of the call."""
+    """True if a plain op may run a call with these tensors, which must be all of the call."""
     if (
         is_compiling()
         or _is_any_autocast_enabled()
@@ -67,14 +67,14 @@ def refused(error: Exception) -> bool:
 def flash_attn_step(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any
 ) -> Tensor:
-    """The op, which writes the caches, after it increments their versions for autograd."""
+    """Increment the caches' versions for autograd, and run the op, which writes the caches."""
     increment_version((k_cache, v_cache))
     out: Tensor = _flash_attn_step(q, k, v, k_cache, v_cache, *options)
     return out
 
 
 def try_call(op: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The result of the plain op with these arguments; None if the call is not plain."""
+    """The result of a plain op with these arguments; None if the call is not plain."""
     if len(values) == 3 and _FIRST.issuperset(options) and is_usable(*values):
         try:
             return op(*values, **options)
@@ -97,7 +97,7 @@ def swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2) if x.dim() == 4 else x
 
 
-# The CPU kernels, which call the ops of `metal_attn`. Those of mps are in
+# The CPU kernels, which call the ops of `metal_attn`. The mps kernels are in
 # csrc/ops/decode/fast_path.h.
 
 

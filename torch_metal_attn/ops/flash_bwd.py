@@ -42,7 +42,7 @@ def empty_gradients(
 
 
 def gradient_of(out: Tensor, dout: Tensor | None) -> Tensor:
-    """The gradient of out with contiguous rows, as kernels require; that of sum() has none."""
+    """The gradient of out with contiguous rows, as kernels require. After sum() it has none."""
     if dout is None:
         return out.new_zeros(out.shape[-1]).expand(out.shape)
     return dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
@@ -57,7 +57,7 @@ def _flash_bwd_fake(*arguments: Any, exact_delta: bool = False, **options: Any) 
 def rotary_rows(
     x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tables and positions for `rope` to rotate as flash_fwd does; None if row i is token i's."""
+    """Tables and positions for `rope`, to rotate as flash_fwd; None if token i has row i."""
     rows = min(cos.shape[-2], sin.shape[-2])
     cos, sin = torch.broadcast_tensors(cos[..., :rows, :], sin[..., :rows, :])
     if cu_seqlens is None:
@@ -85,7 +85,7 @@ def rotated_back(
     """The gradient of q or k from the gradient of its rotated form. rope: the op to use."""
     x = gradient if cu_seqlens is None else gradient.transpose(0, 1)[None]
     if cos.shape[-2] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
-        return gradient  # no token of any sequence
+        return gradient  # no sequence has a token
     cos, sin, positions = rotary_rows(x, cos, sin, cu_seqlens)
     rotated = rope(x, None, cos, sin, positions=positions, interleaved=interleaved, conjugate=True)
     if rotated is None:
@@ -102,14 +102,14 @@ def sink_gradient(
     rowsum(dout * out) - dlse its gradient is -p * delta, as a key's is p * (dout . v - delta).
     """
     weight = (sink.float()[:, None] - softmax_lse).exp() * normalisers  # (H, T) or (B, H, L)
-    # Tokens outside all sequences, and rows without keys whose sink is -inf.
+    # For tokens outside all sequences, and rows without keys whose sink is -inf.
     weight = weight.masked_fill(softmax_lse == -torch.inf, 0.0)
     return -(weight * delta).sum(1 if packed else (0, 2)).to(sink.dtype)
 
 
 @contextmanager
 def differentiating() -> Iterator[None]:
-    """Turn autograd on inside a kernel, which the dispatcher runs with autograd off."""
+    """Turn autograd on inside a kernel; the dispatcher runs kernels with autograd off."""
     exclude = torch._C._dispatch_tls_local_exclude_set()
     keys = "AutogradFunctionality AutogradOther AutogradNestedTensor ADInplaceOrView"
     for key in keys.split():
@@ -144,9 +144,9 @@ def weighted_loss(
 ) -> Tensor:
     """A loss with the kernels' gradients, whose P is exp(scores - softmax_lse).
 
-    results: the reference's out and lse, which may differ from softmax_lse. With w = exp(lse -
-    softmax_lse), sum(w * (dout . out - delta)) has the derivative P * (dout . v - delta) by a score
-    and P * dout by v. Each row is multiplied by its normaliser.
+    results: the reference's out and lse; lse may differ from softmax_lse. With w = exp(lse -
+    softmax_lse), sum(w * (dout . out - delta)) has the gradient P * (dout . v - delta) for a score
+    and P * dout for v. Each row is multiplied by its normaliser.
     """
     out, lse = results
     excess = (lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
@@ -194,7 +194,7 @@ def _reference_gradients(
         loss = weighted_loss(dout, (ref_out, ref_lse), softmax_lse, delta, scale, packed)
         if loss.requires_grad:
             computed = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        else:  # packed, and no sequence
+        else:  # packed, without any sequence
             computed = tuple(torch.zeros_like(leaf) for leaf in leaves)
     gradients = empty_gradients(q, k, v, softmax_lse, exact_delta, options)
     if gradients[-1].shape != delta.shape:

@@ -4,7 +4,7 @@ The gradients of terms that attention adds to its scores (see `reference.attenti
 weights and dP = dout v^T, the gradient of a bias is dS = P * (dP - delta), Dao, "FlashAttention-2"
 (2023), algorithm 2, summed over the dimensions that the bias broadcasts over. The gradient of a
 head's ALiBi slope is -sum dS * |p - j| over its queries and keys. `delta` = rowsum(dout * out) -
-dlse and `normalisers` come from `flash_bwd`. Without normalisers P has softmax_lse's rounding.
+dlse and `normalisers` come from `flash_bwd`. Without normalisers, P has the error of softmax_lse.
 """
 
 from collections.abc import Callable
@@ -48,12 +48,12 @@ def _reference_gradient(
     normalisers = options.pop("normalisers", None)
     value = options[option]
     with differentiating():
-        # In float32, as torch would sum over blocks of queries in the option's dtype.
+        # A float32 leaf: torch would sum over blocks of queries in the option's dtype.
         leaf = value.to(torch.float32, copy=True).requires_grad_()
         results = oracle(q.float(), k.float(), v.float(), *packing, **(options | {option: leaf}))
         scale = 1.0 if normalisers is None else normalisers
         loss = weighted_loss(dout, results, softmax_lse, delta, scale, bool(packing))
-        if not loss.requires_grad:  # packed, and no sequence
+        if not loss.requires_grad:  # packed, without any sequence
             return torch.zeros_like(value, memory_format=torch.contiguous_format)
         (gradient,) = torch.autograd.grad(loss, leaf)
     return gradient.to(value.dtype).contiguous()

@@ -10,7 +10,7 @@ from torch_metal_attn.ops.flash_fwd_autograd import differentiable
 from torch_metal_attn.reference import attention, varlen_attention
 
 
-def decoded(
+def decode_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -26,10 +26,10 @@ def decoded(
     return varlen_attention(q, k, v, cu_seqlens_q, None, max_seqlen_q, **options)
 
 
-register_cpu("flash_decode", decoded)
+register_cpu("flash_decode", decode_reference)
 _refused = undifferentiated(
     "flash_decode",
-    "use flash_fwd, or with indices a batch without cu_seqlens_q, or call it under torch.no_grad()",
+    "use flash_fwd, or indices without cu_seqlens_q, or call it under torch.no_grad()",
     lambda _: {},
 )
 _listed = differentiable("flash_decode")

@@ -1,6 +1,6 @@
 """Autograd of `metal_attn::flash_fwd` and `flash_varlen_fwd`, and of `flash_decode` with lists.
 
-It saves the arguments, out and softmax_lse, but no tensor that is quadratic in a length.
+The forward saves the arguments, out and softmax_lse; nothing is quadratic in a length.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from torch_metal_attn.ops.differentiation import (
     apply,
     autograd_kernel,
     batched,
-    below,
     below_autograd,
     needs_gradient,
     nothing_to_differentiate,
+    run_below_autograd,
     save,
     saved,
     without_gradient,
@@ -29,10 +29,10 @@ _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 # Tensors without a gradient. Integers and bools cannot require one.
 _CONSTANTS = tuple(f"{side}_rotary_{table}" for side in "qk" for table in ("cos", "sin"))
-# Options of a cache, which keys of other calls share.
+# Options of a cache, which also holds keys of other calls.
 _CACHE = ("block_table", "cache_batch_idx", "k_scale", "v_scale")
 _LISTS = ("indices", "kv_block_size", "q_block_size")
-# Arguments that are added to the scores, and the ops of their gradients.
+# Arguments that are added to the scores; the suffixes of the ops that compute their gradients.
 _ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 
 
@@ -119,7 +119,7 @@ def _gradients(
                 sin,
                 arguments[f"cu_seqlens_{side}"] if packed else None,
                 options.get("rotary_interleaved", False),
-                # A graph and vmap need the op that is not in place.
+                # create_graph and vmap need the op that is not in place.
                 ops.rope if torch.is_grad_enabled() or batched(gradient) else ops.rope_,
             )
     for name, op in _ADDED.items():
@@ -143,7 +143,7 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     # torch.library.register_autograd would drop the tangents of forward-mode derivatives.
     def flash_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         if nothing_to_differentiate(arguments, options):
-            result: tuple[Tensor, Tensor] = below(op, *arguments, **options)
+            result: tuple[Tensor, Tensor] = run_below_autograd(op, *arguments, **options)
             return result
         names = (*positional[: len(arguments)], *options)
         values = (*arguments, *options.values())

@@ -1,6 +1,6 @@
 """`metal_attn::flex_fwd` and `flex_bwd` in Python: fake kernels, CPU kernels and autograd.
 
-`torch_metal_attn.flex` generates their texts. Users call its `flex_attention`.
+`torch_metal_attn.flex` generates the Metal texts that the ops take. Users call `flex_attention`.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
     autograd_kernel,
-    below,
     below_autograd,
     nothing_to_differentiate,
     refuse_tangents,
+    run_below_autograd,
     save,
     saved,
     without_gradient,
@@ -29,7 +29,7 @@ from torch_metal_attn.ops.flash_bwd import (
     refuse_second_derivative,
 )
 
-# The lists of a BlockMask, by the names of its attributes and of the op's options.
+# The names of a BlockMask's lists, which are also the names of the op's options.
 LISTS = tuple(
     f"{full}{side}_{what}"
     for side in ("kv", "q")
@@ -37,7 +37,7 @@ LISTS = tuple(
     for what in ("num_blocks", "indices")
 )
 # Options that autograd saves.
-_OF_BLOCKS = (*LISTS, "kv_order", "q_order")
+_BLOCK_OPTIONS = (*LISTS, "kv_order", "q_order")
 FlexResult = tuple[Tensor, Tensor]
 
 
@@ -91,7 +91,7 @@ class _FlexFwd(torch.autograd.Function):
         if any(ctx.needs_input_grad[4:]):
             known = normalisers if normalisers.numel() > 0 else None
             shares = ops.flex_bwd_captures(dout, q, k, v, lse, delta, known, **options)
-            # Summed in order, and rounded once.
+            # The sums run in the order of the shares, and are rounded once.
             for i, share in zip(options["share_captures"], shares, strict=True):
                 before = tensor_gradients[i]
                 tensor_gradients[i] = share if before is None else before + share
@@ -101,7 +101,7 @@ class _FlexFwd(torch.autograd.Function):
         return (None, *operand_gradients, *tensor_gradients)
 
 
-def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
+def run_without_gradient(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
     q, k, *_ = inputs
     message = (
         f"flex_attention has no gradient with key and value in {k.dtype} and query in {q.dtype}: "
@@ -111,9 +111,9 @@ def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
 
 
 def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
-    captures = list(tensors[: len(tensors) - len(_OF_BLOCKS)])
+    captures = list(tensors[: len(tensors) - len(_BLOCK_OPTIONS)])
     lists = tensors[len(captures) :]
-    return options | {"captures": captures} | dict(zip(_OF_BLOCKS, lists, strict=True))
+    return options | {"captures": captures} | dict(zip(_BLOCK_OPTIONS, lists, strict=True))
 
 
 @autograd_kernel("flex_fwd")
@@ -121,21 +121,21 @@ def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     op = torch.ops.metal_attn.flex_fwd
     captures = options["captures"]
     if nothing_to_differentiate((q, k, v), options):
-        return below(op, q, k, v, **options)
+        return run_below_autograd(op, q, k, v, **options)
     if k.dtype != q.dtype:
-        return of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
+        return run_without_gradient((q, k, v, *captures), lambda: op(q, k, v, **options))
     refuse_tangents("metal_attn::flex_fwd", {"q": q, "k": k, "v": v})
     for i, tensor in enumerate(captures):
         refuse_tangents("metal_attn::flex_fwd", {f"captures[{i}]": tensor})
-        reached = i in options.get("share_captures", [])
-        if torch.is_grad_enabled() and tensor.requires_grad and not reached:
+        has_share = i in options.get("share_captures", [])
+        if torch.is_grad_enabled() and tensor.requires_grad and not has_share:
             raise NotImplementedError(
                 f"metal_attn::flex_fwd has no share for captures[{i}], which requires grad: "
                 "detach it"
             )
-    saved = ("captures", *_OF_BLOCKS)
+    saved = ("captures", *_BLOCK_OPTIONS)
     plain_options = {n: x for n, x in options.items() if n not in saved}
-    tensors = (*captures, *(options.get(n) for n in _OF_BLOCKS))
+    tensors = (*captures, *(options.get(n) for n in _BLOCK_OPTIONS))
     return apply(_FlexFwd, plain_options, q, k, v, *tensors)
 
 

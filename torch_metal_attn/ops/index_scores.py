@@ -26,7 +26,7 @@ def index_scores(
     causal: bool = False,
     q_offset: int | None = None,
 ) -> Tensor:
-    """The scores in plain torch; of float64 operands in float64."""
+    """The scores in plain torch, in float32; in float64 if q is float64."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     with without_autocast(q.device.type):

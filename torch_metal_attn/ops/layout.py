@@ -1,4 +1,4 @@
-"""The memory layout of results of ops."""
+"""The memory layout of the ops' results."""
 
 from torch import SymInt, Tensor
 
@@ -15,10 +15,10 @@ def empty_like_query(q: Tensor, head_dim: int | None = None) -> Tensor:
 
 
 def memory_order(q: Tensor) -> list[int]:
-    """q's dimensions except for the last, the one with the largest stride first."""
+    """q's dimensions except for the last, by decreasing stride."""
 
     def step_of(dim: int) -> tuple[bool, int]:
-        # The stride of a broadcast dimension gives no order, so it goes outermost, as in C++.
+        # A broadcast dimension has stride 0, so it is put outermost, as in C++.
         stride: int = q.stride(dim)
         return bool(stride == 0), stride
 

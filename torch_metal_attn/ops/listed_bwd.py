@@ -13,13 +13,13 @@ from torch import Tensor
 from torch_metal_attn.call.visibility import visible_listed
 from torch_metal_attn.ops.flash_bwd import Gradients, rotated_rows
 
-# Elements of gathered keys and values in a chunk, unless a single list has more.
+# The most elements of gathered keys and values in a chunk, unless a single list has more.
 GATHERED = 2**24
 
 # The options that determine which listed keys a query sees. They become a mask.
 _PARAMETERS = inspect.signature(visible_listed).parameters.values()
 _VISIBILITY = {p.name for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY}
-# The other options of flash_bwd. Further options of flash_decode are refused with lists.
+# The other options of flash_bwd. flash_decode refuses its further options together with lists.
 _ARGUMENTS = torch.ops.metal_attn.flash_bwd.default._schema.arguments
 _PASSED_ON = {a.name for a in _ARGUMENTS if a.kwarg_only} - _VISIBILITY
 
@@ -45,9 +45,9 @@ def listed_gradients(
 ) -> Gradients:
     """The results of `flash_bwd` with exact_delta, for dense q, k and v.
 
-    Each list is a sequence of `flash_bwd`. Its keys are the listed keys in order, with repetitions,
-    and a mask hides those that a query does not see. Sums are float32, so that the gradient of a
-    key in several lists is rounded once.
+    Each list becomes a sequence of `flash_bwd`, whose keys are the listed keys in order, with
+    repetitions. A mask hides the keys that a query does not see. Sums are float32, so that the
+    gradient of a key in several lists is rounded once.
     """
     visibility = {name: x for name, x in options.items() if name in _VISIBILITY}
     options = {name: x for name, x in options.items() if name in _PASSED_ON}
@@ -55,7 +55,7 @@ def listed_gradients(
     batch, kv_heads, kv_length, _ = k.shape
     q_length, group = q.shape[2], q.shape[1] // max(kv_heads, 1)
     if kv_length == 0:
-        indices = indices[..., :0]  # there is no row to gather for an entry of -1
+        indices = indices[..., :0]  # an entry of -1 would gather row 0, which does not exist
     if q_rotary_cos is not None and q_rotary_sin is not None:
         tables = q_rotary_cos, q_rotary_sin
         rotated = rotated_rows(q, *tables, None, rotary_interleaved).to(q.dtype).float()
@@ -72,10 +72,10 @@ def listed_gradients(
     parts = []
     for start in range(0, max(lists, 1), step):
         chunk = slice(start, min(start + step, lists))
-        # (batch, lists, kv_heads, keys of a list), and with queries of a list before keys.
+        # keys: (batch, lists, kv_heads, keys). seen: (batch, lists, kv_heads, queries, keys).
         listed = visible_listed(indices, chunk, *sizes, **visibility)
         keys, seen = (x.transpose(1, 2) for x in listed)
-        used = seen.any(3)  # other rows may be NaN
+        used = seen.any(3)  # unused rows may be NaN
         places = (keys.where(used, 0) + firsts).flatten()
         read = (x[places].float().view(*used.shape, x.shape[-1]) for x in matrices)
         gathered = [x.masked_fill(~used[..., None], 0).flatten(0, 1) for x in read]

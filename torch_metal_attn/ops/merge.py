@@ -47,7 +47,7 @@ def _merge_splits_fake(
 def _merged(out: Tensor, lse: Tensor, sink: Tensor | None = None) -> State:
     """Merge S states, out (..., S, D) and lse (..., S), and a sink (..., 1)."""
     logits = lse if sink is None else torch.cat([lse, sink], -1)
-    # -inf - -inf would be NaN.
+    # The clamp avoids -inf - -inf, which is NaN.
     row_max = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(lse.dtype).min)
     weights = (logits - row_max).exp()
     total = weights.sum(-1, keepdim=True)
@@ -81,7 +81,7 @@ def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
     rows_a, rows_b = (_lse_of(_normalised_lse(lse, infinity_is_empty)) for lse in (lse_a, lse_b))
     outs, lses = torch.stack([out_a, out_b], -2), torch.stack([rows_a, rows_b], -1)
     merged, lse = _merged(outs.float(), lses)
-    # A state without keys does not change a bit of the other state.
+    # Merging with a state without keys returns the other state, bit for bit.
     for rows, other, other_rows in ((rows_b, out_a, rows_a), (rows_a, out_b, rows_b)):
         empty = rows == -torch.inf
         live = (other_rows != -torch.inf)[..., None]
@@ -111,7 +111,7 @@ class _MergeState(torch.autograd.Function):
 
     d out_a = w_a dout      d lse_a = w_a dlse + w_a w_b sum(dout (out_a - out_b))
 
-    and the same for b. Neither uses the results, whose rounding would add errors.
+    and the same for b. The formulas do not use the results, whose rounding would add errors.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The names of ops' arguments in the functions that call them, for errors."""
+"""For errors: the names that ops' arguments have in the functions that call the ops."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from torch_metal_attn.runtime.refusals import marked, unmarked
 from torch_metal_attn.wording import type_text, value_text
 
 _MARK = re.compile("`([^`]*)`")
-# By the kind of an argument in an op's schema: the allowed Python types, and their name in errors.
+# By an argument's kind in an op's schema: the allowed Python types, and their name in errors.
 _KINDS: dict[str, tuple[Any, str]] = {
     "TensorType": (Tensor, "a tensor"),
     "FloatType": (int | float | torch.SymInt | torch.SymFloat, "a number"),
@@ -24,7 +24,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class ArgumentNames:
-    """The function's names by the op's, where they differ. blhd: its tensors are (B, L, H, D)."""
+    """{op's name: function's name} where they differ. blhd: the function's tensors are BLHD."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     blhd: bool = False

@@ -10,11 +10,11 @@ from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
     autograd_kernel,
-    below,
     below_autograd,
     check_not_a_leaf,
     count_writes,
     needs_gradient,
+    run_below_autograd,
     save,
     saved,
 )
@@ -62,9 +62,9 @@ def _check_rows(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options
         return
     low, high = (int(bound) for bound in rows.aminmax())
     if low < 0 or high >= cos.shape[-2]:
-        asked = [n for n in ("positions", "seqlen_offsets") if options.get(n) is not None]
+        passed = [n for n in ("positions", "seqlen_offsets") if options.get(n) is not None]
         raise invalid(
-            f"`{asked[0] if asked else 'seqlen_offset'}` asks for rows {low} to {high} of cos; "
+            f"`{passed[0] if passed else 'seqlen_offset'}` asks for rows {low} to {high} of cos; "
             f"they must be in 0..{cos.shape[-2] - 1}"
         )
 
@@ -116,7 +116,7 @@ def _cpu_tables(
 
 
 class _Rope(torch.autograd.Function):
-    """`rope` of q and k, or `rope_` of q alone, as autograd refuses to write two views at once.
+    """`rope` of q and k, or `rope_` of q alone: autograd refuses to write two views in one call.
 
     A rotation is orthogonal, so its gradient is the inverse rotation.
     """
@@ -161,7 +161,7 @@ def _call(
 def _split_options(
     cos: Tensor, sin: Tensor, options: dict[str, Any]
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """The tables and other tensors in `_call`'s order, and the options that are numbers."""
+    """The tables and the other tensors in the order of `_call`, and the options without tensors."""
     chosen = ("positions", "seqlen_offsets")
     numbers = {name: x for name, x in options.items() if name not in chosen}
     return (cos, sin, *map(options.get, chosen)), numbers
@@ -186,7 +186,7 @@ def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any)
 def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
     tables, numbers = _split_options(cos, sin, options)
     if not _needs("rope_", q, k, tables):
-        below(_OPS.rope_, q, k, cos, sin, **options)
+        run_below_autograd(_OPS.rope_, q, k, cos, sin, **options)
         return
     check("rope_", (q, k, cos, sin), options)  # all checks precede the first write
     rotated = {n: x for n, x in (("q", q), ("k", k)) if x is not None}
@@ -200,7 +200,7 @@ def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **optio
 def _rope_tables(inv_freq: Tensor, positions: Tensor, **options: Any) -> Any:
     arguments = {"inv_freq": inv_freq, "positions": positions}
     needs_gradient("metal_attn::rope_tables", arguments, tuple(arguments))
-    return below(_OPS.rope_tables, inv_freq, positions, **options)
+    return run_below_autograd(_OPS.rope_tables, inv_freq, positions, **options)
 
 
 count_writes("rope_", lambda arguments: ["q"] if arguments["k"] is None else ["q", "k"])

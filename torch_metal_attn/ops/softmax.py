@@ -1,6 +1,6 @@
 """`metal_attn::softmax`, `softmax_` and `apply_causal_mask_` in Python.
 
-Fake kernels, CPU kernels, autograd, and the replacements of mutating ops in functional graphs.
+Contains fake kernels, CPU kernels, autograd, and what replaces mutating ops in functional graphs.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     autograd_kernel,
-    below,
     check_not_a_leaf,
     needs_gradient,
+    run_below_autograd,
     save,
     saved,
 )
@@ -49,10 +49,10 @@ def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
     return scores.masked_fill_(~visible, -torch.inf)
 
 
-def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
-    """Run the op with gradients on, or torch.compile drops the gradient of a mutated input."""
+def _run_with_grad(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor:
+    """Run the op with gradients on; otherwise torch.compile drops a mutated input's gradient."""
     with torch.enable_grad():
-        return below(op, tensor, argument)
+        return run_below_autograd(op, tensor, argument)
 
 
 class _Softmax(torch.autograd.Function):
@@ -60,7 +60,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Callable[..., Tensor], in_place: bool, x: Tensor, dim: int) -> Tensor:
-        y = _visibly(op, x, dim)
+        y = _run_with_grad(op, x, dim)
         return x if in_place else y
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Softmax(torch.autograd.Function):
 class _ApplyCausalMask(torch.autograd.Function):
     @staticmethod
     def forward(scores: Tensor, q_offset: int) -> Tensor:
-        _visibly(_OPS.apply_causal_mask_, scores, q_offset)
+        _run_with_grad(_OPS.apply_causal_mask_, scores, q_offset)
         return scores
 
     @staticmethod
@@ -97,7 +97,7 @@ class _ApplyCausalMask(torch.autograd.Function):
 
 
 def _bump_version(tensor: Tensor | None) -> None:
-    """Let a backward that has saved the tensor raise. The op's checks refuse None."""
+    """Let any backward that saved the tensor raise. The op's checks refuse None later."""
     if tensor is not None:
         torch.autograd.graph.increment_version(tensor)
 
@@ -106,7 +106,7 @@ def _bump_version(tensor: Tensor | None) -> None:
 def _softmax(x: Tensor, dim: int = -1) -> Any:
     if needs_gradient("metal_attn::softmax", {"x": x}):
         return _Softmax.apply(_OPS.softmax, False, x, dim)
-    return below(_OPS.softmax, x, dim)
+    return run_below_autograd(_OPS.softmax, x, dim)
 
 
 @autograd_kernel("softmax_")
@@ -115,7 +115,7 @@ def _softmax_inplace(x: Tensor, dim: int = -1) -> Any:
         check_not_a_leaf("softmax_", "x", x, "pass x.clone()")
         return _Softmax.apply(_OPS.softmax_, True, x, dim)
     _bump_version(x)
-    return below(_OPS.softmax_, x, dim)
+    return run_below_autograd(_OPS.softmax_, x, dim)
 
 
 @autograd_kernel("apply_causal_mask_")
@@ -124,7 +124,7 @@ def _apply_causal_mask(scores: Tensor, q_offset: int = 0) -> Any:
         check_not_a_leaf("apply_causal_mask_", "scores", scores, "pass scores.clone()")
         return _ApplyCausalMask.apply(scores, q_offset)
     _bump_version(scores)
-    return below(_OPS.apply_causal_mask_, scores, q_offset)
+    return run_below_autograd(_OPS.apply_causal_mask_, scores, q_offset)
 
 
 def _replace_in_graphs(op: Any, functional: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ops that write into views, compiled for dynamic sizes.
+"""A workaround for ops that write into views and are compiled for dynamic sizes.
 
 Inductor has no lowering of `aten.sym_storage_offset` and assumes offset 0 for every view, so an op
 that writes into a view silently writes to the start of its buffer (pytorch#198068).
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-def offsets_kept(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake kernel of an op that writes in place, which adds the lowering if it is needed."""
+def with_offset_lowering(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake kernel of an op that writes in place. Adds the lowering if an offset is symbolic."""
 
     @functools.wraps(fake)
     def run(*values: Any, **options: Any) -> Any:
@@ -27,7 +27,7 @@ def offsets_kept(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _add_lowering() -> None:
-    """The lowering of pytorch#198069: the traced offset, as with sizes and strides."""
+    """Add the lowering of pytorch#198069, which returns the traced offset."""
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
 

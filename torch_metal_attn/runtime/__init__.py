@@ -1,1 +1,1 @@
-"""The compiled extension, the shaders' text, the machine's devices, and refusals."""
+"""The compiled extension, the shaders' text, the machine's devices, and the errors of ops."""

@@ -16,8 +16,8 @@ from torch_metal_attn.simulator import simulate
 def best_device(*, check: bool = False) -> Iterator[torch.device]:
     """The device for the kernels: mps if it is usable, else the CPU with the simulator on.
 
-    check=True turns on the simulator's checks; mps has none. If torch has mps but it cannot be
-    used, one line on stderr says why, once per process.
+    check=True turns on the simulator's checks; on mps there are none. If torch has mps but mps
+    cannot be used, one line on stderr says why, once per process.
     """
     problem = mps.problem()
     if not problem:
@@ -46,7 +46,7 @@ def warn_of_torch() -> None:
             f"torch_metal_attn: torch {torch.__version__} compiles no kernels before macOS 15, so "
             "they cannot run on mps: pip install 'torch>=2.10,<2.15'"
         )
-    # The kernels ask for safe arithmetic by a pragma that Metal 3.1 does not have.
+    # The kernels request safe arithmetic by a pragma, which Metal 3.1 does not have.
     elif os.environ.get("PYTORCH_MPS_FAST_MATH", "0") != "0" and metal_version() == "3.1":
         _say(
             "torch_metal_attn: with PYTORCH_MPS_FAST_MATH Metal 3.1 ignores NaN and infinity, so "

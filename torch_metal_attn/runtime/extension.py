@@ -68,7 +68,7 @@ def _require_torch() -> None:
         )
 
 
-# The package imports this module first, as the other modules need a torch that is recent enough.
+# The package imports this module first, as its other modules need a recent torch.
 _require_built()
 try:
     import torch
@@ -96,7 +96,7 @@ def load() -> ctypes.CDLL:
 
 
 def _require_same_params(library: ctypes.CDLL) -> None:
-    """Raise ImportError if the headers in shaders/params are not those of the build."""
+    """Raise ImportError if the headers in shaders/params have changed since the build."""
     root = PATH.parent.parent
     params = root / "shaders" / "params"
     if not params.is_dir():
@@ -104,7 +104,7 @@ def _require_same_params(library: ctypes.CDLL) -> None:
     now = b"".join(header.read_bytes() for header in sorted(params.glob("*.h")))
     try:
         text = ctypes.c_char.in_dll(library, "metal_attn_params_text")
-    except ValueError:  # older than the text
+    except ValueError:  # the build is older than this check
         built = b""
     else:
         built = ctypes.string_at(ctypes.addressof(text))
@@ -116,7 +116,7 @@ def _require_same_params(library: ctypes.CDLL) -> None:
 
 
 def refuse_older_build(error: AttributeError | RuntimeError) -> NoReturn:
-    """Raise ImportError if `error` is about a missing op, as after `git pull`; else `error`."""
+    """Raise ImportError if `error` is about a missing op, as after `git pull`, else `error`."""
     root = PATH.parent.parent
     if "metal_attn" not in str(error) or not (root / "setup.py").is_file():
         raise error
@@ -131,7 +131,7 @@ def _without_comments(text: bytes) -> list[bytes]:
 
 
 def tell_gpu(library: ctypes.CDLL) -> None:
-    """Pass the GPU's core count to the extension, and its name, which shows if it is virtual."""
+    """Pass the GPU's core count and name to the extension. The name shows if the GPU is virtual."""
     if hasattr(torch.backends.mps, "get_name"):
         library.metal_attn_set_gpu_name(torch.backends.mps.get_name().encode())
     if hasattr(torch.backends.mps, "get_core_count"):
@@ -149,5 +149,5 @@ def meta_passes() -> Iterator[None]:
 
 
 def launches(packed: list[int]) -> list[dict[str, Any]]:
-    """The launches that an op of `metal_attn_explain` returned as JSON in ints (recorder.h)."""
+    """The launches that an op of `metal_attn_explain` returned: JSON in ints (recorder.h)."""
     return json.loads(array("q", packed).tobytes())

@@ -1,4 +1,4 @@
-"""The version of macOS, also in programs to which macOS reports another one."""
+"""The real version of macOS, also in programs to which macOS reports another version."""
 
 import ctypes
 import functools

@@ -17,7 +17,7 @@ def available() -> bool:
 
 
 def problem() -> str:
-    """Why the kernels cannot run on mps in this process, in one line; "" if they can.
+    """One line on why the kernels cannot run on mps in this process; "" if they can.
 
     The first call waits until the GPU has finished the work that torch has queued, and then runs a
     small kernel for at most 30 seconds. Ops that are called with tensors on mps raise RuntimeError

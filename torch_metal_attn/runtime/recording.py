@@ -30,7 +30,7 @@ def recorded(
 
 
 def _storage(buffer: engine.Buffer) -> torch.Tensor:
-    """The bytes of the buffer's storage, which the result keeps."""
+    """The bytes of the buffer's storage. The result keeps the storage alive."""
     if not buffer.storage:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     library = engine.library()

@@ -1,11 +1,11 @@
-"""Refusals of ops are ValueErrors, with every version of torch.
+"""An op's refusal of a call is a ValueError, with every version of torch.
 
-C++ throws std::invalid_argument. Up to 2.14 torch raises this as ValueError, and from 2.15 as
+C++ throws std::invalid_argument. Up to version 2.14, torch raises it as ValueError; from 2.15 on as
 RuntimeError, like any error of a C++ op. Python kernels, and Python functions that call ops,
-convert it back. It is not converted if user code calls an op on mps in inference mode.
+convert that to ValueError. Only if user code calls an op on mps in inference mode, nobody converts.
 
 Messages mark the names, shapes and layouts of arguments with backquotes, which users do not see.
-Functions whose arguments have other names than the op's replace the marked parts (ops/names.py).
+Functions whose arguments are named differently replace the marked parts (ops/names.py).
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _R = TypeVar("_R")
 
 
 class _Last(threading.local):
-    """This thread's last message from Python, without and with its marks."""
+    """This thread's last message from Python, without and with backquotes."""
 
     text = marked = ""
 
@@ -34,7 +34,7 @@ _last = _Last()
 
 
 def unmarked(marked: str) -> str:
-    """A message without its marks, for an error that the caller raises immediately."""
+    """A message without its backquotes, for an error that the caller raises immediately."""
     _last.text, _last.marked = marked.replace("`", ""), marked
     return _last.text
 
@@ -48,7 +48,7 @@ def not_implemented(marked: str) -> NotImplementedError:
 
 
 def marked(text: str) -> str:
-    """The marked form of `text` if it is this thread's last refusal; else `text`."""
+    """`text` with its backquotes if it is this thread's last refusal; else `text`."""
     if text == _last.text:
         return _last.marked
     result = _refusal()(text.encode())
@@ -108,7 +108,7 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def _torch_hides_value_errors() -> bool:
-    """True if this torch raises C++'s refusals as RuntimeErrors, by a trial."""
+    """True if this torch raises C++'s refusals as RuntimeErrors; found by a refused call."""
     extension.load()
     try:
         torch.ops.metal_attn_explain.softmax(torch.empty(0), 1)

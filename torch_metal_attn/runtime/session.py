@@ -23,7 +23,7 @@ __all__ = ["active", "raising", "simulate"]
 
 
 class _Op(threading.local):
-    """check: called before this thread's op runs a kernel. error: what a launch raised in C++."""
+    """check: called before this thread's op runs a kernel. error: the exception of a launch."""
 
     check: Callable[[], None] | None = None
     error: BaseException | None = None
@@ -37,7 +37,7 @@ _DONE = 0
 _RAISED = 1
 
 # Part of the error of a launch whose callback was interrupted before its first line.
-_NOT_BEGUN = "metal_attn: interrupted before kernel"
+_INTERRUPTED = "metal_attn: interrupted before kernel"
 
 
 class _Texts(ctypes.Structure):
@@ -68,7 +68,7 @@ def raising(check: Callable[[], None] | None = None) -> Iterator[None]:
         yield
     except Exception as raised:
         error = _op.error
-        if error is None and _NOT_BEGUN in str(raised):
+        if error is None and _INTERRUPTED in str(raised):
             # ctypes drops an exception that is raised on entry of the callback.
             error = KeyboardInterrupt()
         if error is None:
@@ -81,7 +81,7 @@ def raising(check: Callable[[], None] | None = None) -> Iterator[None]:
 
 @dataclass
 class Specialisation:
-    """A family and its defines, with compiled programs by check, count and language."""
+    """A family and its defines, with compiled programs by (check, count, language)."""
 
     family: str
     defines: dict[str, str]
@@ -127,7 +127,7 @@ def _launch(
     if kernel is None:
         known = ", ".join(program.kernels) or "none"
         raise ValueError(f"shader {specialisation.family} has no kernel {name}; it has {known}")
-    # Space and access are those of the kernel's parameters. Other buffers are never accessed.
+    # The kernel's parameters determine space and access. Other buffers are never accessed.
     parameters = kernel.buffers
     bound = [buffer for buffer in buffers if buffer.index in parameters]
     for buffer in bound:

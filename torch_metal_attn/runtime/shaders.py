@@ -13,7 +13,7 @@ from pathlib import Path
 _PACKAGE_DATA = Path(__file__).parents[1] / "_shaders"
 _CHECKOUT = Path(__file__).parents[2] / "shaders"
 
-# The version of Metal that a family needs, if that is later than the oldest supported one.
+# The version of Metal that a family needs, if it is later than the oldest supported version.
 LANGUAGES = {
     "flash_fwd_tensor": "4.0",
     "flash_bwd_dq_tensor": "4.0",
@@ -82,7 +82,7 @@ def with_defines(text: str, defines: Mapping[str, str]) -> str:
 
 
 def flatten(path: Path) -> str:
-    """The text of `path` after Metal's headers, each quoted include inlined where it is first met.
+    """Metal's headers and the text of `path`, with each quoted include inlined at its first use.
 
     Raises ShaderError for a missing file, a header without `#pragma once`, an include inside a
     conditional block (where "once" would depend on the condition) and a non-ASCII character

@@ -1,7 +1,7 @@
 """Tensor tiles in attention: Metal 4's tensor operations, on the matrix units of M5.
 
-csrc/ops/attention/tensor_tiles.cpp decides on their use, by a probe and by a small problem that is
-computed with both kinds of tile. This module passes it the data that only Python can get.
+csrc/ops/attention/tensor_tiles.cpp decides whether they are used, by a probe and by a small problem
+that is computed with both kinds of tile. This module passes the C++ code data that only Python has.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ OLDEST_MACOS = (26, 2)
 
 
 def configure(library: ctypes.CDLL, version: str) -> None:
-    """Pass the extension if macOS is recent enough, and the file that records a passed trial."""
+    """Tell the extension if macOS is recent enough, and which file records a passed trial."""
     recent = macos.at_least(*OLDEST_MACOS)
     library.metal_attn_set_tensor_record(recent, _record(version).encode() if recent else b"")
 
@@ -66,10 +66,10 @@ class allow_tf32:
 
     With TF32, attention and its gradients in float32 use tensor tiles on M5 and later, which round
     q, k, v and the weights to 11 significant bits. Results then have about float16's errors, with
-    float32's range. Other GPUs ignore it. It replaces TORCH_METAL_ATTN_TF32, whose default is off.
+    float32's range. Other GPUs ignore TF32. This overrides TORCH_METAL_ATTN_TF32 (off by default).
 
-    As a context manager it restores the previous setting when the block ends. It applies to all
-    threads, as autograd computes gradients in another one; a backward after the block is outside.
+    As a context manager it restores the previous setting when the block ends, so a later backward
+    does not use TF32. The setting applies to all threads, as autograd has threads of its own.
 
     Args: allowed: True if TF32 may be used.
 
@@ -91,7 +91,7 @@ class allow_tf32:
 
 
 def _tf32_setting() -> int:
-    """1 if TF32 is allowed, 0 if not, -1 if TORCH_METAL_ATTN_TF32 is neither off nor on."""
+    """1 if TF32 is allowed, 0 if not, -1 if TORCH_METAL_ATTN_TF32 is neither "off" nor "on"."""
     return extension.load().metal_attn_tf32_allowed()
 
 
@@ -117,7 +117,7 @@ def off() -> Iterator[None]:
 
 @contextmanager
 def on_m5() -> Iterator[None]:
-    """A context for CPU tensors in which the extension assumes an M5, and TF32 is allowed."""
+    """A context for CPU tensors in which the extension assumes an M5 and allows TF32."""
     library = extension.load()
     library.metal_attn_set_gpu_name(b"Apple M5")
     try:

@@ -9,7 +9,7 @@ except PackageNotFoundError:  # run from a source tree that was built in place
 
 
 def open_an_issue() -> str:
-    """This advice, with the URL if the package has one."""
+    """The advice to open an issue, with the URL if the package has one."""
     try:
         urls = metadata("torch_metal_attn").get_all("Project-URL") or []
     except PackageNotFoundError:

@@ -38,7 +38,7 @@ _ROPE_INPLACE = torch.ops.metal_attn.rope_.default
 
 
 def _names(q: str, k: str = "k") -> ArgumentNames:
-    """The names of arguments in errors. Positions are computed from the offsets."""
+    """The names of arguments in errors. The op's positions are computed from seqlen_offsets."""
     offsets = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
     return ArgumentNames({"q": q, "k": k, **offsets}, blhd=True)
 
@@ -49,12 +49,12 @@ _QKV_NAMES = _names("qkv[:, :, 0]", "qkv[:, :, 1]")
 _HEADS_NAMES = _names(
     "qkv[:, :, :num_heads_q]", "qkv[:, :, num_heads_q : num_heads_q + num_heads_k]"
 )
-# Rotates a tensor in place, or with True rotates it back.
+# Rotates a tensor in place, or rotates it back if the bool is True.
 Rotate = Callable[[Tensor, bool], None]
 
 
 class _RotateLeaf(torch.autograd.Function):
-    """Rotates a leaf that requires grad in place, as flash-attn does. torch's ops refuse this."""
+    """Rotates in place a leaf that requires grad, as flash-attn does; torch's ops refuse this."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, rotate: Rotate) -> Tensor:
@@ -76,7 +76,7 @@ def _in_place(
     options: dict[str, Any],
     calls: Callable[[Tensor], list[tuple[Tensor | None, ...]]],
 ) -> Tensor:
-    """Rotate x in place by these calls. Returns x, or for a leaf a tensor with the graph."""
+    """Rotate x in place. Returns x, or a tensor with the graph if x is a leaf. calls: the op's."""
 
     def rotate(target: Tensor, back: bool) -> None:
         for arguments in calls(target):
@@ -92,12 +92,12 @@ def _in_place(
 def apply_rotary_emb_torch(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """`apply_rotary_emb` by torch's operators, for comparison, in any dtype.
+    """`apply_rotary_emb` in torch's operators, for comparison, in any dtype.
 
     Args: x: (B, L, H, D). cos, sin: (L, R / 2) or (B, L, R / 2), R <= D.
 
     Raises:
-        ValueError: a table has another size.
+        ValueError: a table has the wrong size.
     """
     check_one_device(x=x, cos=cos, sin=sin)
     for name, table in (("cos", cos), ("sin", sin)):
@@ -108,7 +108,7 @@ def apply_rotary_emb_torch(
             or not 0 < 2 * table.shape[-1] <= x.shape[-1]
         ):
             raise ValueError(
-                f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; with x (B, L, H, "
+                f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; for x (B, L, H, "
                 "D) both tables must be (L, R / 2) or (B, L, R / 2), with 0 < R <= D"
             )
     interleaved = as_bool("interleaved", interleaved)
@@ -132,8 +132,8 @@ def apply_rotary_emb(
         itself and return it; if x is a leaf that requires grad, the result is another tensor in
         x's memory that carries the graph. seqlen_offsets: position of each sequence's first token,
         an int or (B) int32 or int64. cu_seqlens: (B + 1) int32 or int64, the cumulative lengths of
-        the sequences packed in x; tokens after the last sequence are rotated by row 0. max_seqlen:
-        the longest length, if known; it is checked against the rows of cos.
+        the sequences packed in x; row 0 of cos and sin rotates tokens after the last sequence.
+        max_seqlen: the longest length, if known; it is checked against the rows of cos.
 
     Returns: a tensor like x. Differentiable in x.
 
@@ -153,8 +153,8 @@ def apply_rotary_emb(
             offset = as_int("seqlen_offsets", offset)
             if max_seqlen is not None and as_int("max_seqlen", max_seqlen) + offset > rows:
                 raise ValueError(
-                    f"max_seqlen is {max_seqlen} and seqlen_offsets {offset}; they must stay "
-                    f"within the {rows} rows of cos"
+                    f"max_seqlen is {max_seqlen} and seqlen_offsets {offset}; their sum must "
+                    f"be at most {rows}, the rows of cos"
                 )
         options = {"positions": _packed_positions(x.shape[0], cu_seqlens, offset)}
         options["interleaved"] = as_bool("interleaved", interleaved)
@@ -185,15 +185,15 @@ def apply_rotary_emb_qkv_(
     """Rotate q and k in place inside `qkv`, in one dispatch, or in two if k has other tables.
 
     Args: qkv: (B, L, 3, H, D), or (B, L, Hq + 2 Hk, D) with num_heads_q = Hq. cos, sin: (P, R / 2),
-        R <= D. cos_k, sin_k: tables for k, of the same shape and dtype; both or neither.
+        R <= D. cos_k, sin_k: tables for k, of the same shape and dtype; pass both or neither.
         interleaved, seqlen_offsets: as in `apply_rotary_emb`.
 
     Returns: qkv; for a leaf that requires grad, a tensor in its memory that carries the graph.
         Differentiable in qkv.
 
     Raises:
-        ValueError: another shape; num_heads_q is missing, not needed, or does not leave as many
-            heads for k as for v; tables that differ; what `metal_attn::rope` does not support.
+        ValueError: the wrong shape; num_heads_q is missing, not needed, or does not leave as many
+            heads for k as for v; tables that differ; a call that `metal_attn::rope` refuses.
     """
     check_tensors(qkv=qkv, cos=cos, sin=sin)
     if num_heads_q is not None:
@@ -227,7 +227,7 @@ def apply_rotary_emb_kv_(
     """Rotate k in place inside `kv` (B, L, 2, H, D) and return kv; see `apply_rotary_emb`.
 
     Raises:
-        ValueError: another shape, or what `metal_attn::rope` does not support.
+        ValueError: the wrong shape, or a call that `metal_attn::rope` refuses.
     """
     check_tensors(kv=kv, cos=cos, sin=sin)
     if kv.dim() != 5 or kv.shape[2] != 2:
@@ -239,7 +239,7 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates q and k in place, by tables that grow with the longest length so far.
+    """Rotates q and k in place, by tables that grow to the longest length that has been used.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section 3.3;
     with scale_base Sun et al., "A Length-Extrapolatable Transformer" (2022), which multiplies q's
@@ -247,7 +247,7 @@ class RotaryEmbedding(nn.Module):
 
     Args: dim: number of columns to rotate, even. base: base of the wavelengths. interleaved: as in
         `apply_rotary_emb`. scale_base: the number of positions over which the weights change by one
-        power (512 in the paper); None for no weights. device: of the frequencies.
+        power (512 in the paper); None disables the weights. device: that of the frequencies.
 
     Raises:
         ValueError: dim, base or scale_base is not positive, or dim is odd.
@@ -291,7 +291,7 @@ class RotaryEmbedding(nn.Module):
             read its values.
 
         Raises:
-            ValueError: max_seqlen is missing, or what the functions above do not support.
+            ValueError: max_seqlen is missing, or the functions above refuse the arguments.
         """
         check_tensor("qkv", qkv)
         if qkv.dim() < 4:
@@ -299,7 +299,7 @@ class RotaryEmbedding(nn.Module):
         if max_seqlen is None:
             if isinstance(seqlen_offset, Tensor):
                 raise ValueError(
-                    "max_seqlen is None; if seqlen_offset is a tensor, it must be given: the last "
+                    "max_seqlen is None; if seqlen_offset is a tensor, pass max_seqlen: the last "
                     "position plus 1"
                 )
             max_seqlen = qkv.shape[1] + as_int("seqlen_offset", seqlen_offset)
@@ -314,10 +314,10 @@ class RotaryEmbedding(nn.Module):
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
 
     def _tables_for(self, length: int, like: Tensor) -> tuple[Tensor, ...]:
-        """cos and sin of q, and of k: (length or more, dim / 2), in like's dtype and device."""
+        """cos and sin for q and for k: (length or more, dim / 2), in `like`'s dtype and device."""
         if self._tables:
             cos = self._tables[0]
-            # Autograd cannot save tables that were made in inference mode.
+            # Autograd cannot save tables that were created in inference mode.
             savable = not cos.is_inference() or torch.is_inference_mode_enabled()
             fits = cos.shape[0] >= length and (cos.device, cos.dtype) == (like.device, like.dtype)
             if savable and fits:
@@ -401,7 +401,7 @@ def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Ten
         ends = on_host("cu_seqlens", cu_seqlens)
         if ends[0] != 0 or ends != sorted(ends) or ends[-1] > tokens:
             raise ValueError(
-                f"cu_seqlens is {ends}; it must rise from 0 and end at most at the {tokens} tokens"
+                f"cu_seqlens is {ends}; it must rise from 0 to at most {tokens}, the tokens of x"
             )
     batch = cu_seqlens.shape[0] - 1
     if batch == 0:

@@ -17,7 +17,7 @@ def includes():
     result = {}
     for path in ROOT.glob("csrc/*/**/*.*"):
         quoted = re.findall(r'#\s*include "([^"]+)"', path.read_text(encoding="utf-8"))
-        if "simulator" in path.parts:  # is compiled alone, so its includes are relative
+        if "simulator" in path.parts:  # compiled alone, so its includes are relative
             assert all((path.parent / name).is_file() for name in quoted), path.name
             quoted = []
         assert all((ROOT / name).is_file() for name in quoted), f"{path.name}: relative include"

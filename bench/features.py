@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-# From the numbers of queries and keys, the head dim and the dtype.
+# Makes a feature's arguments from the numbers of queries and keys, the head dim and the dtype.
 OfLengths = Callable[[int, int, int, torch.dtype], dict[str, Any]]
 
 

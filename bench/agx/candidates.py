@@ -14,7 +14,7 @@ from bench.front_end import Source, source_of
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tuned import tiles
 
-# By the bits of an element: a row is for all dtypes of that size.
+# {bits of an element: dtypes}. A row is for all dtypes of one size.
 DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
 # The widest problem of each class is compiled, but v has at most 512 columns. Wider decodes are
 # compiled as MLA: separate values needed no more registers.
@@ -22,7 +22,7 @@ COLUMNS = (64, 96, 128, 192, 256, 576)
 MOST_COLUMNS = 512
 QUERIES = (2, 8, 16, 32)
 GRADIENT_BLOCKS = (8, 16, 32)
-# A class is compiled without a feature and with these. The first needs the most registers.
+# A class is compiled without and with each feature of a list. The first needs most registers.
 LIGHT = ("chunk", "ALiBi")
 LIGHT_DECODE = ("packed queries", "trees", *LIGHT)
 HEAVY = {
@@ -60,7 +60,7 @@ def knobs(macro: str) -> dict[str, Sequence[int]]:
 
 
 class Class(NamedTuple):
-    """Problems with one row. ragged: SIMD groups cannot divide the head dim evenly."""
+    """Problems that share a row. ragged: SIMD groups cannot divide the head dim evenly."""
 
     macro: str
     bits: int
@@ -164,17 +164,17 @@ def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> 
     with tiles.forced({kernel: text}):
         if one.macro == "FLASH_DECODE":
             heads = specialisations.HEADS // one.queries
-            every = [specialisations.decoding(dtype, one.head_dim, heads, feature, options)]
+            compiled = [specialisations.decoding(dtype, one.head_dim, heads, feature, options)]
         else:
-            every = [*specialisations.attention(dtype, one.head_dim, feature, options)]
-    forced = (x for x in every if x.kernel == kernel and x.choice == tiles.FORCED)
+            compiled = [*specialisations.attention(dtype, one.head_dim, feature, options)]
+    forced = (x for x in compiled if x.kernel == kernel and x.choice == tiles.FORCED)
     return next((Source(source_of(kernel, x.defines), kernel, x.threads) for x in forced), None)
 
 
 def _bias_gradient(
     one: Class, dtype: torch.dtype, feature: str, knob_values: Mapping[str, int]
 ) -> Source | None:
-    """The specialisation of a bias's gradient: a table of `tune` cannot force its tile."""
+    """The specialisation of a bias's gradient, whose tile a table of `tune` cannot force."""
     heads = specialisations.HEADS
     q = torch.empty(1, heads, specialisations.LENGTH, one.head_dim, dtype=dtype)
     lse = torch.empty(q.shape[:-1])

@@ -20,7 +20,7 @@ LONGEST = 2**31 - 1024
 
 
 def call(where, tensors, options):
-    """The dense op, or with cu_seqlens_q among the tensors the packed one."""
+    """Calls the packed op if cu_seqlens_q is among the tensors, else the dense op."""
     name = "flash_varlen_fwd" if "cu_seqlens_q" in tensors else "flash_fwd"
     return getattr(NAMESPACES[where], name)(*tensors.values(), **options)
 
@@ -178,7 +178,7 @@ def split(make, changes):
 
 
 @each_case("make, changes, message", SHAPES + VALUES)
-def test_refused(make, changes, message):
+def test_invalid_arguments_are_refused(make, changes, message):
     with refused(f"^{message}"):
         call("op", *split(make, changes))
 
@@ -192,14 +192,14 @@ def test_refused_in_the_simulator_before_anything_runs(make, changes, message):
 
 
 @each_case("make, changes, message", SHAPES[::9])
-def test_refused_without_data(make, changes, message):
+def test_invalid_meta_tensors_are_refused_alike(make, changes, message):
     arguments = split(make, changes)
     fake = partial(call, "op", *map(without_data, arguments))
     refused_alike(f"^{message}", partial(call, "explain", *arguments), fake)
 
 
 @each_case("make, changes, message", SHAPES[::60])
-def test_refused_while_it_is_compiled(make, changes, message):
+def test_invalid_arguments_are_refused_while_compiling(make, changes, message):
     tensors, options = split(make, changes)
     compiled = torch.compile(lambda: call("op", tensors, options), backend="eager")
     torch.compiler.reset()
@@ -237,8 +237,8 @@ def good_options():
 
 @pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed])
-def test_good_is_good(make):
-    """Each refusal above is then caused by the changed argument alone."""
+def test_valid_arguments_are_accepted(make):
+    """So each refusal above is caused only by the changed argument."""
     tensors, options = make(), good_options()
     for where in NAMESPACES:
         call(where, tensors, options)
@@ -247,7 +247,7 @@ def test_good_is_good(make):
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "attn_bias", "learnable_sink"])
-def test_sparse(name):
+def test_sparse_tensors_are_refused(name):
     good = dense() | good_options()
     with refused(rf"{name} is sparse .* {name}\.to_dense\(\)"):
         call("explain", *split(dense, good_options() | {name: good[name].to_sparse()}))
@@ -255,7 +255,7 @@ def test_sparse(name):
 
 @pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed])
-def test_numbers_at_their_limits_are_allowed(make):
+def test_numbers_at_their_limits_are_accepted(make):
     for options in (
         {"q_offset": LONGEST},
         {"q_offset": -LONGEST},

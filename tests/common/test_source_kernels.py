@@ -1,7 +1,7 @@
-"""Each kernel of the source documents, by its name, through our ops.
+"""Runs each kernel of the source documents, by its name, as calls of our ops.
 
-Where one of them departs from its paper, ours follows the paper, and a comment says so. The tests
-of softmax, rope and merge have the names of the kernels that they cover.
+If a source kernel departs from its paper, our op follows the paper, and a comment says so. The
+tests of softmax, rope and merge have the names of the kernels that they cover.
 """
 
 import re
@@ -56,7 +56,7 @@ KERNELS = {
     # results in half; ours are float32, and the simulator checks every read.
     "flash_attn_vec": [
         case(**FEW, head_dim=512, dtype="float32", causal=True, num_splits=4),
-        # A cap of 50 acts as 50, in natural units.
+        # softcap=50 caps the scores at 50, in natural units.
         case(**FEW, head_dim=256, causal=True, **GEMMA),
     ],
     # Float32 queries on a float16 cache, as in llama.cpp: queries are not rounded.

@@ -121,7 +121,7 @@ def offset(text, place, names):
         (found,) = re.finditer(patterns[place], text, re.M)
         return found.end()
     begin, end = 0, len(text)
-    for name in names:  # each in the block before
+    for name in names:  # each block is inside the previous one
         found = re.compile(rf"\b{name}\b(?:\([^{{;]*\))?[^;{{}}()]*\{{\n").search(text, begin, end)
         assert found, f"no block {name}"
         begin = end = found.end()

@@ -114,7 +114,7 @@ int eleven(;
 """
 
 
-def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):
+def test_a_shader_that_does_not_compile_is_reported(any_fake, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     any_fake.add_family("broken", BROKEN)
     any_fake.fail("create_shader_library", LOG)
@@ -154,7 +154,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monke
     any_fake.refuse("")
 
 
-def test_a_compile_error_without_a_writable_folder(any_fake, monkeypatch):
+def test_a_compile_error_without_a_writable_folder_has_the_text(any_fake, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nowhere")
     any_fake.add_family("broken_too", BROKEN)
     any_fake.fail("create_shader_library", LOG)
@@ -163,7 +163,7 @@ def test_a_compile_error_without_a_writable_folder(any_fake, monkeypatch):
     assert BROKEN in str(raised.value)
 
 
-def test_torch_without_error_texts(fakes):
+def test_errors_of_an_older_torch_say_where_the_reason_is(fakes):
     """Before 2.13 torch prints the reason to stderr."""
     silent = fakes["tensor"]  # the variant of the oldest torch
     silent.clear()
@@ -173,7 +173,7 @@ def test_torch_without_error_texts(fakes):
         launch(silent, family="silent")
 
 
-def test_out_of_memory(any_fake):
+def test_out_of_memory_names_shape_and_bytes(any_fake):
     any_fake.add_family("flash_decode", "kernel void flash_decode() {}")
     q = torch.randn(1, 1, 1, 64)
     many = q.expand(2**20, 2**10, 2**10, 64)
@@ -196,7 +196,7 @@ def simulated(*operands):
         return torch.ops.metal_attn.flash_fwd(*operands)
 
 
-def test_out_of_memory_between_two_dispatches(any_fake):
+def test_out_of_memory_between_two_dispatches_is_reported(any_fake):
     any_fake.add_family("flash_decode", "kernel void flash_decode() {}")
     any_fake.add_family("merge", "kernel void merge_splits() {}")
     q, k = torch.randn(1, 2, 1, 40), torch.randn(1, 2, 90, 40)

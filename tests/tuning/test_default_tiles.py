@@ -55,7 +55,7 @@ def test_the_table_covers_every_problem(dtype, head_dims, options, heads):
 
 
 @each_case("q_length, options", [(70, {}), (1, {"num_splits": 1}), (3, {"num_splits": 2})])
-def test_threadgroup_memory_equals_that_of_a_run(q_length, options):
+def test_explained_threadgroup_memory_equals_that_of_a_run(q_length, options):
     """Each array begins at a multiple of 16 bytes."""
     op = "flash_decode" if options else "flash_fwd"
     q, k, v = operands(64, lengths=(q_length, 70), heads=(4, 2))

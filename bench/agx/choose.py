@@ -64,16 +64,16 @@ class Candidate(NamedTuple):
     def meets_targets(self) -> bool:
         """True if the tile keeps enough SIMD groups with each feature, and is fast without one."""
         macro, narrow = self.problems.macro, self.problems.columns <= 64
-        plain = {dtype: one for (dtype, feature), one in self.results.items() if feature == "none"}
+        plain = {dtype: x for (dtype, feature), x in self.results.items() if feature == "none"}
         if macro == "FLASH_DECODE":
             few = self.problems.queries <= 8
-            return not few or all(model.bytes_a_cycle(one) >= BYTES for one in plain.values())
+            return not few or all(model.bytes_a_cycle(x) >= BYTES for x in plain.values())
         if macro == "FLASH_BWD_BIAS":
             return True
         wanted = RESIDENT_NARROW if macro == "FLASH_FWD" and narrow else RESIDENT[macro]
         return self.resident >= wanted and all(
-            model.cycles_a_product(one) <= CYCLES[macro] + MORE_CYCLES * (dtype == torch.bfloat16)
-            for dtype, one in plain.items()
+            model.cycles_a_product(x) <= CYCLES[macro] + MORE_CYCLES * (dtype == torch.bfloat16)
+            for dtype, x in plain.items()
         )
 
     @property
@@ -99,55 +99,55 @@ class Candidate(NamedTuple):
         )
 
 
-def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
+def cost(problems: Class, tile: Tile, compiled: Compiled) -> float:
     """Cycles of a SIMD unit for 8 queries and 8 keys; for a decode, for 1 KB of keys and values."""
-    knob_values = one.named(tile)
-    if one.macro == "FLASH_DECODE":
+    knob_values = problems.named(tile)
+    if problems.macro == "FLASH_DECODE":
         # Memory is the limit: requesting more gains nothing. Each pass reads the keys again.
-        times = passes(one, knob_values, compiled)
+        times = passes(problems, knob_values, compiled)
         most = BYTES if times == 1 else MEMORY_BYTES
         # The listing has the loads of all SIMD groups that share the keys.
-        read = model.bytes_a_cycle(compiled) / row_simdgroups(one, knob_values, compiled)
+        read = model.bytes_a_cycle(compiled) / row_simdgroups(problems, knob_values, compiled)
         return 1024 * times / min(read, most)
     rows, shared = knob_values.get("ROW_FRAGMENTS", 1), knob_values.get("COLUMN_SIMDGROUPS", 1)
     # Each slice computes the scores again.
-    slices = -(-one.head_dim // (knob_values.get("SLICE") or knob_values["V_SLICE"]))
+    slices = -(-problems.head_dim // (knob_values.get("SLICE") or knob_values["V_SLICE"]))
     block = knob_values.get("BLOCK") or knob_values["BLOCK_K"]
     rounded = -(-LENGTH // block) * block / LENGTH
     return slices * shared * model.iteration(compiled) * rounded / (rows * block / 8)
 
 
-def row_simdgroups(one: Class, knob_values: Mapping[str, int], compiled: Compiled) -> int:
+def row_simdgroups(problems: Class, knob_values: Mapping[str, int], compiled: Compiled) -> int:
     """SIMD groups of a decode's threadgroup with the same columns of different rows."""
-    columns = -(-one.head_dim // (32 * knob_values["SPANS"]))
+    columns = -(-problems.head_dim // (32 * knob_values["SPANS"]))
     return compiled.threads_per_group // (32 * columns) if columns > 1 else 1
 
 
-def passes(one: Class, knob_values: Mapping[str, int], compiled: Compiled) -> int:
+def passes(problems: Class, knob_values: Mapping[str, int], compiled: Compiled) -> int:
     """How often a decode's threadgroup reads its keys."""
-    rows = 8 * knob_values["ROW_FRAGMENTS"] * row_simdgroups(one, knob_values, compiled)
-    return -(-one.queries // rows)
+    rows = 8 * knob_values["ROW_FRAGMENTS"] * row_simdgroups(problems, knob_values, compiled)
+    return -(-problems.queries // rows)
 
 
-def best(every: Sequence[Candidate]) -> Candidate:
+def best(compiled: Sequence[Candidate]) -> Candidate:
     """The fastest tile that fits; if none does, the tile with the fewest registers."""
-    fitting = [one for one in every if one.fits]
+    fitting = [candidate for candidate in compiled if candidate.fits]
     if not fitting:
-        return min(every, key=lambda one: one.registers)
-    among = min(_by_kind(fitting).items())[1]
-    least = min(one.cost for one in among)
-    return min((one for one in among if one.cost <= ALIKE * least), key=lambda one: one.preference)
+        return min(compiled, key=lambda candidate: candidate.registers)
+    best_kind = min(_by_kind(fitting).items())[1]
+    lowest = min(candidate.cost for candidate in best_kind)
+    return min((x for x in best_kind if x.cost <= ALIKE * lowest), key=lambda x: x.preference)
 
 
-def choose(every: Sequence[Class], compile_: Compile) -> dict[Class, Candidate]:
+def choose(problem_classes: Sequence[Class], compile_: Compile) -> dict[Class, Candidate]:
     """The best tile of each class that a candidate can run."""
     plain, heaviest, others = {}, {}, {}
-    for one in every:
-        first, last = DTYPES[one.bits][0], DTYPES[one.bits][-1]
-        plain[one] = [(first, one.features[0])]
-        heaviest[one] = [(last, one.features[1])]
-        others[one] = [*product(DTYPES[one.bits], one.features)]
-    tried = [Candidate(one, tile, {}) for one in every for tile in candidates(one)]
+    for problems in problem_classes:
+        first, last = DTYPES[problems.bits][0], DTYPES[problems.bits][-1]
+        plain[problems] = [(first, problems.features[0])]
+        heaviest[problems] = [(last, problems.features[1])]
+        others[problems] = [*product(DTYPES[problems.bits], problems.features)]
+    tried = [Candidate(x, tile, {}) for x in problem_classes for tile in candidates(x)]
     order = {}
     for probes in (plain, heaviest):
         order = _by_class(_compiled(tried, probes, compile_))
@@ -158,51 +158,51 @@ def choose(every: Sequence[Class], compile_: Compile) -> dict[Class, Candidate]:
     for number in range(ROUNDS):
         tried = [
             candidate
-            for one, group in order.items()
-            if one not in chosen or not chosen[one].fits
+            for problems, group in order.items()
+            if problems not in chosen or not chosen[problems].fits
             for candidate in group[number * AT_ONCE : (number + 1) * AT_ONCE]
         ]
         results = _by_class(_compiled(tried, others, compile_))
-        for one, group in results.items():
-            chosen[one] = best([*group, *([chosen[one]] if one in chosen else [])])
-    return {one: chosen[one] for one in every if one in chosen}
+        for problems, group in results.items():
+            chosen[problems] = best([*group, *([chosen[problems]] if problems in chosen else [])])
+    return {problems: chosen[problems] for problems in problem_classes if problems in chosen}
 
 
-def measured(one: Class, tiles: Iterable[Tile], compile_: Compile) -> list[Candidate]:
+def measured(problems: Class, tiles: Iterable[Tile], compile_: Compile) -> list[Candidate]:
     """Tiles compiled with all features of a class; those that do not compile have no results."""
-    tried = [Candidate(one, tile, {}) for tile in tiles]
-    probes = {one: [*product(DTYPES[one.bits], one.features)]}
+    tried = [Candidate(problems, tile, {}) for tile in tiles]
+    probes = {problems: [*product(DTYPES[problems.bits], problems.features)]}
     results = {candidate.tile: candidate for candidate in _compiled(tried, probes, compile_)}
     return [results.get(candidate.tile, candidate) for candidate in tried]
 
 
-def _by_class(every: Iterable[Candidate]) -> dict[Class, list[Candidate]]:
+def _by_class(group: Iterable[Candidate]) -> dict[Class, list[Candidate]]:
     results: dict[Class, list[Candidate]] = {}
-    for candidate in every:
+    for candidate in group:
         results.setdefault(candidate.problems, []).append(candidate)
     return results
 
 
 def _worth_compiling(group: Sequence[Candidate]) -> list[Candidate]:
-    fitting = [one for one in group if one.fits]
+    fitting = [candidate for candidate in group if candidate.fits]
     if not fitting:
-        return sorted(group, key=lambda one: one.registers)
-    fewest = sorted(fitting, key=lambda one: one.registers)[:FEWEST]
+        return sorted(group, key=lambda candidate: candidate.registers)
+    fewest = sorted(fitting, key=lambda candidate: candidate.registers)[:FEWEST]
     results = []
     for _, alike in sorted(_by_kind(fitting).items()):
-        results += sorted(alike, key=lambda one: (one.cost, one.preference))
-    least = min(one.cost for one in fitting)
-    return [one for one in results if one.cost <= WORTH * least or one in fewest]
+        results += sorted(alike, key=lambda candidate: (candidate.cost, candidate.preference))
+    lowest = min(candidate.cost for candidate in fitting)
+    return [x for x in results if x.cost <= WORTH * lowest or x in fewest]
 
 
 def _by_kind(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candidate]]:
     """Tiles by kind; the smallest key is the best kind."""
-    least = min(one.cost for one in fitting)
+    lowest = min(candidate.cost for candidate in fitting)
     results: dict[tuple[bool, ...], list[Candidate]] = {}
-    for one in fitting:
-        slow = one.cost > ACCEPTED_LOSS * least
-        kind = (one.reloads_keys, slow, one.reloads_rows, not one.meets_targets)
-        results.setdefault(kind, []).append(one)
+    for candidate in fitting:
+        slow = candidate.cost > ACCEPTED_LOSS * lowest
+        kind = (candidate.reloads_keys, slow, candidate.reloads_rows, not candidate.meets_targets)
+        results.setdefault(kind, []).append(candidate)
     return results
 
 

@@ -83,10 +83,10 @@ def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidat
         # The unstaged rows come first, because `tune` tries a limited number.
         unstaged = UNSTAGED if macro == "FLASH_FWD" else ()
         rows += [Row(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in unstaged]
-        for one in (*chosen, *smallest):
-            if (one.problems.macro, one.problems.bits) == (macro, bits):
-                registers = one.registers if one.results else 0.0
-                rows.append(Row(*one.problems[1:5], "M1", registers, one.tile))
+        for candidate in (*chosen, *smallest):
+            if (candidate.problems.macro, candidate.problems.bits) == (macro, bits):
+                registers = candidate.registers if candidate.results else 0.0
+                rows.append(Row(*candidate.problems[1:5], "M1", registers, candidate.tile))
     return merged(macro, rows)
 
 
@@ -94,10 +94,10 @@ def tensor_rows() -> dict[str, list[Row]]:
     def row(bits: int, columns: int, *tile: int) -> Row:
         return Row(bits, columns, 0, "Rotary", "M1", 0.0, tile)
 
-    def gradients(every: Iterable[tuple[int, ...]]) -> list[Row]:
+    def gradients(group: Iterable[tuple[int, ...]]) -> list[Row]:
         return [
             row(bits, columns, slice_, 32, 2, 4, shared, held, 0)
-            for bits, columns, slice_, shared, held in every
+            for bits, columns, slice_, shared, held in group
         ]
 
     return {
@@ -116,14 +116,14 @@ def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
     problems = [*product({row.bits for row in rows}, widths, {row.queries for row in rows}, LOADS)]
 
     def tiles_by_problem(rows: Iterable[Row]) -> list[list[Tile]]:
-        every = []
+        tiles_of_problems = []
         for problem in problems:
             tiles: list[Tile] = []
             for row in rows:
                 if row.holds(*problem) and not (tiles and _always_runs(macro, problem, tiles[-1])):
                     tiles += [row.tile] if row.tile not in tiles else []
-            every.append(tiles)
-        return every
+            tiles_of_problems.append(tiles)
+        return tiles_of_problems
 
     wanted, kept = tiles_by_problem(rows), [*rows]
     for length in range(len(rows), 0, -1):

@@ -93,8 +93,8 @@ class TestVersus:
         assert "the inputs cannot be made" in result.times["metal_attn"].error
 
 
-SOME = [small(), small(kv_length=64), small("training", causal=True)]
-SOME.append(small("decode", length=1, dtype="bfloat16"))
+RUN_SHAPES = [small(), small(kv_length=64), small("training", causal=True)]
+RUN_SHAPES.append(small("decode", length=1, dtype="bfloat16"))
 
 
 class TestRun:
@@ -134,18 +134,18 @@ class TestRun:
     def test_the_command_writes_a_report(self, fake_gpu, monkeypatch, tmp_path, capsys):
         emptied, waits = fake_gpu
         path = tmp_path / "shapes.json"
-        path.write_text(json.dumps([dataclasses.asdict(shape) for shape in SOME]))
+        path.write_text(json.dumps([dataclasses.asdict(shape) for shape in RUN_SHAPES]))
         arguments = ["--shapes", str(path), "--rounds", "2", "--out", str(tmp_path)]
         assert main(["bench", *arguments]) == 0
-        assert len(emptied) == len(SOME)
+        assert len(emptied) == len(RUN_SHAPES)
         assert waits
-        assert str(SOME[0]) in capsys.readouterr().out
+        assert str(RUN_SHAPES[0]) in capsys.readouterr().out
         data = json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())
         assert (data["rounds"], data["interrupted"]) == (2, False)
         assert data["machine"]["backend"] == "mps"
         assert data["machine"]["GPU cores"] == "10"
         assert data["machine"]["GPU memory"] == "24 GiB"
-        for shape, result in zip(SOME, data["results"], strict=True):
+        for shape, result in zip(RUN_SHAPES, data["results"], strict=True):
             assert Shape(**result["shape"]) == shape
             assert len(result["torch"]["seconds"]) == 2
             assert result["difference"] < 1e-2

@@ -51,7 +51,7 @@ runpy.run_module("torch_metal_attn", run_name="__main__", alter_sys=True)
 """
 
 
-def test_info_without_a_terminal_or_a_home():
+def test_info_runs_without_a_terminal_or_a_home():
     done = run_alone(INFO_WITHOUT_A_HOME, "XDG_CACHE_HOME", cache.OVERRIDE)
     for name in ("torch_metal_attn", "torch", "system", "backend", "compiler", "cache"):
         assert any(line.startswith(f"{name} ") for line in done.splitlines())
@@ -100,7 +100,7 @@ def nothing_compiled(monkeypatch):
 
 @pytest.mark.skipif(mps.usable(), reason="mps needs neither a cache nor a compiler")
 @pytest.mark.parametrize("name", [cache.OVERRIDE, toolchain.OVERRIDE])
-def test_verify_fails_without_a_compiler(name, nothing_compiled, monkeypatch, tmp_path, capsys):
+def test_verify_needs_cache_and_compiler(name, nothing_compiled, monkeypatch, tmp_path, capsys):
     wrong = {cache.OVERRIDE: __file__, toolchain.OVERRIDE: "/no/such/clang"}
     for setting, value in {cache.OVERRIDE: str(tmp_path), name: wrong[name]}.items():
         monkeypatch.setenv(setting, value)
@@ -126,7 +126,7 @@ def test_unknown_commands_are_refused(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_version_and_the_simulators_command(tmp_path, capsys):
+def test_version_and_simulator_are_commands(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert (ended.value.code, capsys.readouterr().out) == (0, f"{VERSION}\n")

@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
 
 
 class TestProgress:
-    def test_one_line_on_a_terminal(self):
+    def test_a_terminal_shows_one_line(self):
         stream, now = Terminal(), [0.0]
         progress = Progress(3, stream, lambda: now[0])
         for text in ("a", "b", "c"):
@@ -51,7 +51,7 @@ class TestProgress:
             assert stream.getvalue().rstrip().endswith(f"group   {lefts[1]} left")
         assert "[2] group" in stream.getvalue()
 
-    def test_one_line_for_each_group_without_a_terminal(self):
+    def test_without_a_terminal_each_group_has_a_line(self):
         stream = io.StringIO()
         progress = Progress(3, stream)
         for group in ("x", "x", "y"):

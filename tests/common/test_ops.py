@@ -94,5 +94,5 @@ TEXTS = [
 
 
 @each_case("text, expected", TEXTS)
-def test_texts_of_values(text, expected):
+def test_values_have_these_texts(text, expected):
     assert text == expected

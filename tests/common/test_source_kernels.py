@@ -30,9 +30,9 @@ SHORT = SQUARE | {"q_length": 64, "kv_length": 64}
 SHORT32 = SHORT | {"dtype": "float32", "causal": True}
 GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 64, "kv_length": 96} | FORWARD
 TRAINED = GROUPED | {"dtype": "bfloat16", "head_dim": 256}
-FEW = {"call": "flash_decode", "heads": 4, "kv_heads": 2, "q_length": 2, "kv_length": 77}
-ONE = FEW | {"batch": 4, "heads": 8, "q_length": 1, "kv_length": 100, "head_dim": 64}
-F16_CACHE = FEW | {"dtype": "float32", "cache_dtype": "float16", "causal": True}
+FEW_QUERIES = {"call": "flash_decode", "heads": 4, "kv_heads": 2, "q_length": 2, "kv_length": 77}
+ONE_QUERY = FEW_QUERIES | {"batch": 4, "heads": 8, "q_length": 1, "kv_length": 100, "head_dim": 64}
+F16_CACHE = FEW_QUERIES | {"dtype": "float32", "cache_dtype": "float16", "causal": True}
 GEMMA = {"window_size_left": 20, "softcap": 50.0, "softmax_scale": 1.0, "num_splits": 2}
 KERNELS = {
     "flash_attention_v2": [case(**SQUARE, dtype="float32", causal=True)],
@@ -51,13 +51,13 @@ KERNELS = {
     "fused_attention_f16": [case(**SHORT, causal=True, alibi_slopes="h")],
     "fused_attention_batched": [case(**SHORT32, batch=4, alibi_slopes="bh")],
     # One query for each sequence. Pages are in any order, and lengths end inside of a page.
-    "paged_attention": [case(**ONE, seqused_k=(100, 1, 33, 64), cache="paged", page=16)],
+    "paged_attention": [case(**ONE_QUERY, seqused_k=(100, 1, 33, 64), cache="paged", page=16)],
     # nwg is our num_splits. The source's two-pass form reads past the last block and keeps partial
     # results in half; ours are float32, and the simulator checks every read.
     "flash_attn_vec": [
-        case(**FEW, head_dim=512, dtype="float32", causal=True, num_splits=4),
+        case(**FEW_QUERIES, head_dim=512, dtype="float32", causal=True, num_splits=4),
         # softcap=50 caps the scores at 50, in natural units.
-        case(**FEW, head_dim=256, causal=True, **GEMMA),
+        case(**FEW_QUERIES, head_dim=256, causal=True, **GEMMA),
     ],
     # Float32 queries on a float16 cache, as in llama.cpp: queries are not rounded.
     "flash_attn_vec_f16kv_dk256": [case(**F16_CACHE, head_dim=256, num_splits=1)],

@@ -11,9 +11,9 @@ from torch_metal_attn import flash_attn_with_kvcache, simulate, vllm
 from torch_metal_attn.testing import judge
 
 BLOCKS = 7
-ONE = torch.ones(1)
+UNIT_SCALE = torch.ones(1)
 SHAPE = (HOME["kv_heads"], HOME["head_dim"])
-LARGE = torch.zeros(7, 1, *SHAPE, dtype=HOME["dtype"]).expand(7, 2**40, *SHAPE)
+HUGE = torch.zeros(7, 1, *SHAPE, dtype=HOME["dtype"]).expand(7, 2**40, *SHAPE)
 
 normal = partial(judge.normal, dtype=HOME["dtype"])
 
@@ -75,7 +75,7 @@ def test_tables_of_sglang_are_page_tables():
         ({"kv_cache_dtype": "int8"}, NotImplementedError, "kv_cache_dtype is 'int8'"),
         ({"kv_cache_dtype": "fp8"}, ValueError, "key_cache has dtype torch.float16; with fp8"),
         ({"key_cache": torch.zeros(7, 2, 8)}, ValueError, "key_cache"),
-        ({"key_cache": LARGE, "value_cache": LARGE}, ValueError, "a page size of 1099511627776"),
+        ({"key_cache": HUGE, "value_cache": HUGE}, ValueError, "a page size of 1099511627776"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -83,6 +83,6 @@ def test_invalid_arguments_are_refused(changed, error, message):
     new, cache = normal(2, *SHAPE), new_caches()[0]
     arguments = {"key": new, "value": new, "key_cache": cache, "value_cache": cache.clone()}
     arguments |= {"slot_mapping": torch.tensor([0, 1]), "kv_cache_dtype": "auto"}
-    arguments |= {"k_scale": ONE, "v_scale": ONE}
+    arguments |= {"k_scale": UNIT_SCALE, "v_scale": UNIT_SCALE}
     with pytest.raises(error, match=message):
         vllm.reshape_and_cache_flash(**(arguments | changed))

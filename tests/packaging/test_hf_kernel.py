@@ -16,8 +16,8 @@ pytest.importorskip("kernels")
 
 ON_MPS = mps.usable()
 # `kernels` picks the stable-ABI variant of this machine, or `torch-metal` on an older macOS.
-HERE = f"torch-stable-abi210-cpu-{platform.machine()}-{platform.system().lower()}"
-HERE = "torch-metal" if mps.available() else HERE.replace("arm64-darwin", "aarch64-darwin")
+VARIANT = f"torch-stable-abi210-cpu-{platform.machine()}-{platform.system().lower()}"
+VARIANT = "torch-metal" if mps.available() else VARIANT.replace("arm64-darwin", "aarch64-darwin")
 
 USE = """
 import os, sys
@@ -46,7 +46,7 @@ print("version:", kernel.__version__)
 @pytest.fixture(scope="module")
 def layout(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
-    for variant in {HERE, *hf_kernel.MACOS_VARIANTS}:
+    for variant in {VARIANT, *hf_kernel.MACOS_VARIANTS}:
         hf_kernel.write_variant(wheel, folder, variant)
     return folder
 

@@ -95,7 +95,7 @@ def test_the_linker_refuses_what_the_oldest_torch_lacks(tmp_path, capfd):
     assert "undefined symbol: _aoti_torch_new" in capfd.readouterr().err
 
 
-OWN = """void own() __asm__("__ZNSt13runtime_errorD1Ev");
+OWN_DESTRUCTOR = """void own() __asm__("__ZNSt13runtime_errorD1Ev");
 __attribute__((used)) void own() {}
 namespace metal_attn {"""
 LEAKED = '__attribute__((visibility("default"))) int leaked;\nextern "C" __attribute__'
@@ -105,7 +105,7 @@ OTHER = "/opt/lib/libother.dylib"
 PLANTED = [
     [
         ("text);", 'text + getenv("HOME")[0]);', "macOS libSystem lacks _getenv"),
-        ("namespace metal_attn {", OWN, "the extension defines __ZNSt13runtime_errorD1Ev; it"),
+        ("namespace metal_attn {", OWN_DESTRUCTOR, "the extension defines __ZNSt13runtime_error"),
         ('extern "C" __attribute__', LEAKED, "the extension exports _leaked, which is no"),
         ("template struct Op<mps_backend>;", "", f"not registered for mps: {BOXED}"),
     ],

@@ -145,7 +145,7 @@ def outcome(libraries):
     return run_counted(program, libraries["bytes"])
 
 
-def test_tensors_and_frames_of_each_call(outcome):
+def test_each_call_has_the_expected_tensors_and_frames(outcome):
     for name, modes in outcome[0].items():
         for mode, counts in modes.items():
             frameless = name.startswith("torch.ops") and mode == "inference_mode"

@@ -70,7 +70,7 @@ class TestCompiling:
         meet = threading.Barrier(3)
         fake.set_compiler(lambda text: meet.wait(HANG_SECONDS))
         calls = [meta(head_dim) for head_dim in (80, 88, 96)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in calls], threads=3)
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*qkv) for qkv in calls], threads=3)
         assert (done.compiled, done.failed) == (3, ())
         assert not meet.broken
 
@@ -84,7 +84,7 @@ class TestCompiling:
             lambda name: lambda *arguments: asked.append(name) or explain(*arguments),
         )
         arguments = [meta(184, (length, 50)) for length in (40, 41, 42)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in arguments])
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*qkv) for qkv in arguments])
         assert (done.kernels, len(texts)) == ({"flash_fwd": 1}, 1)
         assert asked == ["flash_fwd"] * 4
 
@@ -98,14 +98,14 @@ class TestCompiling:
         assert len(texts) == 2
         assert "which this GPU refuses" in capfd.readouterr().err
         (then,) = extension.launches(fake.ops.flash_fwd_explain(*meta(200)))
-        tiles = [one["tuning"]["candidates"][0] for one in (first, then)]
+        tiles = [launch["tuning"]["candidates"][0] for launch in (first, then)]
         assert then["choice"].startswith(f"default; refused: {tiles[0]} in threadgroups of ")
         assert tiles[1] != tiles[0]
 
     def test_compile_errors_are_reported(self, fake):
         fake.refuse("#define HEAD_DIM_QK 208")
         calls = [meta(208), meta(216)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in calls])
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*qkv) for qkv in calls])
         (error,) = done.failed
         assert "told to be refused" in error
         assert (done.kernels, done.compiled) == ({"flash_fwd": 1}, 1)

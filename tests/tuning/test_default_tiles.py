@@ -103,7 +103,7 @@ def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, blocks):
         call[f"{name}_indices"] = torch.zeros(1, 1, block, others).int()
     launches = explained("flex_fwd", **call)
     launches += backward_launches("flex_fwd", call)
-    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= {one["kernel"] for one in launches}
+    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= {x["kernel"] for x in launches}
     for launch in launches:
         chosen, sizes = numbers(launch), blocks[::-1] if "dkv" in launch["kernel"] else blocks
         if block := chosen.get("BLOCK_K", chosen.get("BLOCK_Q")):

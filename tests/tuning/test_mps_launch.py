@@ -107,8 +107,8 @@ def test_a_default_tile_that_the_gpu_refuses_is_replaced(op, head_dim, kernel, s
     texts = [text for text in compiled if f" void {kernel}(" in text]
     assert len(texts) == 2, "the tile that was refused, and the next one"
     assert text_of(before.pop(kernel)["defines"]) not in texts[1]
-    for one in before.values():
-        assert sum(text_of(one["defines"]) in text for text in compiled) == 1
+    for launch in before.values():
+        assert sum(text_of(launch["defines"]) in text for text in compiled) == 1
     (line,) = capfd.readouterr().err.splitlines()
     words = rf"the default table has .* for {kernel} float {head_dim} .*, which this GPU refuses: "
     assert re.match(f"torch_metal_attn: {words}it is ignored, and .* is used ", line)

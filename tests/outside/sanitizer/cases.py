@@ -26,7 +26,7 @@ HALF = partial(attention, dtype="float16")
 FEW_HEADS = HALF(batch=1, heads=4, kv_heads=1, q_length=100, kv_length=520, backward=True)
 LONG = partial(HALF, batch=1, heads=2, kv_heads=1, q_length=300, kv_length=1800, head_dim=16)
 # {name: (call, a tile of flash_fwd, or "" for the default tile)}.
-MORE = {
+EXTRA_CASES = {
     "not staged": (HALF("causal"), UNSTAGED),
     "not staged, paged": (HALF("causal", "paged"), UNSTAGED),
     "threadgroups that share a KV head": (FEW_HEADS, ""),
@@ -75,6 +75,6 @@ def cases(only: str = "") -> Iterator[Case]:
         if re.search(only, name):
             dtypes = list(by_dtype)
             yield case(name, by_dtype[dtypes[number % len(dtypes)]])
-    for name, (verify_case, tile) in MORE.items():
+    for name, (verify_case, tile) in EXTRA_CASES.items():
         if re.search(only, name):
             yield case(name, verify_case, tile)

@@ -29,7 +29,7 @@ try:
     from torch.utils import cpp_extension
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ModuleNotFoundError as error:
-    # SystemExit, so that pip shows this line and no traceback.
+    # For a SystemExit pip shows this line and no traceback.
     raise SystemExit(
         f"error: the build needs {error.name}, which is not installed: "
         "pip install 'torch>=2.10' 'setuptools>=77' ninja"

@@ -56,7 +56,7 @@ def versions() -> list[str]:
 
 def load(version: str) -> Torch:
     """A version's symbols, from the cache or its wheel (100 MB). Raises RuntimeError."""
-    # Not in the simulator's cache, which deletes files that have not been used for long.
+    # The simulator's cache would delete files that have not been used for long.
     folder = cache.default_dir().with_name("torch_metal_attn-torches")
     cached = folder / f"torch-{version}-macos-arm64.json.gz"
     if cached.exists():

@@ -58,7 +58,7 @@ def best(calls: dict[str, Call]) -> dict[str, float]:
 
 
 def calls() -> tuple[dict[str, Call], dict[str, Call]]:
-    """The calls in layout (B, H, L, D), and those in (B, L, H, D); torch's come first."""
+    """Calls in layout (B, H, L, D), and calls in (B, L, H, D). torch's own call comes first."""
     q = torch.randn(1, 1, 1, 8)
     k_cache, v_cache = torch.randn(1, 16, 1, 8), torch.randn(1, 16, 1, 8)
     length = torch.tensor([5], dtype=torch.int32)

@@ -24,7 +24,7 @@ def rotary(*sides: str, interleaved: bool = False) -> OfLengths:
     return options
 
 
-# At most one query does not see every key, so the counts are those of whole blocks.
+# At most one query does not see every key, so that whole blocks are counted.
 OF_LENGTHS: dict[str, OfLengths] = {
     "none": lambda *_: {},
     "causal": lambda q, kv, *_: {"causal": True, "q_offset": kv - 2},

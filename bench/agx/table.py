@@ -77,7 +77,7 @@ class Row(NamedTuple):
 
 
 def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidate]) -> list[Row]:
-    """A kernel's rows, without redundant ones."""
+    """A kernel's rows, without redundant rows."""
     rows = []
     for bits in DTYPES:
         # The unstaged rows come first, because `tune` tries a limited number.

@@ -34,7 +34,7 @@ kernel void products(device const ELEMENT* a [[buffer(0)]], device float* out [[
   UNROLL for (int i = 0; i < COUNT; i++) simdgroup_store(sums[i], out + 64 * i);
 }
 """
-# Two loops, one inside the other, as the driver prints them.
+# A loop inside another loop, as the driver prints it.
 LISTING = """\
 halves 101
 threads 1024

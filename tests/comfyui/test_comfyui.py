@@ -45,7 +45,7 @@ def comfyui_attention(q, k, v, heads, mask=None, **options):
 
 
 def call(function, *args, **options):
-    """As ComfyUI calls attention: an override gets the function and its arguments."""
+    """Calls attention as ComfyUI does: an override gets the function and its arguments."""
     override = options.get("transformer_options", {}).get(OVERRIDE)
     options["_inside_attn_wrapper"] = True
     return override(function, *args, **options) if override else function(*args, **options)

@@ -1,4 +1,4 @@
-"""python -m torch_metal_attn: what it prints, and that wrong results end in a non-zero exit."""
+"""python -m torch_metal_attn: its output, and its non-zero exit status after wrong results."""
 
 import json
 import os

@@ -125,7 +125,7 @@ def test_costs_of_packed_sequences_add_up():
     together = costs.cost("flash_varlen_fwd", packed)
     assert together.flops == alone[0].flops + alone[1].flops
     assert together.bytes == alone[0].bytes + alone[1].bytes + 2 * 4 * 4
-    # Without data each sequence counts as the longest one.
+    # Without data each sequence counts as if it had the largest length.
     meta = {n: x.to("meta") if torch.is_tensor(x) else x for n, x in packed.items()}
     assert costs.cost("flash_varlen_fwd", meta).flops == 3 * 4 * 2 * 9 * 9 * 64
 

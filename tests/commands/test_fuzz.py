@@ -106,7 +106,7 @@ class TestDrawing:
 
     @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
     def test_strides_of_empty_tensors_are_not_drawn_as_illegal(self, q_length, kv_length):
-        """Every function accepts them, so they are not drawn."""
+        """Every function accepts such strides."""
         for name in ("q", "k", "v"):
             sizes = {"q_length": q_length, "kv_length": kv_length}
             case = testing.Attention(**sizes, invalidated=f"strides of {name}")

@@ -329,7 +329,7 @@ def _packed(length=8, dtype=torch.float32):
     return arguments | {"cu_seqlens_k": torch.tensor([0, 6, 13]).int(), "max_seqlen_k": 7}
 
 
-# Calls whose backward gets more saved tensors than those of EXAMPLES.
+# Calls whose backward gets more saved tensors than the calls in EXAMPLES.
 SAVING = {
     "flash_fwd with tensors": Example(
         "flash_fwd", _with_tensors, (), (*"qkv", "attn_mask", "alibi_slopes", "learnable_sink")

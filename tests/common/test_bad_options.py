@@ -100,7 +100,7 @@ OPERANDS = [
     (wide(q=2**30, columns=256), "q has .* head dims 256 and 256 it must be at most 536870880"),
     (wide(2**20, 1, 2**20, 2**19), r"q has 5.76461e\+17 rows; out would be over 2\^63 bytes"),
 ]
-# For dense and packed sequences.
+# Rows for dense and for packed sequences.
 OPTIONS = [
     ({"softmax_scale": math.nan}, r"softmax_scale is nan; .*finite"),
     ({"softmax_scale": 1e39}, r"softmax_scale is 1e\+39; .*finite in float32"),
@@ -238,7 +238,7 @@ def good_options():
 @pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed])
 def test_valid_arguments_are_accepted(make):
-    """So each refusal above is caused only by the changed argument."""
+    """This shows that each refusal above is caused only by the changed argument."""
     tensors, options = make(), good_options()
     for where in NAMESPACES:
         call(where, tensors, options)

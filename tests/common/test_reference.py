@@ -165,7 +165,7 @@ def test_blocks_change_nothing(monkeypatch, causal, masks):
 
 
 def test_long_sequences_need_little_memory():
-    """All scores at once would take 17 GB."""
+    """The scores of all queries and keys together would take 17 GB."""
     largest = 0
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -201,7 +201,7 @@ def test_nan_of_unlisted_keys_has_no_effect(heads):
     q, k, v = qkv()
     indices = torch.arange(5).view(1, 1, 5, 1).repeat(2, heads, 1, 2).int()
     mask = torch.ones(4, 1, 1, dtype=torch.bool)
-    mask[::2] = False  # these query heads share keys with the others
+    mask[::2] = False  # each of these query heads shares its keys with another head
     right, _ = attention(q, k, v, indices=indices)
     k[:, :, 5], v[:, :, 5], v[:, :, 6], v[:, :, 1] = *[torch.nan] * 2, -torch.inf, torch.nan
     out, _ = attention(q.requires_grad_(), k, v, indices=indices)

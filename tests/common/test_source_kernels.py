@@ -96,7 +96,7 @@ def test_flash_attention_simd(dtype):
 def test_yarn_attention(device):
     """A source kernel takes YaRN's ramp over wavelengths; here it runs over dimension indices.
 
-    tests/rope/test_rope.py holds the frequencies to those of transformers, to the bit.
+    tests/rope/test_rope.py checks that the frequencies have the bits of transformers' frequencies.
     """
     options = {"factor": 4.0, "original_max_position_embeddings": 2048}
     inv_freq, attention_factor = rope.yarn(64, 10000.0, **options)

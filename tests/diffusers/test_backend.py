@@ -123,12 +123,12 @@ def test_the_name_is_registered(metal_attn):
 def test_a_diffusers_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(diffusers, "__version__", "0.36.0")
     with pytest.raises(ImportError, match=r"needs diffusers 0\.42 or later .*: this is 0\.36\.0"):
-        # By its path, because runpy finds no code of modules that pytest rewrites.
+        # It is run by its path, because runpy finds no code of modules that pytest rewrites.
         runpy.run_path(find_spec("torch_metal_attn.integrations.diffusers.backend").origin)
 
 
 def test_set_attention_backend_selects_our_kernels(device):
-    """It sets the model's backend, or the active one if the model has no dispatcher."""
+    """It sets the model's backend, or the active backend if the model has no dispatcher."""
     with attention_backend("native"), torch.no_grad():
         for family in (FAMILIES["Flux"], FAMILIES["UNet XL"]):
             model = family.build()

@@ -1,4 +1,4 @@
-"""Commands in pages: cheap ones are run, and the arguments of the others are parsed."""
+"""Checks commands in pages: cheap commands are run, and arguments of other commands are parsed."""
 
 import argparse
 import contextlib

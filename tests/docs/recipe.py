@@ -12,8 +12,8 @@ import re
 # Each edit is a line `file: place`, then the lines to add, or the text after `+`. Places:
 # `list X`, the end of the macro list X; `end X Y`, the end of block Y in block X, before a last
 # `return`; `start X Y`; `before X`, the line before the constant X; `value X`, the end of its
-# value; `parameter X`, the end of the function's parameters. Blocks of .py files are the classes
-# and functions, those of other files what braces enclose.
+# value; `parameter X`, the end of the function's parameters. Blocks of .py files are classes and
+# functions; blocks of other files are enclosed by braces.
 TEMPERATURE = """
 csrc/problem/options.h: list FLASH_OPTIONS
   X(OptionalTensor, temperature, None, STEP)

@@ -62,7 +62,7 @@ def check_special(**fields):
 
     def numbers(*shape, **options):
         x = special(tensors.numbers(*shape, **options))
-        # In half precision any bits of a NaN are right, so there are no NaNs.
+        # In half precision a NaN may have any bits, so the rows have no NaN.
         return x.masked_fill(x.isnan(), 0.5) if "cache_dtype" in fields else x
 
     with pytest.MonkeyPatch.context() as patch:

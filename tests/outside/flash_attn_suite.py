@@ -39,7 +39,7 @@ OF_CUDA = {"test_compilation_count": "counts what Triton compiles"}
 
 
 class TooLong(BaseException):
-    """Not an Exception, so that the case does not catch it."""
+    """Derives from BaseException, so that a case does not catch it."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Test:
         return parameters
 
     def drawn(self, largest: int, rng: random.Random) -> list[int]:
-        """One of the smallest cases, then all others that are small enough, in random order."""
+        """One of the smallest cases, then all other cases up to `largest`, in random order."""
         sizes = [size(self.case(index)) for index in range(len(self))]
         cases = sorted(range(len(self)), key=lambda _: rng.random())
         first = min(cases, key=sizes.__getitem__)

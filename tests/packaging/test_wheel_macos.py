@@ -33,7 +33,7 @@ extern "C" __attribute__((visibility("default"))) long metal_attn_call(const cha
   if (aoti_torch_there() == 0) throw std::runtime_error(text);
   return static_cast<long>(std::hash<std::string_view>()(text));
 }
-// As csrc/runtime/params_text.cpp: its symbol for debuggers has no section.
+// As in csrc/runtime/params_text.cpp, the symbol for debuggers has no section.
 asm(".section __TEXT,__const\\n.globl _metal_attn_text\\n_metal_attn_text:\\n.byte 0\\n.text\\n");
 """
 # What SOURCE imports from macOS: exceptions, but not std::__hash_memory, which macOS 14 lacks.

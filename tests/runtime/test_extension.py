@@ -109,7 +109,7 @@ import torch_metal_attn
 
 @pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 def test_a_build_that_is_older_than_the_source_code_is_named():
-    """As after `git pull`: an op of the Python code is missing in the extension."""
+    """After `git pull`, for example, the extension can lack an op of the Python code."""
     done = run_program(OLDER)
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: {extension.PATH} was built from other source code than ")

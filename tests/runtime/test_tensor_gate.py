@@ -246,11 +246,11 @@ def differs(what, tensor=1, matrix=1):
     return f"a small problem, {what}, gave {tensor} with tensor tiles and {matrix} with 8x8 tiles"
 
 
-# In this order, because each case reads the record of the cases before it.
+# The order matters, because each case reads the record of the previous cases.
 CASES = {
     "case(numbers=(1.0, 1.01))": fault([*PROBES, *BOTH, *MATRIX], differs("float16", 1, r"1\.0.*")),
     "os.path.exists(record)": False,
-    # Both kinds of tile are compared once, in three problems, which is recorded.
+    # Both kinds of tile are compared once, in three problems. The result is recorded.
     "case()": NEW,
     "case(numbers=(1.0, 2.0))": REMEMBERED,
     'case(name="Apple M4")': works(

@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float16, heads=(2, 2)):
-    """q, k and v (B, H, L, D). Each is one row, expanded, so that it takes no memory."""
+    """q, k and v (B, H, L, D). Each is an expanded row, so that it takes no memory."""
     (q_length, kv_length), (q_heads, kv_heads) = lengths, heads
     q, v = (torch.empty(n, dtype=dtype) for n in (head_dim, v_head_dim or head_dim))
     q, k = q.expand(1, q_heads, q_length, -1), q.expand(1, kv_heads, kv_length, -1)

@@ -145,7 +145,7 @@ def test_a_band_is_compiled_in_only_if_it_hides_a_key(options, band):
 
 @each_case("name", OLD + NEW)
 def test_m3_and_later_may_read_keys_and_values_unstaged(name, gpu):
-    """Such tiles are candidates for `tune`, not the default. Unknown GPUs have none."""
+    """Unstaged tiles are candidates for `tune`, not the default. Unknown GPUs have no such tile."""
     gpu(name)
     chosen = launch_of("flash_fwd", *operands(128))
     default, *others = chosen["tuning"]["candidates"]

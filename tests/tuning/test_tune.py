@@ -249,7 +249,7 @@ def test_the_default_shapes_have_kernels_to_choose(shape):
     assert tune.kernels_of(shape, CPU)
 
 
-# For a new process, which reads the table on import.
+# Runs in a new process, which reads the table on import.
 USED = """
 import torch, torch_metal_attn
 q = torch.zeros(1, 1, 40, 16, dtype=torch.float16)

@@ -34,7 +34,7 @@ EXTENSION = ROOT / "build/editable"
 
 
 class FakeMps:
-    """One variant of the shim with the launch layer linked to it: its ops, and its record."""
+    """A variant of the shim that is linked with the launch layer: its ops and its record."""
 
     def __init__(self, variant: str, library: Path, *, insist: bool = True) -> None:
         """insist: skip the trial of mps, which fails without set_gpu."""

@@ -23,7 +23,7 @@
 #include "csrc/ops/rope/schema.h"
 #include "csrc/runtime/backend.h"
 
-// In fake_mps.cpp.
+// Defined in fake_mps.cpp.
 extern "C" void fake_mps_launch_begins();
 extern "C" const char fake_mps_namespace[];
 

@@ -262,15 +262,15 @@ EXPORT void fake_mps_launch_begins() {
   if (counted_allocations != nullptr) { t_launch_begins = counted_allocations(); }
 }
 
-// For csrc/runtime/mps_verdict.cpp.
+// Called by csrc/runtime/mps_verdict.cpp.
 extern "C" int32_t fake_mps_device_type() { return g_device_type; }
 extern "C" int64_t fake_mps_probe_limit() { return g_probe_limit; }
 extern "C" int64_t fake_mps_queue_limit() { return g_queue_limit; }
 
-// For csrc/runtime/mps.cpp.
+// Called by csrc/runtime/mps.cpp.
 extern "C" int64_t fake_mps_milliseconds() { return g_milliseconds; }
 
-// For the tests.
+// Called by the tests.
 EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void* const*)) { g_gpu = gpu; }
 EXPORT void fake_mps_set_compiler(void (*compiler)(const char*)) { g_compiler = compiler; }
 EXPORT void fake_mps_refuse(const char* part, int stage) {

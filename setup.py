@@ -58,7 +58,7 @@ def max_jobs() -> int:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return 2
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # limits of a container
         with suppress(OSError, ValueError):
             memory = min(memory, int(Path("/sys/fs/cgroup", limit).read_text()))
     affinity = getattr(os, "sched_getaffinity", None)
@@ -76,7 +76,7 @@ if FOR_ARM64:
     # The oldest macOS that this Python supports may lack std::filesystem.
     oldest = os.environ.get("MACOSX_DEPLOYMENT_TARGET") or "{}.{}".format(*load("macos").OLDEST)
     os.environ["MACOSX_DEPLOYMENT_TARGET"] = oldest
-    if ONLY_ARM64:  # also in the wheel's name
+    if ONLY_ARM64:  # the wheel's name must say so too
         os.environ.setdefault("_PYTHON_HOST_PLATFORM", f"macosx-{oldest}-arm64")
 
 

@@ -120,8 +120,8 @@ def candidates(problems: Class) -> Iterator[Tile]:
             yield *tile, 1
     elif problems.macro == "FLASH_DECODE":
         spans, fragments = -(-problems.head_dim // 32), -(-problems.queries // 8)
-        # More than 16 queries may need too many registers. Narrow rows in 16 bits still have all
-        # of them: a threadgroup has up to 6 times as many rows, which read a shared prefix at once.
+        # More than two fragments may need too many registers. Narrow rows in 16 bits still have
+        # them, so that a threadgroup reads a shared prefix once for up to 6 times as many rows.
         fewer = fragments > 2 and (problems.bits == 32 or problems.columns > 192)
         rows = (fragments, 2) if fewer else (fragments,)
         # Four spans are a whole row of up to 128 columns. Then SIMD groups have different keys.

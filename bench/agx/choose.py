@@ -18,7 +18,7 @@ MOST_REGISTERS = 118  # of 128: the compiler's registers may be off by 10
 RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12}
 RESIDENT_NARROW = 24  # for a forward of up to 64 columns
 CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0}
-MORE_CYCLES = 1.5  # that bfloat16 may take, because it must be converted
+MORE_CYCLES = 1.5  # allowed in addition for bfloat16, which must be converted
 # Bytes of device memory per cycle and core: the minimum that a decode of up to 8 queries should
 # request, and the maximum that M1 to M2 Ultra deliver.
 BYTES, MEMORY_BYTES = 16, 10

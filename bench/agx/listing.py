@@ -35,7 +35,7 @@ COMPLEX_CYCLES = {
 }
 # Bytes per cycle and core, of threadgroup memory and of the cache of device memory.
 THREADGROUP_BYTES = DEVICE_BYTES = 64
-SIMD_UNITS = 4  # of a core
+SIMD_UNITS = 4  # per core
 LANES = 32
 
 

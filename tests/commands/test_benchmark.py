@@ -49,7 +49,7 @@ class TestTiming:
         result = timing.interleaved({"short": lambda: calls.append(clock.ask(0.0001))}, timer, 1)
         doubled = [1, 2, 4, 8, 16, 32, 64, 128]
         assert len(calls) == 1 + sum(doubled) + 128
-        assert clock.waits == 2 * (1 + len(doubled) + 1)  # before and after a sample, not within
+        assert clock.waits == 2 * (1 + len(doubled) + 1)  # it waits before and after a sample
         assert result["short"].median * 128 == pytest.approx(0.0128 + 0.001)
 
     def test_the_order_of_calls_alternates(self):
@@ -194,7 +194,7 @@ class TestMemory:
         pictures = memory.plots([memory.memory(shape) for shape in some])
         assert len(pictures) == len(set(pictures)) == 5
         lines = [re.findall(r'<circle cx="([^"]+)"', picture) for picture in pictures]
-        assert sorted(map(len, lines)) == [2, 2, 2, 4, 4]  # two series, so two points a length
+        assert sorted(map(len, lines)) == [2, 2, 2, 4, 4]  # two series: two points per length
         for places in lines:
             half = [float(place) for place in places[: len(places) // 2]]
             assert half == sorted(set(half))

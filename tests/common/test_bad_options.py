@@ -117,8 +117,8 @@ OPTIONS = [
     ({"attn_bias": bools(16, 24)}, r"attn_bias has dtype bool; .*float32"),
     (dict.fromkeys(("attn_mask", "attn_bias"), half(16, 24)), ".* is floating .*; add the two"),
     ({"attn_mask": bools(16, 25)}, r"attn_mask has shape \(16, 25\); .*broadcast"),
-    ({"attn_mask": bools(2, 2, 16, 24)}, r"attn_mask has shape .*\(2, 4, 16"),  # KV heads
-    ({"attn_mask": bools(2, 24)}, r"attn_mask has shape \(2, 24\); "),  # padding
+    ({"attn_mask": bools(2, 2, 16, 24)}, r"attn_mask has shape .*\(2, 4, 16"),  # a mask by KV heads
+    ({"attn_mask": bools(2, 24)}, r"attn_mask has shape \(2, 24\); "),  # a padding mask
     ({"attn_mask": bools(16, 0)}, r"attn_mask has shape \(16, 0\); .*broadcast"),
     ({"attn_bias": half(3, 1, 1, 1)}, r"attn_bias has shape \(3, 1, 1, 1\); it must broadcast to"),
     ({"alibi_slopes": torch.zeros(2)}, r"alibi_slopes has shape \(2,\); .*\(4,\) or \(2, 4\)"),

@@ -282,7 +282,7 @@ def test_writing_a_saved_tensor_raises(example, where):
 def test_an_argument_without_a_gradient_is_named(example):
     """The error names the argument: in the call, or in the backward of a written tensor."""
     if example.written and not set(example.written) & set(floats(example)):
-        return  # bytes have no backward
+        return  # tensors of bytes have no backward
     for name in set(floats(example)) - {*example.differentiable, *example.written}:
         arguments = example.make()
         arguments[name].requires_grad_()

@@ -38,7 +38,7 @@ def check(q, k, v, **options):
 # Shapes that broadcast to (2, 4, 5, 7).
 BROADCASTS = [(7,), (1,), (5, 7), (5, 1), (1, 7), (4, 1, 1), (4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 1)]
 LENGTHS = [((7, 3), (0, 0)), ((7, 7), (0, 5)), ((0, 6), (0, 2)), ((2, 7), (4, 7))]
-# Cases that random draws of all features seldom reach.
+# Cases that the random draws of all features below seldom reach.
 CASES = [
     *({"causal": True, "q_offset": n} for n in (None, 0, 2, -2, -9, 9, FURTHEST, -FURTHEST)),
     *(
@@ -221,7 +221,7 @@ def test_results_are_computed_in_float32_and_rounded_once():
     exact, exact_lse = attention(q, k, v, compute_dtype=torch.float64)
     assert (exact.dtype, exact_lse.dtype) == (torch.float64, torch.float64)
     torch.testing.assert_close(exact, torch_sdpa(q.double(), k.double(), v.double()))
-    # Computed in float32 and rounded once.
+    # The result is computed in float32 and rounded once.
     torch.testing.assert_close(out, exact.half(), rtol=2**-10, atol=2**-14)
 
 

@@ -37,7 +37,7 @@ GEMMA = {"window_size_left": 20, "softcap": 50.0, "softmax_scale": 1.0, "num_spl
 KERNELS = {
     "flash_attention_v2": [case(**SQUARE, dtype="float32", causal=True)],
     "flash_attention_f16": [case(**SQUARE, causal=True)],
-    # Any length: the source kernel leaves query registers beyond its bounds uninitialised.
+    # Lengths need not divide: the source kernel leaves query registers past the end uninitialised.
     "flash_attention": [case(**FORWARD, dtype="float32", q_length=70, kv_length=70, head_dim=64)],
     "flash_attn_train_fwd": [
         *(case(**TRAINED, causal=True, q_offset=offset) for offset in (0, 32, 40)),
@@ -50,10 +50,10 @@ KERNELS = {
     "fused_attention": [case(**SHORT32, alibi_slopes="h")],
     "fused_attention_f16": [case(**SHORT, causal=True, alibi_slopes="h")],
     "fused_attention_batched": [case(**SHORT32, batch=4, alibi_slopes="bh")],
-    # One query for each sequence. Pages are in any order, and lengths end inside of a page.
+    # Each sequence has one query. Pages are in any order, and lengths end inside a page.
     "paged_attention": [case(**ONE_QUERY, seqused_k=(100, 1, 33, 64), cache="paged", page=16)],
-    # nwg is our num_splits. The source's two-pass form reads past the last block and keeps partial
-    # results in half; ours are float32, and the simulator checks every read.
+    # nwg is num_splits here. The source's two-pass form reads past the last block, and its partial
+    # results are in half. Here they are float32, and the simulator checks every read.
     "flash_attn_vec": [
         case(**FEW_QUERIES, head_dim=512, dtype="float32", causal=True, num_splits=4),
         # softcap=50 caps the scores at 50, in natural units.

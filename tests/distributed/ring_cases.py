@@ -11,7 +11,7 @@ from torch_metal_attn import simulate
 from torch_metal_attn.distributed import ring_attention, shard_sequence, unshard_sequence
 from torch_metal_attn.reference import attention
 
-BOUNDS = [0, 9, 9, 21, 24]  # one sequence is empty, and one shorter than the number of chunks
+BOUNDS = [0, 9, 9, 21, 24]  # one sequence is empty, and one has fewer rows than chunks
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
 
 

@@ -169,7 +169,7 @@ def test_meshes_and_foreign_groups_are_refused(processes):
         errors, out = results["groups"]
         assert "mesh with 2 dimensions" in errors["mesh"]
         assert ("pair" in errors) == (rank > 1)
-        assert torch.equal(out, torch.ones(1, 2, 2, 16))  # of a mesh with one dimension
+        assert torch.equal(out, torch.ones(1, 2, 2, 16))  # the result for a mesh of one dimension
         if rank > 1:
             assert "group does not contain this process" in errors["pair"]
 

@@ -140,6 +140,6 @@ def python_offset(text, place, names):
     if place == "parameter":
         last = node.args.kw_defaults[-1]
         return sum(map(len, lines[: last.end_lineno - 1])) + last.end_col_offset
-    last = node.body[0 if place == "start" else -1]  # the docstring, or the last statement
+    last = node.body[0 if place == "start" else -1]  # the docstring or the last statement
     before = isinstance(last, ast.Return)
     return sum(map(len, lines[: last.lineno - 1 if before else last.end_lineno]))

@@ -73,7 +73,7 @@ def test_chat_continues_as_eager_attention_does(capsys):
     first = [*b"Hi", *continued([*b"Hi"], 4)]
     assert conversation.tokens == [*first, *b"so", *continued([*first, *b"so"], 4)]
     assert "12 of 32 tokens" in capsys.readouterr().out
-    assert conversation.cache.get_seq_length() == 11  # all but the last token
+    assert conversation.cache.get_seq_length() == 11  # the last token is not in the cache
     with pytest.raises(ValueError, match="has 32 tokens and the answer up to 4; the cache holds"):
         conversation.answer("x" * 20, 4)
     with pytest.raises(SystemExit):

@@ -76,8 +76,8 @@ class TestWrittenOutByHand:
     def test_other_softmaxes_are_not_recorded(self):
         experts = X.flatten(1, 2)
         assert not watched(lambda: F.softmax(experts, dim=-1))
-        assert not watched(lambda: (X @ X.mT).softmax(1))  # over heads
-        assert not watched(lambda: (X[0, 0] @ X[0, 0].mT).softmax(-1))  # of a matrix
+        assert not watched(lambda: (X @ X.mT).softmax(1))  # a softmax over heads
+        assert not watched(lambda: (X[0, 0] @ X[0, 0].mT).softmax(-1))  # a softmax of a matrix
 
     @pytest.mark.parametrize("fused", [False, True])
     def test_a_layer_that_returns_its_weights_is_recorded(self, fused):

@@ -145,7 +145,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monke
     assert errors[0] == errors[1] != errors[2]
     assert compiled == [f"#define N {n}\n{BROKEN}" for n in (1, 2)]
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == compiled
-    # Another library with the same text, as in another process.
+    # Another library with the same text, as another process would have, reports the same file.
     path = re.search(r"The shader's text is in (\S+)", errors[0])[1]
     any_fake.add_family("twice", "#define N 1\n" + BROKEN)
     with pytest.raises(RuntimeError, match=re.escape(path)):
@@ -306,7 +306,7 @@ for number in range(1, ROUNDS + 1):
             ops.flash_fwd(q, q, q)
             if sent >= number:
                 after += 1
-                time.sleep(0)  # the system's chance to deliver the signal
+                time.sleep(0)  # lets the system deliver the signal
         seen.append("lost")
     except BaseException as error:
         seen.append(type(error).__name__)

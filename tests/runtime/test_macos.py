@@ -78,7 +78,7 @@ FAST, TOO_OLD = "with PYTORCH_MPS_FAST_MATH Metal 3.1 ignores NaN", "compiles no
         ("2.10.0", "26.2", "1", "4.0", "3.1", FAST),  # torch 2.10 compiles only Metal 3.1
         ("2.11.0", "14.6", "1", "", "3.1", FAST),
         ("2.11.0", "15.0", "1", "", "3.2", ""),
-        ("2.14.1", "26.0", "1", "3.1", "4.0", ""),  # and 2.14 reads no such variable
+        ("2.14.1", "26.0", "1", "3.1", "4.0", ""),  # torch 2.14 ignores PYTORCH_MPS_METAL_VERSION
         ("2.15.0", "26.0", "1", "3.1", "3.1", FAST),
         ("2.15.0", "26.0", "1", "3.2", "3.2", ""),
         ("2.15.0+cpu", "15.1", None, "5", "3.2", ""),
@@ -106,7 +106,7 @@ IMPORT = """
 import platform, subprocess, sys, types, warnings
 import torch
 
-def is_macos_or_newer(major, minor):  # as torch 2.13's
+def is_macos_or_newer(major, minor):  # behaves as in torch 2.13
     warnings.warn(f"Can't check whether running on {major}.{minor}+ returning one for 26.0+")
     return True
 

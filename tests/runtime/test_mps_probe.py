@@ -221,7 +221,7 @@ def test_mps_is_used_unless_its_gpu_is_too_old(cases, call):
 def test_each_failure_has_a_reason(cases, call):
     problem, raised, again, started = cases[call]
     why, kernels = FAILURES[call]
-    assert re.fullmatch(why, problem)  # in one line
+    assert re.fullmatch(why, problem)  # `.` matches no line break
     assert again == problem
     assert started == kernels
     assert raised.startswith(f"metal_attn: mps cannot be used: {problem}. ")
@@ -232,7 +232,7 @@ def test_each_failure_has_a_reason(cases, call):
 def test_the_simulator_replaces_mps_that_does_not_work(cases):
     devices, said, backend, described = cases[VIRTUAL]
     assert devices == [["cpu", True]] * 2
-    (line,) = said.splitlines()  # of two calls
+    (line,) = said.splitlines()  # two calls print one line
     assert line.startswith("torch_metal_attn: the kernels run in the simulator; mps cannot be used")
     for text in (line, *backend, described):
         assert "its GPU is 'Apple Paravirtual device'" in text

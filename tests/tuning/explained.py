@@ -5,7 +5,7 @@ import torch
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.explain.ops import backward_launches
 
-# The rest of a flash_fwd tile with Q in registers, and of one that reads Q again.
+# The last knobs of a flash_fwd tile that holds Q in registers, and of a tile that reads Q again.
 Q_HELD = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=1"
 Q_READ_AGAIN = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=0 KV_STAGED=1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

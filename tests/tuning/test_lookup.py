@@ -112,7 +112,7 @@ def test_candidates_begin_with_the_default_tile_and_can_all_run(kernel, name, gp
                 assert (forced["defines"] == launch["defines"]) == (number == 0)
 
 
-# Tiles that no row of the table has for these head dims.
+# Tiles that are in no row of the table for these head dims.
 @pytest.mark.parametrize("tile", ["BLOCK_K=16 SIMDGROUPS=6", "BLOCK_K=8 SIMDGROUPS=2"])
 def test_other_numbers_of_simd_groups_give_right_results(tile, device):
     qkv = make_qkv(q_length=150, kv_length=65)

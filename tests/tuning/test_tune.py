@@ -232,7 +232,7 @@ class TestBadInput:
             ([], ["--rounds", "0"], "--rounds is 0; it must be above 0"),
             ([], ["--dtype", "float16"], "--dtype is for --model"),
             ([], ["--model", "x", "--shapes", "y"], "not allowed with argument"),
-            ([{}], ["--out", "{file}/table.json"], "{file}"),  # it cannot be written
+            ([{}], ["--out", "{file}/table.json"], "{file}"),  # the table cannot be written
         ],
     )
     def test_invalid_options_are_refused(self, shapes, options, why, fake_gpu, run, tmp_path):

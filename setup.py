@@ -18,9 +18,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 if int(setuptools.__version__.split(".")[0]) < 77:
-    # Older ones reject pyproject.toml with an error that does not name the version.
+    # Older versions reject pyproject.toml with an error that does not name the needed version.
     raise SystemExit(
-        f"error: the build needs setuptools 77 or later, and this is {setuptools.__version__}: "
+        f"error: the build needs setuptools 77 or later, and found {setuptools.__version__}: "
         "pip install 'setuptools>=77'"
     )
 
@@ -29,7 +29,7 @@ try:
     from torch.utils import cpp_extension
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ModuleNotFoundError as error:
-    # SystemExit, so that pip shows this line and no traceback.
+    # For a SystemExit pip shows this line and no traceback.
     raise SystemExit(
         f"error: the build needs {error.name}, which is not installed: "
         "pip install 'torch>=2.10' 'setuptools>=77' ninja"
@@ -42,7 +42,7 @@ PRECOMPILED = "".join(f"#include <torch/csrc/stable/{x}.h>\n" for x in ("library
 
 
 def load(name: str) -> ModuleType:
-    """A module of torch_metal_attn/runtime, by its path, as importing the package needs _C."""
+    """Load a module of torch_metal_attn/runtime by path: importing the package needs _C."""
     path = ROOT / f"torch_metal_attn/runtime/{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -58,7 +58,7 @@ def max_jobs() -> int:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return 2
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # limits of a container
         with suppress(OSError, ValueError):
             memory = min(memory, int(Path("/sys/fs/cgroup", limit).read_text()))
     affinity = getattr(os, "sched_getaffinity", None)
@@ -67,16 +67,16 @@ def max_jobs() -> int:
     return max(1, min(cores, memory // 2**30 - 2))
 
 
-# Python's flags may ask for both processors, as in python.org's builds. torch has no Intel wheels.
+# Python's flags may also ask for x86_64, as in python.org's builds. torch has no Intel wheels.
 FOR_ARM64 = (sys.platform, platform.machine()) == ("darwin", "arm64")
 ONLY_ARM64 = FOR_ARM64 and "ARCHFLAGS" not in os.environ
 
 os.environ.setdefault("MAX_JOBS", str(max_jobs()))
 if FOR_ARM64:
-    # The oldest macOS of this Python may lack std::filesystem.
+    # The oldest macOS that this Python supports may lack std::filesystem.
     oldest = os.environ.get("MACOSX_DEPLOYMENT_TARGET") or "{}.{}".format(*load("macos").OLDEST)
     os.environ["MACOSX_DEPLOYMENT_TARGET"] = oldest
-    if ONLY_ARM64:  # also in the wheel's name
+    if ONLY_ARM64:  # the wheel's name must say so too
         os.environ.setdefault("_PYTHON_HOST_PLATFORM", f"macosx-{oldest}-arm64")
 
 
@@ -130,11 +130,11 @@ class BuildExt(BuildExtension):
         command += [f"-I{folder}" for folder in folders]
         command += [*extension.extra_compile_args, "-x", "c++-header", str(header)]
         text = f"// torch {torch.__version__}: {' '.join(command)}\n{PRECOMPILED}"
-        made = header.with_suffix(".h.gch")
-        if not made.exists() or header.read_text(encoding="utf-8") != text:
+        compiled_header = header.with_suffix(".h.gch")
+        if not compiled_header.exists() or header.read_text(encoding="utf-8") != text:
             header.parent.mkdir(parents=True, exist_ok=True)
             header.write_text(text, encoding="utf-8")
-            subprocess.run([*command, "-o", str(made)], check=True)
+            subprocess.run([*command, "-o", str(compiled_header)], check=True)
         return str(header)
 
 
@@ -155,7 +155,7 @@ def repository() -> str:
     if not url:
         print(
             "warning: pyproject.toml has no URL in [tool.torch_metal_attn] repository: the "
-            "package has no links to its source and issues, and README.md's stay relative",
+            "package has no links to its source and issues, and README.md's links stay relative",
             file=sys.stderr,
         )
     return url

@@ -1,11 +1,11 @@
-"""Tracked lines of each folder and its budget: `make lint` prints them, and so does CI."""
+"""Prints the tracked lines of each folder and the folder's budget, for `make lint` and CI."""
 
 import subprocess
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# A file counts for the longest of these that its path begins with.
+# The budget of each folder. A file counts for the longest of these prefixes of its path.
 BUDGET = {
     "": 1500,
     ".ci/": 1100,
@@ -26,7 +26,7 @@ def count(root: Path) -> Counter[str]:
     names = subprocess.run(command, capture_output=True, text=True).stdout.split("\0")
     lines = Counter[str]()
     for name in filter(None, names):
-        folder = max((one for one in BUDGET if name.startswith(one)), key=len)
+        folder = max((prefix for prefix in BUDGET if name.startswith(prefix)), key=len)
         path = root / name
         lines[folder] += path.read_bytes().count(b"\n") if path.is_file() else 0
     return lines

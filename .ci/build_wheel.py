@@ -1,4 +1,4 @@
-"""Builds a wheel into dist/ and checks it: this machine's, or with `--macos` that of macOS."""
+"""Builds a wheel into dist/ and checks it: for this machine, or for macOS with `--macos`."""
 
 import argparse
 import os
@@ -22,8 +22,8 @@ DIST = ROOT / "dist"
 
 
 def build(environment: dict[str, str]) -> Path:
-    """Runs setup.py's build without isolation, so against the torch of this environment."""
-    # The last build may have copied modules that no longer exist.
+    """Build a wheel without isolation, so that it is compiled with this environment's torch."""
+    # An earlier build may have copied modules that no longer exist.
     for stale in (ROOT / "build").glob("lib*"):
         shutil.rmtree(stale)
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--macos", action="store_true")
     for_macos = parser.parse_args().macos
     if for_macos and sys.platform != "linux":
-        parser.error("the cross-build for macOS is for Linux; on a Mac run `make wheel`")
+        parser.error("--macos cross-compiles on Linux only; on a Mac run `make wheel` instead")
     try:
         if for_macos:
             known = load_torches()

@@ -12,7 +12,7 @@ from torch_metal_attn.runtime import shaders
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "torch_metal_attn"
 EXTENSION = f"{PACKAGE}/_C.abi3.so"
-PLUGIN = f"{PACKAGE}_pytest.py"  # of pytest
+PLUGIN = f"{PACKAGE}_pytest.py"  # a plugin for pytest
 
 
 def project_version() -> str:
@@ -21,7 +21,7 @@ def project_version() -> str:
 
 
 def faults(path: Path, platform: str) -> list[str]:
-    """The faults of the wheel at `path`, a sentence each; `platform` as in its name."""
+    """The faults of the wheel at `path`, one sentence each. platform: the tag in the name."""
     version = project_version()
     tag = f"cp310-abi3-{platform}"
     stem = f"{PACKAGE}-{version}"
@@ -70,10 +70,10 @@ def _contents(files: dict[str, bytes], info: str) -> list[str]:
         if name not in files:
             problems.append(f"{name} is missing")
         elif files[name] != data:
-            problems.append(f"{name} differs from the tree's")
+            problems.append(f"{name} differs from the file in the source tree")
     for name in files:
         if name not in expected and name != EXTENSION and not name.startswith(f"{info}/"):
-            problems.append(f"{name} does not belong there")
+            problems.append(f"{name} does not belong in a wheel")
     if EXTENSION not in files:
         problems.append(f"{EXTENSION} is missing")
     return problems

@@ -1,4 +1,4 @@
-"""Runs the package in fresh environments: dist/'s wheel for this machine, or README's blocks."""
+"""Tests in fresh environments: the wheel in dist/ for this machine, or README.md's code blocks."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ def verify(wheel: Path, torch: str) -> bool:
             ["-m", "torch_metal_attn", "info"],
             ["-m", "torch_metal_attn", "verify"],
         ):
-            # Isolated, so that the package can only be the wheel's.
+            # -I hides this checkout, so that the wheel's package is imported.
             if subprocess.run([python, "-I", *command], cwd=folder).returncode != 0:
                 print(f"{wheel.name}: failed with torch {torch}", file=sys.stderr)
                 return False
@@ -45,16 +45,16 @@ def readme() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(f"{folder}/venv", with_pip=True)
         (packages,) = Path(folder).glob("venv/lib/python*/site-packages")
-        _lend("torch", packages)
+        _link_package("torch", packages)
         settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         settings["PATH"] = f"{folder}/venv/bin{os.pathsep}{settings['PATH']}"
-        # Whatever the URL is, git clones this checkout.
+        # git clones this checkout in place of the README's URL.
         settings |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{ROOT}.insteadOf"}
         return passes(text, folder, settings | {"GIT_CONFIG_VALUE_0": cloned})
 
 
-def _lend(name: str, packages: Path) -> None:
-    """Link a package of this environment and its requirements into another, without a download."""
+def _link_package(name: str, packages: Path) -> None:
+    """Link a package of this environment, and what it requires, into the folder `packages`."""
     for first in {file.parts[0] for file in metadata.files(name) or ()} - {"..", "__pycache__"}:
         if not (packages / first).exists():
             place = metadata.distribution(name).locate_file(first)
@@ -63,11 +63,11 @@ def _lend(name: str, packages: Path) -> None:
         needed = Requirement(line)
         wanted = needed.marker is None or needed.marker.evaluate({"extra": ""})
         if wanted and needed.name != "setuptools":  # the README installs it
-            _lend(needed.name, packages)
+            _link_package(needed.name, packages)
 
 
 def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
-    """True if all blocks run in `folder` as one session and print their outputs."""
+    """True if all blocks run in `folder` as one session and print the outputs shown in `text`."""
     session = before = ""
     blocks = list(_blocks(text))
     install = next(block for block in blocks if block[0] == "sh")
@@ -114,7 +114,8 @@ def main() -> int:
     wheels = sorted((ROOT / "dist").glob(f"torch_metal_attn-*-{platform}_*.whl"))
     if len(wheels) != 1:
         names = ", ".join(wheel.name for wheel in wheels) or "none"
-        print(f"dist/ must have one wheel for {platform}: {names}; run make wheel", file=sys.stderr)
+        rule = f"dist/ must have exactly one wheel for {platform}"
+        print(f"{rule}, and has {names}; run `make wheel`", file=sys.stderr)
         return 1
     passed = [torch for torch in options.torches if verify(wheels[0], torch)]
     print(f"== {wheels[0].name} passed with torch {', '.join(passed) or 'none'}")

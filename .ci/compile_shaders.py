@@ -1,4 +1,4 @@
-"""Compiles every shader family with Apple's two compilers on a Mac, and runs none.
+"""Compiles every shader family with Apple's two compilers on a Mac, without running a kernel.
 
 The compilers are Xcode's `metal`, if it is installed, and the one in macOS that torch uses. FOLDER
 receives each text that was compiled, the output of `metal`, and log.txt.
@@ -23,14 +23,14 @@ from torch_metal_attn.tools.lint.specialisations import specialisations
 
 XCRUN = ["xcrun", "-sdk", "macosx"]
 METAL = [*XCRUN, "metal"]
-# The flags with which MLX, PyTorch and llama.cpp compile. torch has no fast math by default either.
+# MLX, PyTorch and llama.cpp compile with these flags. torch leaves fast math off by default too.
 FLAGS = ["-std=metal3.1", "-mmacosx-version-min=14.0", "-fno-fast-math", "-Wall", "-Wextra"]
-# The first macOS and SDK whose compilers have the language of shaders.LANGUAGES.
+# The first macOS and SDK whose compilers support the language versions in shaders.LANGUAGES.
 NEWER_MACOS = 26
 
 
 class NoCompilerError(RuntimeError):
-    """A compiler is not on this machine."""
+    """This machine lacks a compiler."""
 
 
 def by_xcode(path: Path, flags: list[str]) -> tuple[bool, str]:
@@ -53,8 +53,8 @@ def output_of(command: list[str]) -> tuple[bool, str]:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except FileNotFoundError:
         raise NoCompilerError(
-            f"there is no {command[0]} here: this needs a Mac with Xcode, not the command line "
-            "tools alone"
+            f"{command[0]} is not installed; install Xcode on a Mac, because the command line "
+            "tools are not enough"
         ) from None
     return done.returncode == 0, done.stdout
 
@@ -68,7 +68,7 @@ def require(command: list[str]) -> str:
 
 
 def xcode_flags() -> dict[str, list[str]]:
-    """Xcode's flags for each family whose language the SDK has."""
+    """Xcode's flags for each family whose language version the SDK supports."""
     command = [*XCRUN, "--show-sdk-version"]
     words = require(command)
     # xcrun may print warnings before the version.
@@ -87,13 +87,13 @@ def xcode_flags() -> dict[str, list[str]]:
 
 
 def families() -> list[str]:
-    """The families whose language the compilers of this macOS have."""
+    """The families whose language version the compilers of this macOS support."""
     newer = int(platform.mac_ver()[0].partition(".")[0] or 0) >= NEWER_MACOS
     return [name for name in shaders.families() if newer or name not in shaders.LANGUAGES]
 
 
 def write_texts(folder: Path) -> Iterator[tuple[str, str, Path]]:
-    """Family, name and defines, and file of each specialisation."""
+    """Write each specialisation. Yields its family, its name with its defines, and its file."""
     for family in families():
         for number, defines in enumerate(specialisations()[family]):
             path = folder / f"{family}_{number}.metal"
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"{len(texts)} texts of {len(families())} families are in {folder.name}/")
         for name in set(shaders.LANGUAGES) - set(families()):
             say(f"{name} is left out: it needs macOS {NEWER_MACOS}")
-        say(f"Each is given to {' '.join([*METAL, *FLAGS])} -c, and to torch.mps.compile_shader.")
+        say(f"Compilers: {' '.join([*METAL, *FLAGS])} -c, and torch.mps.compile_shader.")
         if not torch.backends.mps.is_available():
             say("error: torch.backends.mps is not available: torch compiles nothing here")
             return 2
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
 def compile_all(
     texts: list[tuple[str, str, Path]], flags: dict[str, list[str]], say: Callable[[str], None]
 ) -> int:
-    """Compile with torch, and with Xcode the families that have flags; 1 if one fails."""
+    """Compile with torch, and with Xcode if a family has flags. Returns 1 if a text fails."""
     left_out = sorted({family for family, _, _ in texts} - set(flags))
     if left_out:
         warning = f"compiled by torch alone, not by Xcode's metal: {', '.join(left_out)}"

@@ -39,7 +39,7 @@ def public_ops() -> dict[str, str]:
 
     import torch_metal_attn  # noqa: F401  (registers them)
 
-    private = re.compile(r"_.*|.*_(explain|plan)")  # explain() calls the latter
+    private = re.compile(r"_.*|.*_(explain|plan)")  # explain() calls the *_explain and *_plan ops
     ops = {}
     for schema in torch._C._jit_get_all_schemas():
         name = schema.name.removeprefix("metal_attn::")
@@ -51,7 +51,7 @@ def public_ops() -> dict[str, str]:
 def _ops_page() -> str:
     parts = [
         "# torch.ops.metal_attn",
-        "[Ops](../docs/ops.md) says what each computes. `(a!)` marks an argument that is written.",
+        "[Ops](../docs/ops.md) describes each op. `(a!)` marks an argument that the op writes.",
     ]
     for name, schema in public_ops().items():
         lines = textwrap.fill(schema, 78, subsequent_indent="    ", break_on_hyphens=False)
@@ -60,10 +60,10 @@ def _ops_page() -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The theme's files, the repository's pages, the files that they link to, and the API."""
+    """The theme's files, the repository's pages with the files they link to, and the API."""
     from mkdocs.structure.files import File
 
-    def made(path: str, text: str) -> File:
+    def generated_page(path: str, text: str) -> File:
         return File.generated(config, path, content=text)
 
     for file in list(files):
@@ -81,10 +81,10 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     for path in sorted(notebooks):
         name = path.relative_to(ROOT).with_suffix(".md").as_posix()
-        files.append(made(name, notebook_page(path)))
+        files.append(generated_page(name, notebook_page(path)))
     for module in MODULES:
-        files.append(made(f"api/{module}.md", f"# {module}\n\n::: {module}\n"))
-    files.append(made("api/torch.ops.metal_attn.md", _ops_page()))
+        files.append(generated_page(f"api/{module}.md", f"# {module}\n\n::: {module}\n"))
+    files.append(generated_page("api/torch.ops.metal_attn.md", _ops_page()))
     paths = [file.src_uri for file in files.documentation_pages()]
     config.nav = [_with_folders(entry, paths) for entry in config.nav]
     return files
@@ -101,5 +101,5 @@ def _with_folders(entry: Any, paths: list[str]) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links to notebooks lead to their pages."""
+    """Change links to notebooks into links to the pages made from them."""
     return markdown.replace(".ipynb)", ".md)")

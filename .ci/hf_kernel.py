@@ -19,9 +19,9 @@ MACOS_VARIANTS = ("torch-stable-abi210-metal-aarch64-darwin", "torch-metal")
 # The version of the interface on the hub. Increase it when callers must change.
 KERNEL_VERSION = 1
 
-# `kernels` chooses the name of this module, but the package's modules import each other by theirs.
+# `kernels` names this module, but the package's modules import each other as torch_metal_attn.*.
 LOADER = '''\
-"""torch_metal_attn {version} out of the folder of this file."""
+"""Loads torch_metal_attn {version} from the folder of this file."""
 
 import importlib.util
 import sys
@@ -36,8 +36,8 @@ def _load():
     if package is not None:
         if package.__version__ != _VERSION:
             raise ImportError(
-                f"torch_metal_attn {{package.__version__}} is loaded from {{package.__file__}}; "
-                f"a process can have one, so load it or this kernel's {{_VERSION}}, not both"
+                f"torch_metal_attn {{package.__version__}} is loaded from {{package.__file__}}; a "
+                f"process can load only one version, that one or {{_VERSION}} of this kernel"
             )
         return package
     spec = importlib.util.spec_from_file_location("torch_metal_attn", _INIT)
@@ -48,7 +48,7 @@ def _load():
     except BaseException:
         del sys.modules["torch_metal_attn"]
         raise
-    package.__version__ = _VERSION  # there is no metadata of an installed package to read it from
+    package.__version__ = _VERSION  # an installed package reads it from its metadata
     return package
 
 

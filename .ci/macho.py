@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import lief
 
-# It warns about the tables that zig leaves empty.
+# lief warns about the tables that zig leaves empty.
 lief.logging.disable()
 
 FLAT = ""  # in place of a library's name: the symbol may come from any loaded library
-# Bits of a symbol's type that mark it as one for debuggers (<mach-o/nlist.h>). For a variable, such
-# a symbol has no section, like an undefined one.
+# If one of these bits of a symbol's type is set, the symbol is for debuggers (<mach-o/nlist.h>).
+# Then a variable's symbol has no section, so it looks like an undefined symbol.
 N_STAB = 0xE0
 
 
@@ -34,7 +34,7 @@ def read(data: bytes, name: str) -> Library:
         raise ValueError(f"{name} is not a macOS library for one architecture")
     binary = parsed.at(0)
     assert binary is not None
-    # A symbol's library is the index of its load command among those of dependencies.
+    # library_ordinal counts the load commands of the dependencies, from 1.
     own_name = lief.MachO.LoadCommand.TYPE.ID_DYLIB
     dependencies = [str(lib.name) for lib in binary.libraries if lib.command != own_name]
     imports = {}

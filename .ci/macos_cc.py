@@ -1,7 +1,7 @@
 """A compiler and linker for macOS on arm64, for setuptools on Linux: zig and a few stubs.
 
-setuptools passes options for this machine's compiler; only those about the code are kept. Run as a
-program, the first argument is the folder of the stubs.
+setuptools passes options for this machine's compiler; only the options about the code are kept. If
+this file is run as a program, its first argument is the folder of the stubs.
 """
 
 import runpy
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-# By path, as importing the package takes as long as compiling a file.
+# Loaded by path, because importing the package takes as long as compiling a file.
 MACOS = runpy.run_path(str(Path(__file__).parents[1] / "torch_metal_attn/runtime/macos.py"))
 TARGET = "aarch64-macos.{}.{}".format(*MACOS["OLDEST"])
 SOURCES = (".cpp", ".c")
@@ -19,7 +19,7 @@ KEPT = ("-I", "-D", "-std=", "-fvisibility")
 KEPT_WITH_A_VALUE = ("-o", "-MF")
 COMPILE = [
     "-O3",
-    # Without it zig's libc++ calls std::__hash_memory, which macOS 14 does not have.
+    # Without these two, zig's libc++ calls std::__hash_memory, which macOS 14 does not have.
     "-U_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS",
     "-D_LIBCPP_HAS_VENDOR_AVAILABILITY_ANNOTATIONS=1",
     # No library of torch uses sized operator delete, so the check could not prove macOS has it.
@@ -27,11 +27,11 @@ COMPILE = [
 ]
 LINK = [
     "-dynamiclib",
-    # Without these zig first compiles its runtimes for undefined behaviour and compiler-rt, in
-    # 15 s. The code uses neither, or it would not link.
+    # Without these two, zig first spends 15 s on compiling compiler-rt and a runtime for
+    # undefined behaviour. The code needs neither: it links without them.
     "-O3",
     "-rtlib=none",
-    # Exceptions could not cross into libtorch from the libc++ that zig would link.
+    # Exceptions could not cross between libtorch and the libc++ that zig would link.
     "-nostdlib++",
     "-Wl,-dead_strip",
     # dyld finds torch's loaded libraries by name; the path is for tools that inspect the library.
@@ -55,7 +55,7 @@ exports:
 
 
 def translated(arguments: list[str], stubs: Path) -> list[str]:
-    """The arguments of a compiler driver, for compiling or linking, as those of zig."""
+    """The zig arguments that do what these arguments of a compiler driver ask for."""
     kept = [argument for argument in arguments if argument.startswith(KEPT)]
     for option, value in pairwise(arguments):
         if option in KEPT_WITH_A_VALUE:

@@ -28,7 +28,7 @@ def files(root: Path = ROOT) -> list[Path]:
 
 
 def write(root: Path = ROOT) -> str:
-    """Write the URL into the files; returns a report, or that there is no URL."""
+    """Write the URL into the files. Returns a report, or EMPTY if there is no URL."""
     if not url(root):
         return EMPTY
     report = []

@@ -33,14 +33,14 @@ WHEELS_FOR = [
 @dataclass(frozen=True)
 class Torch:
     version: str
-    exports: dict[str, list[str]]  # by the install name of each of its libraries
-    # By library of macOS: symbols that macOS 14 must have, as a library of this torch that was
-    # built for macOS 14 or earlier imports them.
+    exports: dict[str, list[str]]  # {install name of a library: its symbols}
+    # {library of macOS: symbols}. macOS 14 must have these symbols, because a library of this
+    # torch that was built for macOS 14 or earlier imports them.
     taken_from_macos: dict[str, list[str]]
 
 
 def versions() -> list[str]:
-    """The last patch of every minor from 2.10 for macOS, oldest first; or raises RuntimeError."""
+    """The last patch of each minor version from 2.10 on, oldest first. Raises RuntimeError."""
     command = [sys.executable, "-m", "pip", "index", "versions", "torch", *WHEELS_FOR]
     answer = subprocess.run(command, capture_output=True, text=True)
     match = re.search(r"^Available versions: (.*)$", answer.stdout, re.MULTILINE)
@@ -50,13 +50,13 @@ def versions() -> list[str]:
         if (major, minor) >= OLDEST:
             last[major, minor] = max(patch, last.get((major, minor), 0))
     if not last:
-        raise RuntimeError(f"pip found no torch from 2.10 for macOS on arm64:\n{answer.stderr}")
+        raise RuntimeError(f"pip found no torch 2.10 or later for macOS on arm64:\n{answer.stderr}")
     return [f"{major}.{minor}.{patch}" for (major, minor), patch in sorted(last.items())]
 
 
 def load(version: str) -> Torch:
-    """The symbols of one version, from the cache or its wheel (about 100 MB); or RuntimeError."""
-    # Not in the simulator's cache, which deletes files that have not been used for long.
+    """A version's symbols, from the cache or its wheel (100 MB). Raises RuntimeError."""
+    # The simulator's cache would delete files that have not been used for long.
     folder = cache.default_dir().with_name("torch_metal_attn-torches")
     cached = folder / f"torch-{version}-macos-arm64.json.gz"
     if cached.exists():

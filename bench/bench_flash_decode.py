@@ -21,7 +21,7 @@ HEADS = 32
 KV_HEADS = (1, 2, 4, 8, 32)
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (576, 512))
 LENGTHS = (1024, 2048)
-# Of the second table, which has one KV head.
+# The problems of the second table, which have one KV head.
 QUERIES = (1, 4, 16, 64)
 QUERY_HEADS = (1, 4, 8, 16)
 
@@ -96,12 +96,12 @@ def queries_row(queries: int, heads: int, head_dims: tuple[int, int]) -> list[An
         read.append(session.counters["flash_decode"].load_bytes["device"])
     packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, causal=True, num_splits=1)
     defines = extension.launches(packed)[0]["defines"]
-    at_once = int(defines.get("VECTOR_ROWS", 8 * int(defines["ROW_FRAGMENTS"])))
-    at_once *= int(defines.get("ROW_SIMDGROUPS", 1))
+    rows_at_once = int(defines.get("VECTOR_ROWS", 8 * int(defines["ROW_FRAGMENTS"])))
+    rows_at_once *= int(defines.get("ROW_SIMDGROUPS", 1))
     rows, longest = queries * heads, cache_bytes(k, v)
     added = longest * (1 - LENGTHS[0] / LENGTHS[1])
     shares = (read[0] / (longest - added), (read[1] - read[0]) / added)
-    return [queries, heads, rows, -(-rows // at_once), *head_dims, *shares]
+    return [queries, heads, rows, -(-rows // rows_at_once), *head_dims, *shares]
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def peer_cells(name: str, head_dim: int, dtype: torch.dtype) -> list[Any]:
 
 
 def tile(kernel: str, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows that a SIMD group owns, rows of a block of the other side, and slices of the result."""
+    """The rows that a SIMD group owns, the rows of a block that it loops over, and the slices."""
     _, defines = run(kernel, *lengths(kernel, 128), head_dim, dtype)
     dkv = kernel == "flash_bwd_dkv"
     columns = int(defines["DK_SLICE" if dkv else "DQ_SLICE"])
@@ -127,7 +127,7 @@ def tile(kernel: str, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]
     return 8 * int(defines["ROW_FRAGMENTS"]), block, -(-head_dim // columns)
 
 
-# Features of the gradients, without unsupported ones and those with the same cost as another.
+# Features of the gradients; unsupported features and features of equal cost are left out.
 FEATURES = {
     name: OF_LENGTHS[name]
     for name in (
@@ -155,7 +155,7 @@ def gradient_rows() -> Iterator[list[Any]]:
 
 
 def feature_rows() -> Iterator[list[Any]]:
-    """Each feature alone; those of the gradients at head dim 64."""
+    """Each feature alone. The gradients have head dim 64 only."""
     problems = [("flash_fwd", *each) for each in product(HEAD_DIMS, OF_LENGTHS)]
     problems += [(kernel, 64, name) for kernel, name in product(GRADIENTS, FEATURES)]
     for kernel, head_dim, name in problems:

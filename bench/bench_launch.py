@@ -34,7 +34,7 @@ Call = Callable[[], Any]
 
 
 def quiet_library() -> Path:
-    """The ops with the fake, built once per state of the sources."""
+    """The library of the ops and the fake, built again if a source has changed."""
     digest = hashlib.sha256(torch.__version__.encode())
     for pattern in ("csrc/**/*", "tests/runtime/fake_mps/*", "shaders/params/*"):
         for path in sorted(ROOT.glob(pattern)):
@@ -58,7 +58,7 @@ def best(calls: dict[str, Call]) -> dict[str, float]:
 
 
 def calls() -> tuple[dict[str, Call], dict[str, Call]]:
-    """The calls in layout (B, H, L, D), and those in (B, L, H, D); torch's come first."""
+    """Calls in layout (B, H, L, D), and calls in (B, L, H, D). torch's own call comes first."""
     q = torch.randn(1, 1, 1, 8)
     k_cache, v_cache = torch.randn(1, 16, 1, 8), torch.randn(1, 16, 1, 8)
     length = torch.tensor([5], dtype=torch.int32)
@@ -95,7 +95,7 @@ def main() -> None:
         print("This needs Linux, where a fake replaces torch's MPS functions.")
         return
     torch.set_num_threads(1)
-    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"  # the fake would fail the test of mps
+    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"  # the probe of mps would fail with the fake
     library = quiet_library()
     warnings.simplefilter("ignore")  # torch warns that CPU kernels are replaced
     torch.ops.load_library(library)
@@ -104,7 +104,7 @@ def main() -> None:
         ["git", "-C", ROOT, "log", "-1", "--format=%h of %cs"], text=True
     )
     where = f"torch {torch.__version__}, one thread, commit {commit.strip()}"
-    print(f"Microseconds of the host a call, {where}.")
+    print(f"Microseconds of host time per call, {where}.")
     for layout, group in zip(("(B, H, L, D)", "(B, L, H, D)"), calls(), strict=True):
         columns = {}
         for mode, context in MODES.items():

@@ -1,7 +1,7 @@
-"""Memory traffic of memory-bound kernels, counted in the simulator, and the minimum.
+"""Memory traffic of memory-bound kernels, counted in the simulator, next to the minimum.
 
-The counts are per thread, those of shuffles and reductions per SIMD group, and those of barriers
-per threadgroup. "least" is the bytes of reading each input and writing each result once.
+Counts are per thread; shuffles and reductions are per SIMD group, and barriers per threadgroup.
+"least" is the bytes of reading each input and writing each result once.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ Fields = dict[str, Any]
 
 
 def traffic(case: Case, kernel: str, per: float, rows: float | None = None) -> dict[str, float]:
-    """Counts of a case's launch, divided by `per`, or reductions and barriers by `rows`."""
+    """Counts of a case's launch, divided by `per`; reductions and barriers, by `rows` if given."""
     prepared = FAMILIES[type(case)].prepare(case, torch.device("cpu"))
     with simulate(count=True) as session:
         prepared.function(**prepared.arguments)
@@ -48,7 +48,7 @@ LENGTHS = (1024, 8192, 65536)  # a row has one SIMD group, one threadgroup, or a
 
 
 def softmax(length: int, dtype: str, layout: str) -> dict[str, float]:
-    """Softmax of contiguous rows, or of strided ones: along the first dimension."""
+    """Softmax of contiguous rows, or of strided rows, which lie along the first dimension."""
     if layout == "contiguous":
         case = Softmax(shape=(ROWS, length), dim=1, dtype=dtype)
     else:
@@ -90,14 +90,14 @@ ROTATIONS: dict[str, Fields] = {
 def rotation(
     head_dim: int, dtype: str, length: int = 1024, quarter: bool = False, **fields: Any
 ) -> dict[str, float]:
-    """q and k; quarter: only a quarter of the columns is rotated."""
+    """Rotates q and k. quarter: only a quarter of the columns is rotated."""
     heads: Fields = {"heads": HEADS, "kv_heads": KV_HEADS}
     sizes: Fields = {"columns": head_dim // (4 if quarter else 1), "head_dim": head_dim}
     case = Rotation(dtype=dtype, length=length, **heads, **sizes, **fields)
     return traffic(case, "rope", (HEADS + KV_HEADS) * length)
 
 
-# append_kv and copy_pages: per row of one KV head, on average of k and v.
+# append_kv and copy_pages: per row of one KV head, averaged over k and v.
 PAGE = 16
 APPENDED: dict[str, Fields] = {
     "append": {},
@@ -117,7 +117,7 @@ APPENDED: dict[str, Fields] = {
 def append(
     head_dim: int, dtype: str, length: int = 256, rotary: bool = False, **fields: Any
 ) -> dict[str, float]:
-    """New rows after the first three of a sequence."""
+    """Appends `length` rows to a sequence of three rows."""
     heads: Fields = {"heads": KV_HEADS, "kv_heads": KV_HEADS}
     sizes: Fields = {"head_dim": head_dim, "v_head_dim": head_dim}
     rotated: Fields = {"rotary_columns": head_dim, "by_token": False} if rotary else {}

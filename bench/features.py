@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-# From the numbers of queries and keys, the head dim and the dtype.
+# Makes a feature's arguments from the numbers of queries and keys, the head dim and the dtype.
 OfLengths = Callable[[int, int, int, torch.dtype], dict[str, Any]]
 
 
@@ -24,7 +24,7 @@ def rotary(*sides: str, interleaved: bool = False) -> OfLengths:
     return options
 
 
-# At most one query does not see every key, so the counts are those of whole blocks.
+# At most one query does not see every key, so that whole blocks are counted.
 OF_LENGTHS: dict[str, OfLengths] = {
     "none": lambda *_: {},
     "causal": lambda q, kv, *_: {"causal": True, "q_offset": kv - 2},

@@ -1,6 +1,6 @@
-"""Metal text to LLVM IR for NVIDIA's GPUs and SPIR-V, by the simulator's front end and ziglang.
+"""Compiles Metal to LLVM IR for NVIDIA and SPIR-V, with the simulator's front end and ziglang.
 
-`bench/gpu_headers` takes the place of the headers that call the simulator's engine.
+`bench/gpu_headers` replaces the headers that call the simulator's engine.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -ffreestanding -fno-except
     -Xclang -cl-single-precision-constant -Xclang -ffloat16-excess-precision=none
     -Xclang -fbfloat16-excess-precision=none
     -Xclang -fdenormal-fp-math-f32=preserve-sign,preserve-sign""".split()
-# Defined only after the preprocessor, because the headers use these words differently.
+# Macros that are defined after preprocessing, because the headers use these words differently.
 KEYWORDS = [
     *build.KEYWORDS,
     "-D__msl_threadgroup_memory(name,bytes,alignment)=({ static "
@@ -57,7 +57,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """The entry function of the GPU. buffers: the Metal slots of its parameters, in order."""
+    """The function that the GPU runs. buffers: the Metal slots of its parameters, in order."""
 
     symbol: str
     buffers: list[int]
@@ -65,7 +65,7 @@ class Entry:
 
 
 def _entry(kernel: Kernel, attributes: str) -> Entry:
-    """The entry function of the GPU, which calls the kernel with its buffers."""
+    """The function that the GPU runs: it calls the kernel with the buffers."""
     symbol = "gpu_" + re.sub(r"\W", "_", kernel.name)
     buffers = sorted(p.index for p in kernel.parameters if p.kind == "buffer" and not p.condition)
     device = ", ".join(f"device char* __restrict buffer{slot}" for slot in buffers)
@@ -83,7 +83,7 @@ def _entry(kernel: Kernel, attributes: str) -> Entry:
 
 
 def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, Entry]:
-    """The LLVM IR of a kernel before optimisation, and its entry; or raises ShaderCompileError."""
+    """A kernel's LLVM IR before optimisation, and its entry. Raises ShaderCompileError."""
     kernel, defines = source.kernel, source.defines
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     command = [*target, *LANGUAGE, *PREDEFINED, *versions.flags(versions.DEFAULT)]
@@ -91,7 +91,7 @@ def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, 
     options = [f"-D{name}={value}" for name, value in defines.items() if "MSL_" in name]
     text = f'{macros}#line 1 "program_source"\n{source.text}\n'
     rewritten = rewrite(clang([*command, *options, "-E", "-"], text), {})
-    named = {one.name: one for one in rewritten.kernels}
+    named = {each.name: each for each in rewritten.kernels}
     if kernel not in named:
         raise ValueError(f"the text has no kernel {kernel}; it has {', '.join(sorted(named))}")
     entry = _entry(named[kernel], attributes)
@@ -123,8 +123,8 @@ def clang(arguments_: list[str], text: str) -> str:
 
 
 def compiler() -> list[str]:
-    """ziglang's clang: others rarely have both back ends."""
+    """The command of ziglang's clang. Other builds of clang rarely have both back ends."""
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
-        raise toolchain.ToolchainError("clang's GPU back ends are ziglang's: pip install ziglang")
+        raise toolchain.ToolchainError("ziglang's clang has the GPU back ends: pip install ziglang")
     return [str(Path(next(iter(spec.submodule_search_locations))) / "zig"), "clang"]

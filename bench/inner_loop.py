@@ -1,4 +1,4 @@
-"""Counts of a kernel's inner loop per block of 32 keys or queries, by the simulator.
+"""Counts of a kernel's inner loop per block of 32 keys or queries, from the simulator.
 
 A count is the slope between two lengths, so that work done once per launch cancels.
 """
@@ -11,7 +11,7 @@ BLOCK = 32
 LENGTHS = (96, 192)  # whole blocks of 32 and of 24 keys
 
 _SIMDGROUP, _THREAD, _THREADGROUP = "a SIMD group", "a thread", "a threadgroup"
-# By a column's name: the counter, its address space, and the unit that is counted.
+# {column: (the counter, its address space, the unit for which the counts are shown)}
 _COLUMNS = {
     "MMA": ("matrix_operations", "", _SIMDGROUP),
     "products": ("tensor_operations", "", _SIMDGROUP),

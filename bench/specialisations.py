@@ -18,7 +18,7 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Features other than causality are compiled for these head dims only.
 FEATURE_HEAD_DIMS = (64, 128)
-# The columns of MLA's keys, and of their first columns, which are the values.
+# The number of columns of MLA's keys, and how many of them are also the values.
 LATENT, LATENT_VALUES = 576, 512
 DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1), (LATENT, 1))  # head dims, KV heads
 FEATURE_DTYPE = torch.float16
@@ -141,7 +141,7 @@ def _packed(_: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"q": q, "cu_seqlens_q": ends, "max_seqlen_q": 1}
 
 
-# Groups of 32 columns differ from those of 64 by a constant.
+# Kernels for groups of 32 columns differ from those for groups of 64 only by a constant.
 KV_FORMATS = ("q8_0", "q4_0", "fp8_e4m3", "q2_g64", "q3_g64", "q4_g64")
 # Only the forward and decoding read caches.
 CACHES: dict[str, Options] = {
@@ -149,7 +149,7 @@ CACHES: dict[str, Options] = {
     **{f"{format} cache": _quantised(format) for format in KV_FORMATS},
     "q8_0 and q4_g64 cache": _quantised("q8_0", "q4_g64"),
 }
-# Features of decoding alone; with pages they need the most registers.
+# Features that only decoding has. Together with pages they need the most registers.
 BY_ROW: dict[str, Options] = {
     "packed queries": _packed,
     "many queries": lambda _, d, dtype: {"q": torch.empty(1, HEADS, 12, d, dtype=dtype)},
@@ -163,13 +163,13 @@ DECODED: dict[str, Options] = {
 for _name, _options in BY_ROW.items():
     DECODED[f"{_name} in pages"] = partial(_in_pages, _options)
 PLAIN = ("none", "causal")
-# These have a value per head, and HEADS heads.
+# Features with a value for each head.
 PER_HEAD: dict[str, Options] = {
     "ALiBi": lambda *_: {"alibi_slopes": torch.ones(HEADS)},
     "sink": lambda *_: {"learnable_sink": torch.ones(HEADS)},
 }
 ALL_FEATURES = FEATURES | PER_HEAD | CACHES | DECODED
-# Features of training alone, or of keys outside a cache.
+# Features that only training has, or that only keys outside a cache have.
 NOT_DECODED = ("dropout", "rotary of q and k", "rotary, interleaved", *PLAIN)
 DECODED_FEATURES = [name for name in ALL_FEATURES if name not in NOT_DECODED]
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# --first-cases leaves these out, and tests of the fake shims: builds, processes, generated code.
+# --first-cases leaves out tests of builds, processes and generated code, and of the fake shims.
 SLOW = (
     "/packaging/",
     "commands/test_fuzz_runs.py::test_workers_that_die",
@@ -25,8 +25,8 @@ WHERE = "kernels run in"
 PLACES = pytest.StashKey[set[str]]()
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Inductor's code is not under test: no pool of compiling processes, and no vector code, whose
-# headers take longer to compile.
+# Inductor's code is not under test, so it is compiled without a pool of processes, and without
+# vector instructions, whose headers take longer to compile.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 gc.disable()  # until the tests are collected, which saves 3 s
@@ -86,7 +86,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_finish():
-    """Keep imported objects out of collections, which would take half a second each."""
+    """Keep imported objects out of collections, each of which would take half a second."""
     gc.freeze()
     gc.callbacks.append(keep)
     gc.set_threshold(20_000, 20, 20)
@@ -94,7 +94,7 @@ def pytest_collection_finish():
 
 
 def keep(phase, info):
-    """Keep the objects that a full collection leaves, so that the next one is as short."""
+    """Freeze the objects that survive a full collection, so that the next one is as short."""
     if phase == "stop" and info["generation"] == 2:
         gc.freeze()
 

@@ -36,15 +36,15 @@ def cells(one: Specialisation, result: Compiled | Failure) -> list[Any]:
 
 def rows(only: str, workers: int) -> Iterator[list[Any]]:
     """A row for each distinct specialisation whose name contains `only`."""
-    every: dict[tuple[Any, ...], Specialisation] = {}
+    distinct: dict[tuple[Any, ...], Specialisation] = {}
     for one in specialisations():
         if only in one.name:
-            every.setdefault((one.kernel, *one.defines.items()), one)
-    texts = (source_of(one.kernel, one.defines) for one in every.values())
+            distinct.setdefault((one.kernel, *one.defines.items()), one)
+    texts = (source_of(one.kernel, one.defines) for one in distinct.values())
     jobs = [
-        Source(t, one.kernel, one.threads) for t, one in zip(texts, every.values(), strict=True)
+        Source(t, one.kernel, one.threads) for t, one in zip(texts, distinct.values(), strict=True)
     ]
-    yield from map(cells, every.values(), compile_all(jobs, workers))
+    yield from map(cells, distinct.values(), compile_all(jobs, workers))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from bench.front_end import Source, source_of
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tuned import tiles
 
-# By the bits of an element: a row is for all dtypes of that size.
+# {bits of an element: dtypes}. A row is for all dtypes of one size.
 DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
 # The widest problem of each class is compiled, but v has at most 512 columns. Wider decodes are
 # compiled as MLA: separate values needed no more registers.
@@ -22,7 +22,7 @@ COLUMNS = (64, 96, 128, 192, 256, 576)
 MOST_COLUMNS = 512
 QUERIES = (2, 8, 16, 32)
 GRADIENT_BLOCKS = (8, 16, 32)
-# A class is compiled without a feature and with these. The first needs the most registers.
+# A class is compiled without and with each feature of a list. The first needs most registers.
 LIGHT = ("chunk", "ALiBi")
 LIGHT_DECODE = ("packed queries", "trees", *LIGHT)
 HEAVY = {
@@ -60,7 +60,7 @@ def knobs(macro: str) -> dict[str, Sequence[int]]:
 
 
 class Class(NamedTuple):
-    """Problems with one row. ragged: SIMD groups cannot divide the head dim evenly."""
+    """Problems that share a row. ragged: SIMD groups cannot divide the head dim evenly."""
 
     macro: str
     bits: int
@@ -100,29 +100,29 @@ def classes(macro: str) -> Iterator[Class]:
             for columns in COLUMNS:
                 yield Class(macro, bits, columns, 0, "Rotary", ragged=False)
         else:
-            # A ragged class comes after the regular one of its load, because its tile is slower.
+            # A ragged class comes after the regular class of its load, because its tile is slower.
             for columns, load, ragged in product(COLUMNS, LOADS, (False, True)):
                 if not ragged or (columns > 64 and load != "Light"):
                     yield Class(macro, bits, columns, 0, load, ragged)
 
 
-def candidates(one: Class) -> Iterator[Tile]:
+def candidates(problems: Class) -> Iterator[Tile]:
     """Tiles of different kinds; some of them cannot run."""
-    shares = (1,) if one.ragged or one.columns <= 64 else (1, 2)
-    wide = one.columns > 256
-    allowed = knobs(one.macro)
-    if one.macro == "FLASH_FWD":
-        slices: tuple[int, ...] = (256, 128) if one.columns > 128 and one.ragged else (256,)
-        in_registers = (1, 0) if one.columns > 128 else (1,)
+    shares = (1,) if problems.ragged or problems.columns <= 64 else (1, 2)
+    columns, wide = problems.columns, problems.columns > 256
+    allowed = knobs(problems.macro)
+    if problems.macro == "FLASH_FWD":
+        slices: tuple[int, ...] = (256, 128) if columns > 128 and problems.ragged else (256,)
+        in_registers = (1, 0) if columns > 128 else (1,)
         # With blocks of 16, a float32 row of 179,592 keys had 2.5 times torch's error.
-        blocks = (32,) if one.bits == 32 and one.columns <= 64 else allowed["BLOCK_K"]
+        blocks = (32,) if problems.bits == 32 and problems.columns <= 64 else allowed["BLOCK_K"]
         for tile in product(slices, blocks, (4, 8), shares, in_registers):
             yield *tile, 1
-    elif one.macro == "FLASH_DECODE":
-        spans, fragments = -(-one.head_dim // 32), -(-one.queries // 8)
-        # More than 16 queries may need too many registers. Narrow rows in 16 bits still have all
-        # of them: a threadgroup has up to 6 times as many rows, which read a shared prefix at once.
-        fewer = fragments > 2 and (one.bits == 32 or one.columns > 192)
+    elif problems.macro == "FLASH_DECODE":
+        spans, fragments = -(-problems.head_dim // 32), -(-problems.queries // 8)
+        # More than two fragments may need too many registers. Narrow rows in 16 bits still have
+        # them, so that a threadgroup reads a shared prefix once for up to 6 times as many rows.
+        fewer = fragments > 2 and (problems.bits == 32 or problems.columns > 192)
         rows = (fragments, 2) if fewer else (fragments,)
         # Four spans are a whole row of up to 128 columns. Then SIMD groups have different keys.
         whole = [4] if spans <= 4 else []
@@ -131,18 +131,18 @@ def candidates(one: Class) -> Iterator[Tile]:
         for row_fragments, keys, share, vectors in product(
             rows, (1, 2, 4), spans_of_a_group, (0, 2)
         ):
-            if not vectors or (one.queries <= vectors and share in whole):
+            if not vectors or (problems.queries <= vectors and share in whole):
                 yield row_fragments, keys, share, vectors
-    elif one.macro == "FLASH_BWD_BIAS":
+    elif problems.macro == "FLASH_BWD_BIAS":
         for row_fragments, block, rows_held in product((1, 2), GRADIENT_BLOCKS, (1, 0)):
             yield 576, block, row_fragments, 4, 1, rows_held, 0
     else:
-        dkv = one.macro == "FLASH_BWD_DKV"
-        slices = (1, 2, 4) if one.columns > 128 else (1, 2)
-        slices = (2, 4, 9) if wide else (1,) if one.columns <= 64 else slices
-        cuts = [576 if n == 1 else 8 * -(-one.columns // (8 * n)) for n in slices]
+        dkv = problems.macro == "FLASH_BWD_DKV"
+        slices = (1, 2, 4) if problems.columns > 128 else (1, 2)
+        slices = (2, 4, 9) if wide else (1,) if problems.columns <= 64 else slices
+        cuts = [576 if n == 1 else 8 * -(-problems.columns // (8 * n)) for n in slices]
         groups = [(1, simdgroups, shared) for simdgroups in (4, 8) for shared in shares]
-        if dkv and not one.ragged:
+        if dkv and not problems.ragged:
             groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]
         places = ((1, 0), (0, 1), (0, 0))
         for cut, block, group, place in product(cuts, GRADIENT_BLOCKS, groups, places):
@@ -151,36 +151,36 @@ def candidates(one: Class) -> Iterator[Tile]:
                 yield cut, block, *group, *place
 
 
-def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> Source | None:
+def specialisation(problems: Class, dtype: torch.dtype, feature: str, tile: Tile) -> Source | None:
     """The tile's specialisation for the class's problem with a feature; None if it cannot run."""
-    knob_values, kernel = one.named(tile), NAMES[one.macro]
-    if one.macro == "FLASH_BWD_BIAS":
-        return _bias_gradient(one, dtype, feature, knob_values)
+    knob_values, kernel = problems.named(tile), NAMES[problems.macro]
+    if problems.macro == "FLASH_BWD_BIAS":
+        return _bias_gradient(problems, dtype, feature, knob_values)
     options = specialisations.ALL_FEATURES[feature]
-    if one.macro == "FLASH_FWD":
-        slices = -(-one.head_dim // knob_values["V_SLICE"])
-        knob_values["V_SLICE"] = 8 * -(-one.head_dim // (8 * slices))
+    if problems.macro == "FLASH_FWD":
+        slices = -(-problems.head_dim // knob_values["V_SLICE"])
+        knob_values["V_SLICE"] = 8 * -(-problems.head_dim // (8 * slices))
     text = " ".join(f"{name}={n}" for name, n in knob_values.items())
     with tiles.forced({kernel: text}):
-        if one.macro == "FLASH_DECODE":
-            heads = specialisations.HEADS // one.queries
-            every = [specialisations.decoding(dtype, one.head_dim, heads, feature, options)]
+        if problems.macro == "FLASH_DECODE":
+            heads = specialisations.HEADS // problems.queries
+            compiled = [specialisations.decoding(dtype, problems.head_dim, heads, feature, options)]
         else:
-            every = [*specialisations.attention(dtype, one.head_dim, feature, options)]
-    forced = (x for x in every if x.kernel == kernel and x.choice == tiles.FORCED)
+            compiled = [*specialisations.attention(dtype, problems.head_dim, feature, options)]
+    forced = (x for x in compiled if x.kernel == kernel and x.choice == tiles.FORCED)
     return next((Source(source_of(kernel, x.defines), kernel, x.threads) for x in forced), None)
 
 
 def _bias_gradient(
-    one: Class, dtype: torch.dtype, feature: str, knob_values: Mapping[str, int]
+    problems: Class, dtype: torch.dtype, feature: str, knob_values: Mapping[str, int]
 ) -> Source | None:
-    """The specialisation of a bias's gradient: a table of `tune` cannot force its tile."""
-    heads = specialisations.HEADS
-    q = torch.empty(1, heads, specialisations.LENGTH, one.head_dim, dtype=dtype)
+    """The specialisation of a bias's gradient, whose tile a table of `tune` cannot force."""
+    sizes = (specialisations.LENGTH, problems.head_dim)
+    q = torch.empty(1, specialisations.HEADS, *sizes, dtype=dtype)
     lse = torch.empty(q.shape[:-1])
     options: dict[str, object] = {}
     for name in feature.split(" and ", maxsplit=1):
-        options |= specialisations.ALL_FEATURES[name](specialisations.LENGTH, one.head_dim, dtype)
+        options |= specialisations.ALL_FEATURES[name](*sizes, dtype)
     op = torch.ops.metal_attn_explain.flash_bwd_bias
     arguments = {"q": q, "k": q, "v": q, "softmax_lse": lse, "delta": lse, "normalisers": lse}
     try:

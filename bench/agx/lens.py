@@ -23,7 +23,7 @@ from .spirv import LensError
 
 # setup.sh installs the driver here; AGX_LENS is another path.
 DRIVER = Path(os.environ.get("AGX_LENS") or default_dir() / "agx" / "agx_lens")
-# Bytes per core. Others measured 52 to 60 KB (docs/design/tiles.md has the sources).
+# Bytes per core. Published measurements are 52 to 60 KB (sources: docs/design/tiles.md).
 THREADGROUP_MEMORY = 60 * 1024
 MOST_RESIDENT = 32  # SIMD groups per core, whatever their registers
 # Limits of a run of the driver, which takes a few seconds and less than 100 MB.
@@ -75,7 +75,7 @@ Failure = LensError | ShaderCompileError
 
 
 def attempt(source: Source) -> Compiled | Failure:
-    """Like `compile_agx`, but returns errors: some candidates of a table do not compile."""
+    """Like `compile_agx`, but returns errors, because some candidate tiles do not compile."""
     try:
         return compile_agx(source)
     except (LensError, ShaderCompileError) as error:
@@ -113,7 +113,7 @@ def _stored(store: Path, driver: str, source: Source) -> Compiled | Failure:
 
 def run_driver(ir: str, symbol: str, threads: int) -> str:
     if not DRIVER.exists():
-        raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
+        raise LensError(f"{DRIVER} does not exist; build it with bench/agx/setup.sh")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.spv")
         file.write_bytes(spirv.compile_spirv(ir))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 PRODUCT = "simd_matrix_fmadd"
 # Cycles of an instruction of a SIMD group on the unit for floats and simple integers, by Mesa's
-# agx_performance.c; others take one. A product of 8x8 matrices is 16 cycles of multiply-adds, and
-# takes about 20 as measured on M1 (docs/design/tiles.md has the source).
+# agx_performance.c; unlisted instructions take 1. A product of 8x8 matrices is 16 cycles of
+# multiply-adds, and takes about 20 as measured on M1 (docs/design/tiles.md has the source).
 PRODUCT_CYCLES = 20
 CYCLES = {
     PRODUCT: PRODUCT_CYCLES,
@@ -35,7 +35,7 @@ COMPLEX_CYCLES = {
 }
 # Bytes per cycle and core, of threadgroup memory and of the cache of device memory.
 THREADGROUP_BYTES = DEVICE_BYTES = 64
-SIMD_UNITS = 4  # of a core
+SIMD_UNITS = 4  # per core
 LANES = 32
 
 
@@ -85,7 +85,7 @@ class Loop:
 
     @property
     def device(self) -> float:
-        """The same of the cache of device memory, which also holds spilled values."""
+        """Like `threadgroup`, for the cache of device memory, which also holds spilled values."""
         moved = sum(n for op, n in self.lane_bytes.items() if not op.startswith("local_"))
         return SIMD_UNITS * LANES * moved / DEVICE_BYTES
 

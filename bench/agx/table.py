@@ -34,7 +34,7 @@ HEAD = """\
 # per threadgroup (AttentionDescriptor+Parameters.swift at 5b07c27). MLX stages them on M3 too, and
 # reaches 88 to 97 % of an M3 Ultra's matrix peak. So only `tune` tries these tiles.
 UNSTAGED = ((256, 32, 4, 1, 1, 0), (256, 16, 4, 1, 1, 0))
-# For problems that other tiles do not divide, or for which they need too much threadgroup memory.
+# For problems that no other tile divides, or where others need too much threadgroup memory.
 SMALLEST: Mapping[str, tuple[Tile, ...]] = {
     "FLASH_FWD": ((256, 8, 4, 1, 0, 1),),
     "FLASH_BWD_DQ": ((576, 8, 1, 4, 1, 0, 0), (144, 8, 1, 4, 1, 0, 0)),
@@ -70,23 +70,23 @@ class Row(NamedTuple):
     tile: Tile
 
     def holds(self, bits: int, columns: int, queries: int, load: str) -> bool:
-        """True if the row applies to such a problem on M1. A row for `tune` alone has no load."""
+        """True if the row applies to such a problem on M1. Rows with the load Never do not."""
         wide = self.columns >= columns and self.queries >= queries
         loads = LOADS[LOADS.index(load) :] if load in LOADS else ()
         return self.bits == bits and wide and self.load in loads
 
 
 def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidate]) -> list[Row]:
-    """A kernel's rows, without redundant ones."""
+    """A kernel's rows, without redundant rows."""
     rows = []
     for bits in DTYPES:
         # The unstaged rows come first, because `tune` tries a limited number.
         unstaged = UNSTAGED if macro == "FLASH_FWD" else ()
         rows += [Row(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in unstaged]
-        for one in (*chosen, *smallest):
-            if (one.one.macro, one.one.bits) == (macro, bits):
-                registers = one.registers if one.results else 0.0
-                rows.append(Row(*one.one[1:5], "M1", registers, one.tile))
+        for candidate in (*chosen, *smallest):
+            if (candidate.problems.macro, candidate.problems.bits) == (macro, bits):
+                registers = candidate.registers if candidate.results else 0.0
+                rows.append(Row(*candidate.problems[1:5], "M1", registers, candidate.tile))
     return merged(macro, rows)
 
 
@@ -94,10 +94,10 @@ def tensor_rows() -> dict[str, list[Row]]:
     def row(bits: int, columns: int, *tile: int) -> Row:
         return Row(bits, columns, 0, "Rotary", "M1", 0.0, tile)
 
-    def gradients(every: Iterable[tuple[int, ...]]) -> list[Row]:
+    def gradients(group: Iterable[tuple[int, ...]]) -> list[Row]:
         return [
             row(bits, columns, slice_, 32, 2, 4, shared, held, 0)
-            for bits, columns, slice_, shared, held in every
+            for bits, columns, slice_, shared, held in group
         ]
 
     return {
@@ -111,19 +111,19 @@ def tensor_rows() -> dict[str, list[Row]]:
 
 
 def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
-    """The rows without which a problem would try other tiles, or in another order."""
+    """The rows that are needed so that each problem tries the same tiles in the same order."""
     widths = {row.columns for row in rows}
     problems = [*product({row.bits for row in rows}, widths, {row.queries for row in rows}, LOADS)]
 
     def tiles_by_problem(rows: Iterable[Row]) -> list[list[Tile]]:
-        every = []
+        tiles_of_problems = []
         for problem in problems:
             tiles: list[Tile] = []
             for row in rows:
                 if row.holds(*problem) and not (tiles and _always_runs(macro, problem, tiles[-1])):
                     tiles += [row.tile] if row.tile not in tiles else []
-            every.append(tiles)
-        return every
+            tiles_of_problems.append(tiles)
+        return tiles_of_problems
 
     wanted, kept = tiles_by_problem(rows), [*rows]
     for length in range(len(rows), 0, -1):
@@ -140,7 +140,7 @@ def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _always_runs(macro: str, problem: tuple[int, int, int, str], tile: Tile) -> bool:
-    """True if all problems of a class can run a tile because the compiled one can."""
+    """True if every problem of a class can run a tile that the compiled problem can run."""
     named = dict(zip(knobs(macro), tile, strict=True))
     alone = named.get("COLUMN_SIMDGROUPS") == 1 and problem[1] < max(COLUMNS)
     return alone or macro == "FLASH_DECODE"

@@ -1,6 +1,6 @@
 // Operations of a SIMD group as instructions of a GPU; the simulator's header of this name calls
-// its engine. `__msl_lane` is Apple's lane, which determines the elements of an 8x8 matrix in a
-// lane.
+// its engine. `__msl_lane` is the index that the lane would have on Apple's GPU: it determines
+// which elements of an 8x8 matrix the lane holds.
 #pragma once
 #include <__msl_types.h>
 
@@ -64,8 +64,9 @@ METAL_FUNC void __msl_simdgroup_barrier(uint) { agx_simdgroup_barrier(); }
 
 #elif defined(__NVPTX__)
 
-// Physical lane l takes the role of Apple's lane with the same elements of a matrix in `mma.sync`.
-// MSL_LANES_AS_THEY_ARE: for threadgroups whose size is not a multiple of 32, without matrices.
+// Physical lane l acts as the Apple lane that holds the same matrix elements as l in `mma.sync`.
+// MSL_LANES_AS_THEY_ARE: lanes keep their index, for kernels without matrices in threadgroups
+// whose size is not a multiple of 32.
 METAL_FUNC uint __gpu_lane() { return __nvvm_read_ptx_sreg_laneid(); }
 #ifdef MSL_LANES_AS_THEY_ARE
 METAL_FUNC uint __msl_apple_lane(uint lane) { return lane; }

@@ -24,7 +24,7 @@ METAL_FUNC float __gpu_tanh(float x) {
   return __builtin_copysignf((1.0f - y) / (1.0f + y), x);
 }
 
-// Element by element.
+// The same functions for vectors, applied to each element.
 #define __GPU_EACH(name)                                                                  \
   template <class T, class... More>                                                       \
   METAL_FUNC T __gpu_each_##name(T x, More... more) {                                     \

@@ -30,7 +30,7 @@ __GPU_FROM_LANE(broadcast)
 #undef __GPU_FROM_LANE
 template <class T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) {
-  // The mapping of lanes permutes the bits of their index.
+  // __gpu_lane_of permutes the bits of an index, so it maps a mask of these bits too.
   const uint moved = __gpu_lane_of(mask & 31);
   return __each_word(x, [=](uint word) { return __gpu_shuffle_xor(word, moved); });
 }
@@ -66,7 +66,7 @@ METAL_FUNC T simd_prefix_exclusive_sum(T x) {
   return lane ? before : (T)0;
 }
 
-// Other headers name these; attention does not call them.
+// Declared only because other headers name these functions; attention does not call them.
 #define __GPU_UNUSED(name)          \
   template <class T, class... More> \
   T name(T x, More... more);

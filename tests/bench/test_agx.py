@@ -10,7 +10,7 @@ from bench.agx import candidates, choose, lens, listing, model, spirv, table
 from bench.front_end import Source
 from torch_metal_attn.simulator.build import ShaderCompileError
 
-# Adds COUNT products to as many accumulators, all alive at once.
+# Adds COUNT products to COUNT accumulators, which are all live at the same time.
 TEXT = """
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
@@ -34,7 +34,7 @@ kernel void products(device const ELEMENT* a [[buffer(0)]], device float* out [[
   UNROLL for (int i = 0; i < COUNT; i++) simdgroup_store(sums[i], out + 64 * i);
 }
 """
-# Two loops, one inside the other, as the driver prints them.
+# A loop inside another loop, as the driver prints it.
 LISTING = """\
 halves 101
 threads 1024
@@ -58,14 +58,14 @@ block 4 at 230
 code 110
 threadgroup 2048
 """
-built = pytest.mark.skipif(not lens.DRIVER.exists(), reason="bench/agx/setup.sh was not run")
+needs_driver = pytest.mark.skipif(not lens.DRIVER.exists(), reason="bench/agx/setup.sh was not run")
 
 
 def compiled(loop: listing.Loop, threads: int = 1024, threadgroup: int = 0) -> lens.Compiled:
     return lens.Compiled(50.5, threads, 128, 0, threadgroup, loop)
 
 
-def test_loops_of_a_listing():
+def test_loops_of_a_listing_are_found():
     result = listing.parse(LISTING)
     assert (result.halves, result.threads, result.scratch) == (101, 1024, 8)
     assert (result.code, result.threadgroup) == (110, 2048)
@@ -74,7 +74,7 @@ def test_loops_of_a_listing():
     assert (outer.blocks, outer.code, outer.opcodes.total()) == (range(1, 4), 94, 9)
 
 
-def test_cycles_of_each_unit():
+def test_cycles_are_added_up_for_each_unit():
     _, outer = listing.parse(LISTING).loops()
     # Two products, an exp2 and an ffma; memory, barriers and control flow are free.
     assert outer.arithmetic == 2 * listing.PRODUCT_CYCLES + 2
@@ -93,7 +93,7 @@ def test_threadgroup_memory_limits_what_a_core_holds():
     assert compiled(outer, threadgroup=2048).resident == 32
 
 
-def test_other_groups_hide_the_waits_of_one():
+def test_other_simd_groups_hide_the_waits_of_one():
     _, outer = listing.parse(LISTING).loops()
     by_itself = model.alone(outer)
     assert by_itself == 2 * listing.PRODUCT_CYCLES + 2 * 4 + 2 * model.MEMORY_WAIT
@@ -121,7 +121,7 @@ def test_bfloats_are_converted():
         spirv.without_bfloat("  %1 = fadd bfloat %x, %y")
 
 
-@built
+@needs_driver
 @pytest.mark.parametrize(
     ("count", "element", "spills"),
     [(40, "half", False), (80, "half", True), (2, "float", False), (2, "bfloat", False)],
@@ -134,7 +134,7 @@ def test_accumulators_take_a_pair_of_registers_each(count, element, spills):
     assert result.threadgroup == 1024
 
 
-@built
+@needs_driver
 def test_a_failing_job_does_not_end_the_others():
     right = Source(TEXT, "products", 64, {"COUNT": 2, "ELEMENT": "half"})
     wrong = Source(TEXT, "products", 64)
@@ -144,7 +144,7 @@ def test_a_failing_job_does_not_end_the_others():
     assert first == third
 
 
-def test_a_missing_driver(monkeypatch, tmp_path):
+def test_a_missing_driver_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(lens, "DRIVER", tmp_path / "agx_lens")
     with pytest.raises(lens.LensError, match=r"build it with bench/agx/setup\.sh"):
         lens.run_driver("", "gpu_products", 64)
@@ -160,7 +160,7 @@ def candidate(*tile: int, registers: float = 50.5, spills: int = 0) -> choose.Ca
     return choose.Candidate(one, tile, result)
 
 
-# Columns of a slice, block, row fragments, SIMD groups, column SIMD groups, places of rows.
+# Columns of a slice, block, row fragments, SIMD groups, column SIMD groups, two places for rows.
 FAST, SLOW = (576, 32, 1, 4, 1, 1, 0), (576, 16, 1, 4, 1, 1, 0)
 
 
@@ -173,9 +173,9 @@ def test_the_fastest_tile_that_fits_is_chosen():
     assert choose.best([worse, candidate(*SLOW, registers=130)]).tile == SLOW
 
 
-@built
+@needs_driver
 def test_a_row_has_the_registers_that_the_generator_finds(tmp_path, monkeypatch):
-    """For a small class and its tile. The second result comes from the folder."""
+    """The tile of a small class is compiled; its second result comes from the stored files."""
     one = candidates.Class("FLASH_BWD_BIAS", 32, 64, 0, "Rotary", ragged=False)
     rows = table.read_rows(table.TABLE.read_text())["FLASH_BWD_BIAS"]
     row = next(row for row in rows if row.bits == 32 and row.columns >= 64)

@@ -45,7 +45,7 @@ def comfyui_attention(q, k, v, heads, mask=None, **options):
 
 
 def call(function, *args, **options):
-    """As ComfyUI calls attention: an override gets the function and its arguments."""
+    """Calls attention as ComfyUI does: an override gets the function and its arguments."""
     override = options.get("transformer_options", {}).get(OVERRIDE)
     options["_inside_attn_wrapper"] = True
     return override(function, *args, **options) if override else function(*args, **options)
@@ -101,7 +101,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls(name, device):
+def test_calls_equal_comfyuis_attention(name, device):
     make, options = CALLS[name]
     tensors, heads = make(), 4 if name == "groups" else 2
     expected = call(comfyui_attention, *tensors, heads, **options)
@@ -155,7 +155,7 @@ def test_cpu_calls_outside_the_simulator_are_left_alone():
     assert "only inside torch_metal_attn.simulate()" in reason
 
 
-def test_patched_twice_and_by_others(device):
+def test_a_second_patch_replaces_ours_but_not_others(device):
     model = patch(patch(Model()))
     assert len(model.wrappers) == 1
     assert model.wrappers[0].__self__ is model.options[OVERRIDE]
@@ -186,7 +186,7 @@ def test_a_run_logs_its_calls_of_attention(device, messages):
     assert messages[-1].endswith("ran no attention of this model: see the reasons above")
 
 
-def test_node():
+def test_the_node_patches_a_clone_of_the_model():
     node = nodes.NODE_CLASS_MAPPINGS["MetalAttention"]
     assert nodes.NODE_DISPLAY_NAME_MAPPINGS.keys() == nodes.NODE_CLASS_MAPPINGS.keys()
     required = node.INPUT_TYPES()["required"]
@@ -199,7 +199,7 @@ def test_node():
     assert not model.options, "the original model must stay unchanged"
 
 
-def test_install(tmp_path, capsys):
+def test_install_and_uninstall_can_be_repeated(tmp_path, capsys):
     folder = str(tmp_path)
     assert main(["comfyui", "install", folder]) == 2
     assert "has no folder custom_nodes: give the folder that Comf" in capsys.readouterr().err
@@ -227,7 +227,7 @@ def test_files_of_others_are_kept(tmp_path, capsys):
     assert file.read_text() == "mine = True\n"
 
 
-def test_everywhere(monkeypatch, device):
+def test_the_variable_replaces_attention_everywhere(monkeypatch, device):
     entered = []
     monkeypatch.setattr(SdpaReplaced, "__enter__", lambda self: entered.append(self))
     nodes.replace_everywhere()

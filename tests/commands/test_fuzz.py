@@ -23,7 +23,7 @@ SEED = 0
 
 @cache
 def drawn():
-    """Cases far apart, so that they are of many models."""
+    """Cases with indices far apart, so that they come from many models."""
     return [draw(SEED, 40 * index) for index in range(1000)]
 
 
@@ -105,8 +105,8 @@ class TestDrawing:
             assert testing.Attention(**fields).invalid_reason().endswith(reason)
 
     @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
-    def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):
-        """Every function accepts them, so they are not drawn."""
+    def test_strides_of_empty_tensors_are_not_drawn_as_illegal(self, q_length, kv_length):
+        """Every function accepts such strides."""
         for name in ("q", "k", "v"):
             sizes = {"q_length": q_length, "kv_length": kv_length}
             case = testing.Attention(**sizes, invalidated=f"strides of {name}")
@@ -123,12 +123,12 @@ class TestDrawing:
 
 
 class TestJson:
-    def test_every_case_comes_back(self):
+    def test_every_case_can_be_read_from_its_json(self):
         for case in drawn()[:500]:
             text = json.dumps(storage.to_json(case))
             assert storage.from_json(json.loads(text)) == case
 
-    def test_a_case_is_python(self):
+    def test_a_case_is_printed_as_python(self):
         for case in drawn()[:100]:
             assert eval(f"testing.{case}") == case
 
@@ -140,7 +140,7 @@ class TestJson:
             ({"family": "Attention", "call": "flash_fwd", "num_splits": 2}, "has no num_splits"),
         ],
     )
-    def test_json_of_unknown_cases(self, data, words):
+    def test_json_of_unknown_cases_is_refused(self, data, words):
         with pytest.raises(ValueError, match=words):
             storage.from_json(data)
 
@@ -168,13 +168,13 @@ class TestMemory:
         x = memory.place("x", torch.zeros(2, 3), ("padded 2",))
         x.fill_(1.0)
         assert memory.undisturbed(("x",)).ok
-        assert memory.undisturbed().error == 12  # two bytes of each of six ones
+        assert memory.undisturbed().error == 12  # 1.0 differs from 0.0 in two bytes, six times
         torch.as_strided(x, (1,), (1,), x.storage_offset() - 1).fill_(0.0)
         assert memory.undisturbed(("x",)).error > 0
 
 
 def test_a_lost_gradient_is_noticed(monkeypatch):
-    """A call without a gradient must say so if its result is differentiated."""
+    """A call without a gradient must raise if its result is differentiated."""
     monkeypatch.setattr(differentiation, "without_gradient", lambda message, tensors, run: run())
     drawn_alike = (c for c in drawn() if c.call == "flash_decode" and c.backward)
     case = next(c for c in drawn_alike if not (c.refused() or c.poison or c.differentiable))
@@ -182,5 +182,5 @@ def test_a_lost_gradient_is_noticed(monkeypatch):
         assert running.run(case, CPU).status == running.RAISED
 
 
-def test_public_names():
+def test_families_are_public():
     assert set(testing.__all__) == {family.__name__ for family in FAMILIES} | {"check"}

@@ -35,10 +35,10 @@ class TestShrinking:
     def no_hurry(self, monkeypatch):
         monkeypatch.setattr(shrinking, "SHRINK_SECONDS", math.inf)
 
-    # Most fields share a kernel with the simplest case, because a planted fault is compiled again.
+    # Few fields change the kernel, because each kernel with the planted fault is compiled anew.
     CASE = testing.Attention(**SIZES, seqused_k=(38, 5), seed=5)
 
-    def test_planted_fault(self, monkeypatch, tmp_path, capsys):
+    def test_a_planted_fault_is_shrunk_and_replayed(self, monkeypatch, tmp_path, capsys):
         plant(monkeypatch, "flash_decode", *SCALE)
         with simulate(check=True):
             ran = workers.run_and_shrink(3, self.CASE, CPU)
@@ -64,7 +64,7 @@ class TestShrinking:
         simple, _ = shrinking.shrink(self.CASE, run(self.CASE), run)
         assert simple.fields() == {"call": "flash_fwd", "heads": 2}
 
-    def test_every_family(self):
+    def test_every_family_is_shrunk(self):
         def run(case):
             assert not case.invalid_reason()
             return Outcome(running.FAILED, "out")
@@ -83,7 +83,7 @@ def raising(error):
 
 
 def writing(name, error=None):
-    """Writes an argument, and computes or raises `error`."""
+    """Writes to an argument. Then it computes the results, or raises `error`."""
 
     def call(prepared, arguments):
         results = None if error else prepared.function(**arguments)
@@ -96,7 +96,7 @@ def writing(name, error=None):
 
 
 LEGAL, ILLEGAL = {}, {"softcap": -2.0}
-# A function that runs in place of a legal or an illegal case, and the outcome.
+# {name: (fields of a case, a function that replaces the call, expected status and subject)}
 OUTCOMES = {
     "refused": (LEGAL, raising(ValueError("not today")), running.REFUSED, "ValueError"),
     "not refused": (ILLEGAL, lambda *_: None, running.ACCEPTED, "softcap below 0"),
@@ -104,7 +104,7 @@ OUTCOMES = {
     "a refusal of another type": (ILLEGAL, raising(RuntimeError()), running.RAISED, "RuntimeError"),
     "an error": (LEGAL, raising(RuntimeError("broken")), running.RAISED, "RuntimeError"),
     "an argument that is written": (LEGAL, writing("k"), running.FAILED, "memory"),
-    "a length behind the keys": ({"seqused_k": (4,)}, lambda *_: None, running.ACCEPTED, "lengths"),
+    "a length beyond the keys": ({"seqused_k": (4,)}, lambda *_: None, running.ACCEPTED, "lengths"),
 }
 
 
@@ -121,13 +121,13 @@ def outcome_of(monkeypatch, fields, call, device=CPU):
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
-def test_outcomes(name, monkeypatch):
+def test_outcomes_are_classified(name, monkeypatch):
     fields, call, status, what = OUTCOMES[name]
     outcome = outcome_of(monkeypatch, fields, call)
     assert (outcome.status, outcome.what[: len(what)]) == (status, what)
 
 
-def test_lengths_that_mps_cannot_check(monkeypatch):
+def test_lengths_that_mps_cannot_check_may_be_accepted(monkeypatch):
     """mps may run the call, but must write nothing else."""
     fields, mps = {"seqused_k": (4,)}, torch.device("mps")
     assert outcome_of(monkeypatch, fields, lambda *_: None, mps).ok
@@ -135,7 +135,7 @@ def test_lengths_that_mps_cannot_check(monkeypatch):
     assert wrote.what.startswith("memory")
 
 
-def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
+def test_workers_that_die_and_hang_are_reported(monkeypatch, tmp_path, capsys):
     drawn, looks = [], itertools.count()
 
     def draw(seed, index):
@@ -195,7 +195,7 @@ class TestCommand:
     SOUND = Ran(0, testing.Copy(), Outcome(running.PASSED))
     BAD = Ran(1, testing.Softmax(seed=3), Outcome(running.FAILED, "weights", "text"))
 
-    def test_a_run_without_failures(self, fuzzing, capsys):
+    def test_a_run_without_failures_passes(self, fuzzing, capsys):
         code, data = fuzzing([self.SOUND, None])
         assert code == 0
         assert (data["seed"], data["cases"], data["failures"]) == (5, 1, [])
@@ -220,11 +220,11 @@ class TestCommand:
             (["--replay", "x.json", "--seed", "5"], "leave out --seed"),
         ],
     )
-    def test_options_that_do_not_go_together(self, options, message, capsys):
+    def test_options_that_exclude_each_other_are_refused(self, options, message, capsys):
         assert main(["fuzz", *options]) == 2
         assert message in capsys.readouterr().err
 
-    def test_the_same_failure_twice(self, fuzzing, capsys):
+    def test_the_same_failure_is_printed_once(self, fuzzing, capsys):
         bad = dataclasses.replace(self.BAD, shrunk=(testing.Softmax(), self.BAD.outcome))
         code, data = fuzzing([self.SOUND, bad, dataclasses.replace(bad, index=9)])
         assert code == 1
@@ -249,7 +249,7 @@ class TestCommand:
         ],
         ids=len,
     )
-    def test_damaged_reports(self, text, tmp_path, capsys):
+    def test_damaged_reports_are_refused(self, text, tmp_path, capsys):
         path = tmp_path / "x.json"
         path.write_text(text)
         assert main(["fuzz", "--replay", str(path)]) == 2
@@ -266,7 +266,7 @@ class TestCommand:
             ("--case", "-1", "-1 is not the number of a case, from 0"),
         ],
     )
-    def test_numbers(self, option, text, message, capsys):
+    def test_invalid_numbers_are_refused(self, option, text, message, capsys):
         with pytest.raises(SystemExit):
             main(["fuzz", option, text])
         assert message in capsys.readouterr().err
@@ -286,6 +286,6 @@ class TestCommand:
         ("Quantised", {"call": "q8"}, "call is 'q8'; it must be one of q8_0, q4_0"),
     ],
 )
-def test_invalid_fields(family, fields, message):
+def test_invalid_fields_are_refused(family, fields, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         testing.check(getattr(testing, family)(**fields))

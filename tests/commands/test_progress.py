@@ -12,7 +12,7 @@ class Terminal(io.StringIO):
 
 
 class TestProgress:
-    def test_one_line_on_a_terminal(self):
+    def test_a_terminal_shows_one_line(self):
         stream, now = Terminal(), [0.0]
         progress = Progress(3, stream, lambda: now[0])
         for text in ("a", "b", "c"):
@@ -26,7 +26,7 @@ class TestProgress:
         assert lines[3] == "[3/3] group c  0:30 left"
         assert lines[4].strip() == ""
 
-    def test_within_a_narrow_terminal(self, monkeypatch):
+    def test_lines_fit_into_a_narrow_terminal(self, monkeypatch):
         """A wrapped line could not be overwritten."""
         monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((40, 20)))
         stream, now = Terminal(), [0.0]
@@ -40,7 +40,7 @@ class TestProgress:
         assert max(map(len, lines)) == 39
         assert lines[2] == "[2/2] group a case with a ve  0:30 left"
 
-    def test_a_limit_of_time(self):
+    def test_a_time_limit_bounds_the_time_left(self):
         stream, now = Terminal(), [0.0]
         for total, lefts in ((None, ["1:30", "1:00"]), (3, ["1:30", "0:50"])):
             progress = Progress(total, stream, lambda: now[0], ends=now[0] + 90.0)
@@ -51,7 +51,7 @@ class TestProgress:
             assert stream.getvalue().rstrip().endswith(f"group   {lefts[1]} left")
         assert "[2] group" in stream.getvalue()
 
-    def test_one_line_for_each_group_without_a_terminal(self):
+    def test_without_a_terminal_each_group_has_a_line(self):
         stream = io.StringIO()
         progress = Progress(3, stream)
         for group in ("x", "x", "y"):

@@ -37,7 +37,7 @@ kernel void none() {}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Shared, so that its file is compiled once."""
+    """All tests share the folder, so that its file is compiled once."""
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "kernels.metal").write_text(SOURCE)
     return folder
@@ -78,7 +78,7 @@ def test_errors_take_one_line(words, said, command, folder):
     assert said in err
 
 
-def test_source_that_does_not_compile(command, folder):
+def test_source_that_does_not_compile_is_reported(command, folder):
     (folder / "broken.metal").write_text("\n\nkernel void k() { missing(); }\n")
     status, out, err = command("broken.metal")
     assert (status, out) == (1, "")
@@ -143,14 +143,14 @@ def test_check_reports_lint_and_limits(command, folder):
 
 
 @pytest.mark.parametrize("words", ["", "check", "play k.metal"])
-def test_incomplete_commands(words, capsys):
+def test_incomplete_commands_print_the_usage(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("usage: python -m torch_metal_attn.simulator")
 
 
-def test_several_files(command, folder):
+def test_an_error_in_one_file_does_not_stop_the_others(command, folder):
     (folder / "a1.metal").write_text("kernel void a() { missing(); }\n")
     (folder / "a2.metal").write_text("kernel void b() {}\n")
     status, out, err = command("a?.metal")
@@ -158,7 +158,7 @@ def test_several_files(command, folder):
     assert "a1.metal:1:" in err
 
 
-def test_no_compiler(command, monkeypatch):
+def test_a_missing_compiler_is_reported(command, monkeypatch):
     monkeypatch.setenv(toolchain.OVERRIDE, "/no/such/clang")
     toolchain.find.cache_clear()
     try:

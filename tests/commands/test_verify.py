@@ -29,15 +29,15 @@ FULL = cases.full()
 FAMILY_CASES = {}
 for listed in FULL:
     FAMILY_CASES.setdefault(listed.family, []).append(listed)
-# Early cases, because later ones have kernels that no other test compiles.
+# Cases near the start, because later cases have kernels that no other test compiles.
 SAMPLE = {name: members[len(members) // 5] for name, members in FAMILY_CASES.items()}
 del SAMPLE["offsets beyond 2**31"]  # takes gigabytes
-# Attention's kernels compile for seconds, and tests/attention, cache and decode judge them.
+# These run in the reference: their kernels compile for seconds, and other tests judge them.
 REFERENCE_FAMILIES = re.compile("flash_(?!varlen_fwd)|decode_step|NaN|two runs|threads")
 
 
 @pytest.mark.parametrize("family", SAMPLE)
-def test_one_case_of_each_family(family):
+def test_one_case_of_each_family_passes(family):
     if REFERENCE_FAMILIES.search(family):
         outcome = running.run(SAMPLE[family].case, CPU)
     else:
@@ -80,7 +80,7 @@ class TestJudges:
         assert not measure.near_statistic("lse", actual, exact, 1e-5).ok
         assert measure.near_statistic("lse", actual, actual, 1e-5).ok
 
-    def test_numbers_that_round_to_infinity(self):
+    def test_numbers_that_round_to_infinity_may_be_infinite(self):
         """float16 rounds 65520 to infinity, and 65500 by an error of 20."""
         actual = torch.tensor([torch.inf, -torch.inf]).half()
         for exact, error in ((65949.0, 0), (65500.0, 20), (60000.0, 5520)):
@@ -101,7 +101,7 @@ class TestJudges:
         with pytest.raises(AssertionError, match=r"out has shape \(2,\) and not \(3,\)"):
             measure.near("out", torch.zeros(2), torch.zeros(3).double(), 1.0)
 
-    def test_bits(self):
+    def test_same_bits_distinguishes_signed_zeros(self):
         x = torch.tensor([0.0, 1.0])
         assert measure.same_bits("cache", x, x.clone()).ok
         assert not measure.same_bits("cache", -x, x).ok
@@ -173,7 +173,7 @@ def causal(dtype="float16"):
 
 
 class TestReport:
-    def test_a_run_without_failures(self, monkeypatch, tmp_path, capsys):
+    def test_a_run_without_failures_passes(self, monkeypatch, tmp_path, capsys):
         code, text = run_full(monkeypatch, tmp_path, [causal(), causal("float32")])
         assert code == 0
         assert "**No failures, 2 passed**" in text
@@ -185,7 +185,7 @@ class TestReport:
         assert "2 cases ran" in captured.out
         assert captured.err.splitlines() == ["[1/2] flash_fwd"]
 
-    def test_a_wrong_kernel(self, monkeypatch, tmp_path, capsys):
+    def test_a_wrong_kernel_fails(self, monkeypatch, tmp_path, capsys):
         scale = "score * params.scale_log2"
         plant(monkeypatch, "flash_fwd", scale, f"0.98f * {scale}")
         code, text = run_full(monkeypatch, tmp_path, [causal()])
@@ -246,7 +246,7 @@ class TestReport:
         assert "torch_metal_attn/tools/verify/x.py" in text
 
 
-def test_shares():
+def test_an_error_is_shown_as_a_share_of_its_bound():
     one = measure.Measure("out", 1.0, 4.0)
     assert report.share_text(one) == "0.25"
     assert report.share_text(dataclasses.replace(one, bound=0.0)) == "1 byte"

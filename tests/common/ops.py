@@ -18,7 +18,7 @@ from torch_metal_attn.testing.merges import union
 class Example:
     """Calls of one op.
 
-    make: arguments by name, on the CPU. written: those that are written in place. differentiable:
+    make: returns arguments by name. written: those that are written in place. differentiable:
     those that have gradients. definition: the results, or what `written` holds, in plain torch.
     """
 
@@ -82,7 +82,7 @@ def _tables(length=9, dtype=torch.float32):
 
 
 def _states(packed=False, transposed=False, **options):
-    """Some rows of one state, and of both, have no keys and NaN as their out."""
+    """Some rows have no keys in one state or in both; their out is NaN."""
 
     def make(length=5, dtype=torch.float32):
         rows = (length, 3) if packed else (2, 3, length)
@@ -149,7 +149,7 @@ def _append(call="append_kv", options=(), **fields):
     def make(length=5, dtype=torch.float16):
         sizes = {"call": call, "length": length, "lengths": (13, 12), "capacity": 32}
         operands = arguments(step(dtype=str(dtype).split(".")[1], **sizes | fields))
-        # opcheck compares what NaN would hide.
+        # Zeros, because opcheck compares the caches, and NaN would hide differences.
         for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
             if name in operands and operands[name].is_floating_point():
                 operands[name] = operands[name].clone().zero_()
@@ -189,17 +189,21 @@ def _packed_step(length=5, dtype=torch.float16):
 
 
 def _tree(make, form):
-    """The first token of each sequence is the root, and the others are its children."""
+    """The first token of each sequence is the root; the other tokens are its children."""
 
     def with_tree(*arguments, **options):
-        made = make(*arguments, **options)
-        packed = "cu_seqlens_q" in made
-        sizes = made["cu_seqlens_q"].diff().tolist() if packed else [made["q"].shape[2]]
+        call_arguments = make(*arguments, **options)
+        packed = "cu_seqlens_q" in call_arguments
+        sizes = (
+            call_arguments["cu_seqlens_q"].diff().tolist()
+            if packed
+            else [call_arguments["q"].shape[2]]
+        )
         parents = torch.cat([(torch.arange(n) > 0).int() - 1 for n in sizes])
-        columns = torch.arange(made.get("max_seqlen_q", sizes[0]))
+        columns = torch.arange(call_arguments.get("max_seqlen_q", sizes[0]))
         places = torch.cat([torch.arange(n) for n in sizes])[:, None]
         shown = (columns == places) | (columns == 0)
-        return made | {form: parents if form == "parents" else shown}
+        return call_arguments | {form: parents if form == "parents" else shown}
 
     return with_tree
 
@@ -325,7 +329,7 @@ def _packed(length=8, dtype=torch.float32):
     return arguments | {"cu_seqlens_k": torch.tensor([0, 6, 13]).int(), "max_seqlen_k": 7}
 
 
-# Calls whose backward gets more saved tensors than those of EXAMPLES.
+# Calls whose backward gets more saved tensors than the calls in EXAMPLES.
 SAVING = {
     "flash_fwd with tensors": Example(
         "flash_fwd", _with_tensors, (), (*"qkv", "attn_mask", "alibi_slopes", "learnable_sink")

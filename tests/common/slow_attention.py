@@ -1,4 +1,4 @@
-"""Attention one number at a time, in Python floats, to test the reference itself."""
+"""Attention computed one number at a time in Python floats, to test the reference itself."""
 
 import math
 from types import SimpleNamespace

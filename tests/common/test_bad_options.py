@@ -20,7 +20,7 @@ LONGEST = 2**31 - 1024
 
 
 def call(where, tensors, options):
-    """The dense op, or with cu_seqlens_q among the tensors the packed one."""
+    """Calls the packed op if cu_seqlens_q is among the tensors, else the dense op."""
     name = "flash_varlen_fwd" if "cu_seqlens_q" in tensors else "flash_fwd"
     return getattr(NAMESPACES[where], name)(*tensors.values(), **options)
 
@@ -100,7 +100,7 @@ OPERANDS = [
     (wide(q=2**30, columns=256), "q has .* head dims 256 and 256 it must be at most 536870880"),
     (wide(2**20, 1, 2**20, 2**19), r"q has 5.76461e\+17 rows; out would be over 2\^63 bytes"),
 ]
-# For dense and packed sequences.
+# Rows for dense and for packed sequences.
 OPTIONS = [
     ({"softmax_scale": math.nan}, r"softmax_scale is nan; .*finite"),
     ({"softmax_scale": 1e39}, r"softmax_scale is 1e\+39; .*finite in float32"),
@@ -117,8 +117,8 @@ OPTIONS = [
     ({"attn_bias": bools(16, 24)}, r"attn_bias has dtype bool; .*float32"),
     (dict.fromkeys(("attn_mask", "attn_bias"), half(16, 24)), ".* is floating .*; add the two"),
     ({"attn_mask": bools(16, 25)}, r"attn_mask has shape \(16, 25\); .*broadcast"),
-    ({"attn_mask": bools(2, 2, 16, 24)}, r"attn_mask has shape .*\(2, 4, 16"),  # KV heads
-    ({"attn_mask": bools(2, 24)}, r"attn_mask has shape \(2, 24\); "),  # padding
+    ({"attn_mask": bools(2, 2, 16, 24)}, r"attn_mask has shape .*\(2, 4, 16"),  # a mask by KV heads
+    ({"attn_mask": bools(2, 24)}, r"attn_mask has shape \(2, 24\); "),  # a padding mask
     ({"attn_mask": bools(16, 0)}, r"attn_mask has shape \(16, 0\); .*broadcast"),
     ({"attn_bias": half(3, 1, 1, 1)}, r"attn_bias has shape \(3, 1, 1, 1\); it must broadcast to"),
     ({"alibi_slopes": torch.zeros(2)}, r"alibi_slopes has shape \(2,\); .*\(4,\) or \(2, 4\)"),
@@ -178,7 +178,7 @@ def split(make, changes):
 
 
 @each_case("make, changes, message", SHAPES + VALUES)
-def test_refused(make, changes, message):
+def test_invalid_arguments_are_refused(make, changes, message):
     with refused(f"^{message}"):
         call("op", *split(make, changes))
 
@@ -192,14 +192,14 @@ def test_refused_in_the_simulator_before_anything_runs(make, changes, message):
 
 
 @each_case("make, changes, message", SHAPES[::9])
-def test_refused_without_data(make, changes, message):
+def test_invalid_meta_tensors_are_refused_alike(make, changes, message):
     arguments = split(make, changes)
     fake = partial(call, "op", *map(without_data, arguments))
     refused_alike(f"^{message}", partial(call, "explain", *arguments), fake)
 
 
 @each_case("make, changes, message", SHAPES[::60])
-def test_refused_while_it_is_compiled(make, changes, message):
+def test_invalid_arguments_are_refused_while_compiling(make, changes, message):
     tensors, options = split(make, changes)
     compiled = torch.compile(lambda: call("op", tensors, options), backend="eager")
     torch.compiler.reset()
@@ -237,8 +237,8 @@ def good_options():
 
 @pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed])
-def test_good_is_good(make):
-    """Each refusal above is then caused by the changed argument alone."""
+def test_valid_arguments_are_accepted(make):
+    """This shows that each refusal above is caused only by the changed argument."""
     tensors, options = make(), good_options()
     for where in NAMESPACES:
         call(where, tensors, options)
@@ -247,7 +247,7 @@ def test_good_is_good(make):
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "attn_bias", "learnable_sink"])
-def test_sparse(name):
+def test_sparse_tensors_are_refused(name):
     good = dense() | good_options()
     with refused(rf"{name} is sparse .* {name}\.to_dense\(\)"):
         call("explain", *split(dense, good_options() | {name: good[name].to_sparse()}))
@@ -255,7 +255,7 @@ def test_sparse(name):
 
 @pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed])
-def test_numbers_at_their_limits_are_allowed(make):
+def test_numbers_at_their_limits_are_accepted(make):
     for options in (
         {"q_offset": LONGEST},
         {"q_offset": -LONGEST},

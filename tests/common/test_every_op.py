@@ -41,13 +41,13 @@ def equal(actual, expected):
 
 
 @examples()
-def test_opcheck(example, where):
+def test_opcheck_passes(example, where):
     """Fake kernels and autograd registrations do not depend on the device."""
     op = getattr(torch.ops.metal_attn, example.op)
     checks = ["test_schema"]
     if where == CPU:
         checks += ["test_autograd_registration", "test_faketensor"]
-        if example is EXAMPLES[example.op]:  # takes as long as all others
+        if example is EXAMPLES[example.op]:  # takes as long as all other checks
             checks.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(op, (), on(where, example.make()), test_utils=checks)
     if example.differentiable and not example.written:
@@ -58,7 +58,7 @@ def test_opcheck(example, where):
 
 @examples(rows=EXAMPLES | STRIDED)
 def test_fake_reference_and_shader_agree(example):
-    """In shape, dtype and strides; reference and shader also in values."""
+    """They agree in shape, dtype and strides; the reference and the shader also in values."""
     arguments = example.make()
     expected = call(on(CPU, arguments), example)
     with best_device(check=True) as device:
@@ -98,7 +98,7 @@ def test_two_runs_give_the_same_bits(example, device):
 
 @examples()
 def test_modes_change_nothing(example, where):
-    """Autocast, inference mode, and views with torch's negative bit."""
+    """The modes are autocast, inference mode, and views with torch's negative bit."""
     arguments = example.make()
     expected = call(on(where, arguments), example)
     with torch.autocast(where.type, dtype=torch.bfloat16):
@@ -127,8 +127,8 @@ def cases_of_compile():
 
 
 @pytest.mark.parametrize("example, grad", [*cases_of_compile()])
-def test_compile(example, grad, device):
-    """On graph inputs and on intermediate tensors; for a static, then for a dynamic length."""
+def test_compiled_ops_equal_eager_ops(example, grad, device):
+    """Ops get graph inputs or intermediate tensors, of a static and then of a dynamic length."""
     torch._dynamo.reset()
     leaves = [n for n in example.differentiable if grad]
 
@@ -151,7 +151,7 @@ def test_compile(example, grad, device):
 
 
 def derivatives(example, function, device, dtype, order):
-    """First or second derivatives of a sum over results. Written tensors are views of one."""
+    """First or second derivatives of a sum over results. Written tensors are views."""
     arguments = on(device, example.make(dtype=torch.float32 if dtype == torch.float64 else dtype))
     if dtype == torch.float64:
         floating = {n for n, x in arguments.items() if torch.is_tensor(x) and x.is_floating_point()}
@@ -177,7 +177,7 @@ def derivatives(example, function, device, dtype, order):
 
 @pytest.mark.parametrize("dtype, order", [(F32, 1), (F32, 2), (torch.bfloat16, 1)], ids=str)
 @examples(attrgetter("definition"))
-def test_gradients(example, dtype, order, device):
+def test_gradients_equal_those_of_the_definition(example, dtype, order, device):
     exact = derivatives(example, lambda x: example.definition(**x), CPU, torch.float64, order)
     actual = derivatives(example, lambda x: call(x, example), device, dtype, order)
     bound = 1e-4 if dtype == torch.float32 else 2**-5
@@ -187,7 +187,7 @@ def test_gradients(example, dtype, order, device):
 
 
 @examples(differentiable, EXAMPLES | SAVING)
-def test_saved_tensors_of_other_strides(example, device):
+def test_saved_tensors_may_change_their_strides(example, device):
     """Hooks may change the strides of saved tensors to strides that the op refuses."""
 
     def restrided(x):
@@ -210,7 +210,7 @@ def floats(example):
 
 
 @examples()
-def test_no_forward_mode(example, backend):
+def test_forward_mode_is_refused(example, backend):
     for name in floats(example):
         arguments = example.make()
 
@@ -222,22 +222,22 @@ def test_no_forward_mode(example, backend):
 
 
 @examples(attrgetter("returns_what_it_writes"))
-def test_vmap(example, backend):
+def test_vmap_equals_separate_calls(example, backend):
     batch = [example.make() for _ in range(3)]
     tensors = [n for n, x in batch[0].items() if torch.is_tensor(x)]
     batch[1] |= {n: batch[1][n] * 2 for n in example.differentiable}
     stacked = [torch.stack([arguments[n] for arguments in batch]) for n in tensors]
     expected = [call(arguments, example) for arguments in batch]
 
-    def one(*parts):
+    def called_alone(*parts):
         return call(batch[0] | dict(zip(tensors, parts, strict=True)), example)
 
-    equal(torch.vmap(one)(*stacked), tuple(map(torch.stack, zip(*expected, strict=True))))
+    equal(torch.vmap(called_alone)(*stacked), tuple(map(torch.stack, zip(*expected, strict=True))))
 
 
 @examples(differentiable)
-def test_gradients_by_torch_func(example, backend):
-    """Gradients are right. softmax, and in-place ops on a leaf, refuse."""
+def test_torch_func_gives_the_same_gradients_or_raises(example, backend):
+    """Gradients equal those of autograd. softmax, and in-place ops on a leaf, raise."""
     for name in example.differentiable:
         arguments = example.make()
 
@@ -279,10 +279,10 @@ def test_writing_a_saved_tensor_raises(example, where):
 
 
 @examples()
-def test_arguments_without_a_gradient(example):
+def test_an_argument_without_a_gradient_is_named(example):
     """The error names the argument: in the call, or in the backward of a written tensor."""
     if example.written and not set(example.written) & set(floats(example)):
-        return  # bytes have no backward
+        return  # tensors of bytes have no backward
     for name in set(floats(example)) - {*example.differentiable, *example.written}:
         arguments = example.make()
         arguments[name].requires_grad_()
@@ -304,6 +304,6 @@ COUNTS = {"Merge": 30, "Softmax": 30, "Rotation": 8, "Copy": 20, "Quantised": 40
 
 
 @pytest.mark.parametrize("name, count", COUNTS.items())
-def test_drawn_cases(name, count, device):
+def test_drawn_cases_pass(name, count, device):
     (family,) = (family for family in FAMILIES if family.__name__ == name)
     hold([draw_of(family, random.Random(seed)) for seed in range(count)], device)

@@ -65,7 +65,7 @@ def used(monkeypatch):
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", CALLS)
-def test_fast_path_without_gradients(name, mode, used):
+def test_fast_path_is_used_without_gradients(name, mode, used):
     with mode():
         out = CALLS[name](Q)
     assert used == ([] if (name, mode) == ("flash_fwd", torch.inference_mode) else [name])
@@ -81,7 +81,7 @@ def test_fast_path_without_gradients(name, mode, used):
     ids=["requires grad", "autocast", "dispatch mode", "function mode", "forward mode"],
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_no_fast_path_with_gradients_or_modes(name, context, used):
+def test_fast_path_is_not_used_with_gradients_or_modes(name, context, used):
     q = Q.bfloat16().requires_grad_(context is contextlib.nullcontext)
     with context() as entered:
         out = CALLS[name](q)
@@ -108,7 +108,7 @@ def test_traced_graphs_keep_the_differentiable_op(name, used):
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_appended_keys_change_the_version(mode, used):
-    """As any write in place does. Inference tensors have no versions."""
+    """Any write in place increments the version. Inference tensors have no version."""
     caches = [torch.zeros(1, 8, 2, 16) for _ in range(2)]
     versions = [cache._version for cache in caches]
     lengths = torch.tensor([2], dtype=torch.int32)

@@ -16,7 +16,7 @@ flash_fwd = torch.ops.metal_attn.flash_fwd
 
 
 def test_outputs_are_poisoned(monkeypatch):
-    """The other tests rely on it to notice a kernel that writes nothing."""
+    """The other tests rely on NaN in new tensors to notice a kernel that writes nothing."""
     assert torch.empty(3).isnan().all()
     monkeypatch.setattr(engine, "run", lambda *arguments, **options: engine.Counters())
     with torch_metal_attn.simulate(check=True):
@@ -51,7 +51,7 @@ KV_NAMES = ArgumentNames({"k_cache": "kv[0]"})
 def test_marked_words_are_replaced(message, expected, kind):
     error = NAMES.error(kind(unmarked(message)))
     assert (type(error), str(error)) == (kind, expected)
-    # A function that calls the function renames its arguments again.
+    # A caller whose arguments have other names renames them again.
     assert str(KV_NAMES.error(error)) == expected.replace("k_cache", "kv[0]")
 
 
@@ -94,5 +94,5 @@ TEXTS = [
 
 
 @each_case("text, expected", TEXTS)
-def test_texts_of_values(text, expected):
+def test_values_have_these_texts(text, expected):
     assert text == expected

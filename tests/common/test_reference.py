@@ -38,7 +38,7 @@ def check(q, k, v, **options):
 # Shapes that broadcast to (2, 4, 5, 7).
 BROADCASTS = [(7,), (1,), (5, 7), (5, 1), (1, 7), (4, 1, 1), (4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 1)]
 LENGTHS = [((7, 3), (0, 0)), ((7, 7), (0, 5)), ((0, 6), (0, 2)), ((2, 7), (4, 7))]
-# Cases that random draws of all features seldom reach.
+# Cases that the random draws of all features below seldom reach.
 CASES = [
     *({"causal": True, "q_offset": n} for n in (None, 0, 2, -2, -9, 9, FURTHEST, -FURTHEST)),
     *(
@@ -61,13 +61,13 @@ CASES = [
         for shape, dtype in product(BROADCASTS, (torch.float64, torch.float16))
     ),
     *({"attn_mask": normal(*shape, seed=3), "window_size_left": 3} for shape in BROADCASTS),
-    # Some of a row's keys, and all of another one's.
+    # The bias masks out some keys of one row, and all keys of the next row.
     {"attn_bias": torch.zeros(5, 7).masked_fill(torch.arange(35).view(5, 7) > 25, -math.inf)},
 ]
 
 
 @each_case("options", CASES)
-def test_each_option(options):
+def test_each_option_equals_slow_attention(options):
     check(*qkv(), **options)
 
 
@@ -78,7 +78,7 @@ def test_a_large_sink_does_not_overflow():
     assert (lse == 3e4).all()
 
 
-# Cheap examples: more than the default's.
+# The examples are cheap, so there are more than by default.
 more_examples = settings(max_examples=max(100, settings().max_examples))
 
 
@@ -121,7 +121,7 @@ def every_option(draw, batch, heads, q_length, kv_length, head_dim):
 
 @more_examples
 @given(data=st.data())
-def test_all_features_at_once(data):
+def test_all_features_together_equal_slow_attention(data):
     batch, kv_heads, group = (data.draw(st.integers(1, 2)) for _ in range(3))
     q_length, kv_length = (data.draw(st.integers(0, 6)) for _ in range(2))
     q, k, v = qkv(batch, kv_heads * group, kv_heads, q_length, kv_length, 5, 2)
@@ -130,7 +130,7 @@ def test_all_features_at_once(data):
 
 @more_examples
 @given(data=st.data())
-def test_all_features_at_once_in_packed_sequences(data):
+def test_all_features_of_packed_sequences_equal_slow_attention(data):
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=4))
     q_lengths, kv_lengths = [n for n, _ in lengths], [n for _, n in lengths]
     kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
@@ -165,7 +165,7 @@ def test_blocks_change_nothing(monkeypatch, causal, masks):
 
 
 def test_long_sequences_need_little_memory():
-    """All scores at once would take 17 GB."""
+    """The scores of all queries and keys together would take 17 GB."""
     largest = 0
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -196,12 +196,12 @@ def test_nan_stays_nan():
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_nan_that_is_not_listed(heads):
+def test_nan_of_unlisted_keys_has_no_effect(heads):
     """A query sees no key outside of its list, as in the kernels."""
     q, k, v = qkv()
     indices = torch.arange(5).view(1, 1, 5, 1).repeat(2, heads, 1, 2).int()
     mask = torch.ones(4, 1, 1, dtype=torch.bool)
-    mask[::2] = False  # these query heads share keys with the others
+    mask[::2] = False  # each of these query heads shares its keys with another head
     right, _ = attention(q, k, v, indices=indices)
     k[:, :, 5], v[:, :, 5], v[:, :, 6], v[:, :, 1] = *[torch.nan] * 2, -torch.inf, torch.nan
     out, _ = attention(q.requires_grad_(), k, v, indices=indices)
@@ -214,18 +214,18 @@ def test_nan_that_is_not_listed(heads):
     assert gradient[:, :, rest].isfinite().all()
 
 
-def test_dtypes():
+def test_results_are_computed_in_float32_and_rounded_once():
     q, k, v = (normal(1, 2, 9, 16, seed=s).half() for s in range(3))
     out, lse = attention(q, k, v)
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
     exact, exact_lse = attention(q, k, v, compute_dtype=torch.float64)
     assert (exact.dtype, exact_lse.dtype) == (torch.float64, torch.float64)
     torch.testing.assert_close(exact, torch_sdpa(q.double(), k.double(), v.double()))
-    # Computed in float32 and rounded once.
+    # The result is computed in float32 and rounded once.
     torch.testing.assert_close(out, exact.half(), rtol=2**-10, atol=2**-14)
 
 
-def test_refusals():
+def test_invalid_arguments_raise():
     q, k = normal(1, 4, 3, 8), normal(1, 3, 3, 8)
     with pytest.raises(ValueError, match="4 heads"):
         attention(q, k, k)

@@ -15,7 +15,7 @@ Q, K = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 8, 16)
 MESSAGE = "q has 2 heads and k 3; k's must divide q's"
 
 
-def renamed():
+def error_of_torch_2_15():
     """A refusal as the RuntimeError of torch 2.15."""
     try:
         torch.ops.metal_attn_explain.flash_fwd(Q, K, K)
@@ -24,14 +24,14 @@ def renamed():
 
 
 def test_a_refusal_is_distinguished_from_other_errors():
-    refused = refusals.as_value_error(renamed())
+    refused = refusals.as_value_error(error_of_torch_2_15())
     assert (type(refused), str(refused)) == (ValueError, MESSAGE)
     for other in (RuntimeError("out of memory"), NotImplementedError(MESSAGE)):
         assert refusals.as_value_error(other) is other
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_ops_and_functions(mode, backend):
+def test_ops_and_functions_raise_value_errors(mode, backend):
     with mode():
         with pytest.raises(ValueError, match=MESSAGE):
             torch.ops.metal_attn.flash_fwd(Q, K, K)
@@ -44,7 +44,7 @@ def test_functions_convert_errors_of_cpp_ops(monkeypatch):
     """On mps the kernels of the op are C++."""
 
     def op(*arguments, **options):
-        raise renamed()
+        raise error_of_torch_2_15()
 
     monkeypatch.setattr(functional, "_FLASH_FWD", op)
     monkeypatch.setattr(with_kvcache, "_FLASH_DECODE", op)
@@ -64,7 +64,7 @@ def test_python_kernels_convert_errors(monkeypatch):
 
     @refusals.python_kernel("refusals_test::op", "CPU")
     def op(x):
-        raise renamed()
+        raise error_of_torch_2_15()
 
     with pytest.raises(ValueError, match=MESSAGE):
         torch.ops.refusals_test.op(Q)
@@ -89,7 +89,7 @@ def f(q):
 q = torch.randn(1, 2, 8, 16, requires_grad=True)
 out = f(q)
 out.square().sum().backward()
-assert torch.equal(out, f._torchdynamo_orig_callable(q)), "not what it is uncompiled"
+assert torch.equal(out, f._torchdynamo_orig_callable(q)), "differs from eager mode"
 assert q.grad.isfinite().all()
 """
 
@@ -113,7 +113,7 @@ def test_calls_do_not_load_the_compiler():
     run_alone(EAGER)
 
 
-def test_where_torch_compile_skips_a_frame():
+def test_a_frame_that_torch_compile_skips_works():
     """Dynamo then compiles the frame's callees, but must not compile the kernels."""
     run_alone(COMPILED)
 
@@ -140,6 +140,6 @@ WITHOUT_MEMORY = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_MEMORY)
-def test_a_storage_that_was_shrunk(name):
+def test_a_tensor_whose_storage_was_shrunk_is_refused(name):
     with pytest.raises(ValueError, match=f"^{name} has shape .*: it has been resized"):
         WITHOUT_MEMORY[name]()

@@ -52,7 +52,7 @@ def _with_options(make):
 
 
 NORMALISERS = {"normalisers": torch.randn(2, 4, 16)}
-# Calls of attention. The modules of their arguments test other refusals.
+# Calls of attention. The modules that make their arguments test the other refusals.
 ATTENTION = [
     Example("flash_fwd", _with_options(forward.dense)),
     Example("flash_varlen_fwd", _with_options(forward.packed)),
@@ -85,12 +85,12 @@ def _free(example, way, name):
     return name in unread.get(example.op, ()) or f"{way} of {name}" in FREE
 
 
-NAMELESS = ("bits8", "float8_e8m0fnu")  # in the stable ABI
+NAMELESS = ("bits8", "float8_e8m0fnu")  # dtypes that the stable ABI has no names for
 WAYS = ("dtype", "dimensions", "device", "strides", "storage")
 
 
 def each_invalidated():
-    """Every way to invalidate each tensor of each op; of attention also dtypes without a name."""
+    """Every way to invalidate each tensor of each op; in attention also dtypes without names."""
     for example in (*EXAMPLES.values(), *ATTENTION, *FLEX.values()):
         for name, x in example.make().items():
             for way in (*WAYS, *(NAMELESS if example in ATTENTION else ())):
@@ -223,12 +223,12 @@ REFUSED |= {f"{name}_": REFUSED[name] for name in ("rope", "merge_state", "softm
 
 
 @each_case("name, row", [(name, row) for name, rows in REFUSED.items() for row in rows])
-def test_refused(name, row):
+def test_invalid_arguments_are_refused(name, row):
     changes, message = row
     check(f"^{message}", EXAMPLES[name], EXAMPLES[name].make() | changes)
 
 
-def test_an_append_of_float32_rows_to_caches_of_different_dtypes():
+def test_caches_of_different_dtypes_are_refused():
     message = "v_cache has dtype .*bfloat16 and k_cache .*float32; they must be alike"
     passed = arguments(append(dtype="float32")) | {"v_cache": zeros(2, 2, 64, 64, dtype=BF16)}
     check(message, EXAMPLES["append_kv"], passed)
@@ -273,7 +273,7 @@ REFUSED_DATA = {
 
 
 @each_case("name, row", [(name, row) for name, rows in REFUSED_DATA.items() for row in rows])
-def test_refused_data(name, row):
+def test_invalid_values_of_tensors_are_refused(name, row):
     changes, message = row
     check(message, EXAMPLES[name], EXAMPLES[name].make() | changes, meta=False)
 
@@ -282,7 +282,7 @@ def inside(memory, x):
     return memory_of(memory)[: x.nbytes].view(x.dtype).view(x.shape).zero_()
 
 
-# By op: the written argument, and those that may not share its memory.
+# {example: (the written argument, the arguments that may not share its memory)}
 SHARING = {
     "rope_": ("q", ["k", "cos", "sin"]),
     "rope_ by positions": ("q", ["positions"]),

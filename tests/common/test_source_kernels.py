@@ -1,7 +1,7 @@
-"""Each kernel of the source documents, by its name, through our ops.
+"""Runs each kernel of the source documents, by its name, as calls of our ops.
 
-Where one of them departs from its paper, ours follows the paper, and a comment says so. The tests
-of softmax, rope and merge have the names of the kernels that they cover.
+If a source kernel departs from its paper, our op follows the paper, and a comment says so. The
+tests of softmax, rope and merge have the names of the kernels that they cover.
 """
 
 import re
@@ -30,14 +30,14 @@ SHORT = SQUARE | {"q_length": 64, "kv_length": 64}
 SHORT32 = SHORT | {"dtype": "float32", "causal": True}
 GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 64, "kv_length": 96} | FORWARD
 TRAINED = GROUPED | {"dtype": "bfloat16", "head_dim": 256}
-FEW = {"call": "flash_decode", "heads": 4, "kv_heads": 2, "q_length": 2, "kv_length": 77}
-ONE = FEW | {"batch": 4, "heads": 8, "q_length": 1, "kv_length": 100, "head_dim": 64}
-F16_CACHE = FEW | {"dtype": "float32", "cache_dtype": "float16", "causal": True}
+FEW_QUERIES = {"call": "flash_decode", "heads": 4, "kv_heads": 2, "q_length": 2, "kv_length": 77}
+ONE_QUERY = FEW_QUERIES | {"batch": 4, "heads": 8, "q_length": 1, "kv_length": 100, "head_dim": 64}
+F16_CACHE = FEW_QUERIES | {"dtype": "float32", "cache_dtype": "float16", "causal": True}
 GEMMA = {"window_size_left": 20, "softcap": 50.0, "softmax_scale": 1.0, "num_splits": 2}
 KERNELS = {
     "flash_attention_v2": [case(**SQUARE, dtype="float32", causal=True)],
     "flash_attention_f16": [case(**SQUARE, causal=True)],
-    # Any length: the source kernel leaves query registers beyond its bounds uninitialised.
+    # Lengths need not divide: the source kernel leaves query registers past the end uninitialised.
     "flash_attention": [case(**FORWARD, dtype="float32", q_length=70, kv_length=70, head_dim=64)],
     "flash_attn_train_fwd": [
         *(case(**TRAINED, causal=True, q_offset=offset) for offset in (0, 32, 40)),
@@ -50,14 +50,14 @@ KERNELS = {
     "fused_attention": [case(**SHORT32, alibi_slopes="h")],
     "fused_attention_f16": [case(**SHORT, causal=True, alibi_slopes="h")],
     "fused_attention_batched": [case(**SHORT32, batch=4, alibi_slopes="bh")],
-    # One query for each sequence. Pages are in any order, and lengths end inside of a page.
-    "paged_attention": [case(**ONE, seqused_k=(100, 1, 33, 64), cache="paged", page=16)],
-    # nwg is our num_splits. The source's two-pass form reads past the last block and keeps partial
-    # results in half; ours are float32, and the simulator checks every read.
+    # Each sequence has one query. Pages are in any order, and lengths end inside a page.
+    "paged_attention": [case(**ONE_QUERY, seqused_k=(100, 1, 33, 64), cache="paged", page=16)],
+    # nwg is num_splits here. The source's two-pass form reads past the last block, and its partial
+    # results are in half. Here they are float32, and the simulator checks every read.
     "flash_attn_vec": [
-        case(**FEW, head_dim=512, dtype="float32", causal=True, num_splits=4),
-        # A cap of 50 acts as 50, in natural units.
-        case(**FEW, head_dim=256, causal=True, **GEMMA),
+        case(**FEW_QUERIES, head_dim=512, dtype="float32", causal=True, num_splits=4),
+        # softcap=50 caps the scores at 50, in natural units.
+        case(**FEW_QUERIES, head_dim=256, causal=True, **GEMMA),
     ],
     # Float32 queries on a float16 cache, as in llama.cpp: queries are not rounded.
     "flash_attn_vec_f16kv_dk256": [case(**F16_CACHE, head_dim=256, num_splits=1)],
@@ -96,7 +96,7 @@ def test_flash_attention_simd(dtype):
 def test_yarn_attention(device):
     """A source kernel takes YaRN's ramp over wavelengths; here it runs over dimension indices.
 
-    tests/rope/test_rope.py holds the frequencies to those of transformers, to the bit.
+    tests/rope/test_rope.py checks that the frequencies have the bits of transformers' frequencies.
     """
     options = {"factor": 4.0, "original_max_position_embeddings": 2048}
     inv_freq, attention_factor = rope.yarn(64, 10000.0, **options)

@@ -1,6 +1,6 @@
-"""Ops that write into views, compiled by inductor for dynamic sizes: into the view, not its buffer.
+"""Ops that inductor compiles for dynamic sizes write into views where the views begin.
 
-Without torch_metal_attn/ops/view_offsets.py each would write to the start of the buffer.
+Without torch_metal_attn/ops/view_offsets.py each op would write to the start of the buffer.
 """
 
 import torch

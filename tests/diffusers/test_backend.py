@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(name, device, metal_attn):
+def test_options_equal_the_native_backend(name, device, metal_attn):
     tensors = problem(heads=4 if name == "groups" else 2)
     before = launches()
     actual = dispatch_attention_fn(*tensors, **OPTIONS[name], scale=0.3)
@@ -57,7 +57,7 @@ def test_options(name, device, metal_attn):
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_blocks_that_a_model_chooses(device, metal_attn):
+def test_blocks_that_a_model_chooses_are_used(device, metal_attn):
     """Kandinsky 5 lists blocks of 64 keys for each head, by their mean scores."""
     tensors = problem(queries=256, keys=256)
     blocks = nablaT_v2(*tensors[:2], torch.eye(4, dtype=torch.bool), thr=0.5)
@@ -92,7 +92,7 @@ def test_strided_operands_are_copied(device, metal_attn):
     assert torch.equal(sdpa_of_diffusers(*strided), expected)
 
 
-def test_refusals(device, metal_attn):
+def test_unsupported_arguments_are_refused(device, metal_attn):
     query, key, value = problem()
     nested = torch.nested.nested_tensor([torch.ones(7)] * 2)
     wide = dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 1, 577))
@@ -112,7 +112,7 @@ def test_refusals(device, metal_attn):
             function(**{"query": query, "key": key, "value": value} | changes)
 
 
-def test_names(metal_attn):
+def test_the_name_is_registered(metal_attn):
     model = FAMILIES["Flux"].build()
     with pytest.raises(ValueError, match=r"metal_atn.*must be one of.*metal_attn"):
         model.set_attention_backend("metal_atn")
@@ -120,15 +120,15 @@ def test_names(metal_attn):
     assert names("metal_attn") is names.METAL_ATTN is list(names)[-1] == "metal_attn"
 
 
-def test_a_diffusers_that_is_too_old(monkeypatch):
+def test_a_diffusers_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(diffusers, "__version__", "0.36.0")
     with pytest.raises(ImportError, match=r"needs diffusers 0\.42 or later .*: this is 0\.36\.0"):
-        # By its path, because runpy finds no code of modules that pytest rewrites.
+        # It is run by its path, because runpy finds no code of modules that pytest rewrites.
         runpy.run_path(find_spec("torch_metal_attn.integrations.diffusers.backend").origin)
 
 
-def test_set_attention_backend(device):
-    """It sets the model's backend, or the active one if the model has no dispatcher."""
+def test_set_attention_backend_selects_our_kernels(device):
+    """It sets the model's backend, or the active backend if the model has no dispatcher."""
     with attention_backend("native"), torch.no_grad():
         for family in (FAMILIES["Flux"], FAMILIES["UNet XL"]):
             model = family.build()
@@ -155,7 +155,7 @@ def test_models_without_attention_say_so(recwarn):
             assert warned[0].filename == __file__
 
 
-def test_guidance_hooks(device, metal_attn):
+def test_guidance_hooks_are_applied(device, metal_attn):
     query, key, value = problem(keys=9)
     with AttentionScoreSkipFunctionMode():
         assert torch.equal(dispatch_attention_fn(query, key, value), value)
@@ -164,7 +164,7 @@ def test_guidance_hooks(device, metal_attn):
         assert torch.equal(attend(query, key, value), value)
 
 
-def test_compiled(device, metal_attn):
+def test_compiled_calls_equal_eager_calls(device, metal_attn):
     tensors = problem()
     expected = dispatch_attention_fn(*tensors)
 
@@ -184,7 +184,7 @@ def test_modules_keep_the_rest_of_functional():
 
 
 @pytest.mark.parametrize("backend", ["flash", "flash_varlen"])
-def test_flash_backends(backend, device):
+def test_flash_backends_run_our_kernels(backend, device):
     tensors = problem(dtype=torch.bfloat16)
     mask = KEYS if backend == "flash_varlen" else None
     expected = dispatch_attention_fn(*tensors, attn_mask=mask, backend="native")
@@ -197,7 +197,7 @@ def test_flash_backends(backend, device):
         pass
 
 
-def test_backend_of_the_environment():
+def test_the_environment_selects_the_backend():
     done = run_program("""
 import os
 os.environ["DIFFUSERS_ATTN_BACKEND"] = "metal_attn"
@@ -210,7 +210,7 @@ assert constants.DIFFUSERS_ATTN_BACKEND == dispatch.DIFFUSERS_ATTN_BACKEND == "m
     assert done.returncode == 0, done.stderr
 
 
-def test_diffusers_imported_before(monkeypatch):
+def test_a_diffusers_that_was_imported_before_is_patched(monkeypatch):
     monkeypatch.setattr(diffusers.models.attention_processor, "F", torch.nn.functional)
     monkeypatch.delitem(attention_dispatch._AttentionBackendRegistry._backends, "metal_attn")
     monkeypatch.delitem(sys.modules, "torch_metal_attn.integrations.diffusers")

@@ -9,7 +9,7 @@ from tests.helpers.shared import folder_of_all_workers
 
 
 def every_case(rank):
-    # Every process of the default group calls new_group, in the same order.
+    # Every process of the default group must call new_group, in the same order.
     groups = {n: torch.distributed.new_group(list(range(n))) for n in (1, 2, 3)}
     groups[4] = None
     return {

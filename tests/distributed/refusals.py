@@ -1,4 +1,4 @@
-"""Calls that ring_attention and its helpers refuse, on all processes if on one."""
+"""Calls that ring_attention and its helpers refuse. If one process refuses, all do."""
 
 import inspect
 
@@ -25,7 +25,7 @@ def ring(elsewhere=None, packed=False, **arguments):
 
 
 def unshard(grad=False, dtype=torch.float32, length=2, **options):
-    """unshard_sequence; on ranks other than 1 of a float32 tensor with 2 rows."""
+    """unshard_sequence. Ranks other than 1 pass a float32 tensor with 2 rows."""
 
     def call(rank):
         x = torch.ones(1, 2)
@@ -43,7 +43,7 @@ def shard(cu_seqlens):
 ONES = {"alibi_slopes": torch.ones(2)}
 WHOLE, SPLIT = ({"cu_seqlens": torch.tensor(bounds)} for bounds in ([0, 8], [0, 5, 8]))
 
-# The call by the error on rank 1.
+# {pattern of the error on rank 1: call}.
 REFUSED = {
     "q's dtype is torch.float16 on rank 1": ring({}, dtype=torch.float16),
     "causal is True on rank 1 and False on rank 0": ring({}, causal=True),
@@ -98,7 +98,7 @@ REFUSED = {
     "cu_seqlens decreases": shard([0, 9, 7]),
     "cu_seqlens has dtype torch.float32": shard([0.0, 7.0]),
 }
-# Errors for which other ranks name rank 1 and this function.
+# {pattern: function}. For these errors, the other ranks name rank 1 and the function.
 ON_RANK_1 = {
     r"q has shape \(1, 2, 2, 16\); it must be \(T, H, D\)": "ring_attention",
     "layout is 'stripes'; it must be": "ring_attention",

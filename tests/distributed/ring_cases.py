@@ -1,4 +1,4 @@
-"""Problems of ring attention, their run in each process, and the check in one process."""
+"""Problems of ring attention. Each process runs them, and one process checks the results."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from torch_metal_attn import simulate
 from torch_metal_attn.distributed import ring_attention, shard_sequence, unshard_sequence
 from torch_metal_attn.reference import attention
 
-BOUNDS = [0, 9, 9, 21, 24]  # one sequence is empty, and one shorter than the number of chunks
+BOUNDS = [0, 9, 9, 21, 24]  # one sequence is empty, and one has fewer rows than chunks
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
 
 
 @dataclass(frozen=True)
 class Case:
-    """processes: how many of the four take part. lengths: the number of rows of each."""
+    """processes: how many of the four take part. lengths: each process' number of rows."""
 
     processes: int = 4
     layout: str = "contiguous"
@@ -30,7 +30,7 @@ class Case:
 
 CAUSAL = {"causal": True}
 SINK = torch.tensor([0.5, 2.0, -torch.inf, -1.0])
-SLOPES = torch.tensor([[0.1, 0.5, 0.0, 1.0], [0.3, 0.7, -0.2, 0.4]]).repeat(2, 1)  # of sequences
+SLOPES = torch.tensor([[0.1, 0.5, 0.0, 1.0], [0.3, 0.7, -0.2, 0.4]]).repeat(2, 1)  # (batch, H)
 ALIBI = {"alibi_slopes": SLOPES[:2]}
 _BOTH_LAYOUTS = {
     "causal": {"options": CAUSAL},
@@ -102,8 +102,8 @@ def run(case, group):
     dims = [along, along_lse, *[along] * 3]
     pairs = zip(results[0], dims, strict=False)
     whole = [unshard_sequence(x, group, dim=dim, **sharing) for x, dim in pairs]
-    for of_sink in results[0][len(dims) :]:
-        whole.append(of_sink.clone())
+    for sink_gradient in results[0][len(dims) :]:
+        whole.append(sink_gradient.clone())
         torch.distributed.all_reduce(whole[-1], group=group)
     return whole, launched, results[0], results[-1]
 
@@ -138,8 +138,8 @@ def check(case, whole):
     if "alibi_slopes" in case.options:
         options["attn_bias"] = alibi(case)
     if "learnable_sink" in options:
-        *whole, of_sink = whole
-        check_sink(of_sink, q, k, v, dout, dlse, options)
+        *whole, sink_gradient = whole
+        check_sink(sink_gradient, q, k, v, dout, dlse, options)
     out, lse, *gradients = (x[None] for x in whole) if case.packed else whole
     out, *gradients = (x.transpose(1, 2) for x in (out, *gradients))
     flash_bwd_check.hold_gradients(q, k, v, dout, dlse, (out, lse, *gradients), options)

@@ -53,7 +53,7 @@ def pairs_of(call, queries, keys):
 
 
 def planned(bounds, processes, layout, visible, packed):
-    """For each process the numbers of its calls, and the pairs in them."""
+    """For each process: its number of calls for each owner of keys, and the pairs in them."""
     spans = [shares(bounds, processes, rank, layout) for rank in range(processes)]
     held = [[row for span in in_packed(s, bounds) for row in span] for s in spans]
     assert sorted(row for each in held for row in each) == list(range(bounds[-1]))
@@ -61,9 +61,9 @@ def planned(bounds, processes, layout, visible, packed):
         pairs, number = [], []
         for owner in range(processes):
             order = (owner == rank, owner < rank)
-            made = calls(spans[rank], spans[owner], visible, *order, packed, torch.device("cpu"))
-            number.append(len(made))
-            for call in made:
+            plan = calls(spans[rank], spans[owner], visible, *order, packed, torch.device("cpu"))
+            number.append(len(plan))
+            for call in plan:
                 pairs += pairs_of(call, held[rank], held[owner])
         yield number, pairs
 
@@ -76,12 +76,12 @@ def test_every_visible_pair_is_in_one_call(lengths, layout, visible):
     for processes, packed in product((1, 2, 3, 4), (False, True)):
         if len(lengths) != 1 and not packed:
             continue
-        every = []
+        all_pairs = []
         for number, pairs in planned(bounds, processes, layout, visible, packed):
-            every += pairs
+            all_pairs += pairs
             if not visible.by_distance:
                 assert max(number) <= 1
-        assert sorted(every) == sorted(visible_pairs(bounds, visible))
+        assert sorted(all_pairs) == sorted(visible_pairs(bounds, visible))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -108,6 +108,6 @@ def test_contiguous_shares_have_any_lengths():
         ([4, 4], [0, 2, 7], "q has 4 rows on rank 1; .* share of the sequences of cu_seqlens"),
     ],
 )
-def test_lengths_that_do_not_match_the_layout(lengths, bounds, message):
+def test_lengths_that_do_not_match_the_layout_are_refused(lengths, bounds, message):
     with pytest.raises(ValueError, match=message):
         shares_of_all("q", lengths, "zigzag", bounds)

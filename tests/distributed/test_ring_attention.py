@@ -21,7 +21,7 @@ BACKWARD = ["flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
 
 
 @pytest.mark.parametrize("name", ring_cases.CASES)
-def test_ring_is_attention(name, processes):
+def test_ring_equals_attention_in_one_process(name, processes):
     case = ring_cases.CASES[name]
     whole = processes[0]["ring"][name][0]
     ring_cases.check(case, whole)
@@ -30,7 +30,7 @@ def test_ring_is_attention(name, processes):
 
 
 @pytest.mark.parametrize("name", [n for n, case in ring_cases.CASES.items() if case.simulated])
-def test_kernels(name, processes):
+def test_each_process_launches_the_kernels_of_its_visits(name, processes):
     case = ring_cases.CASES[name]
     for rank, results in enumerate(processes[: case.processes]):
         visits = rank + 1 if case.layout == "contiguous" else case.processes
@@ -49,7 +49,7 @@ def alone():
     torch.distributed.destroy_process_group()
 
 
-def test_compile_and_checkpoint(alone):
+def test_compile_and_checkpoint_give_the_same_gradient(alone):
     q, k, v = flash_fwd_check.make_qkv(q_length=7, kv_length=7)
 
     def attend(x):
@@ -110,7 +110,7 @@ def test_ops_and_masks_refuse_sharded_tensors(alone):
             torch.nn.functional.scaled_dot_product_attention(sharded, sharded, sharded)
 
 
-def test_local_map(alone):
+def test_local_map_equals_attention_in_one_process(alone):
     mesh, heads = init_device_mesh("cpu", (1,)), Shard(2)
     qkv = flash_fwd_check.make_qkv(q_length=7, kv_length=7)
     sharded = [distribute_tensor(x, mesh, [heads]) for x in qkv]
@@ -119,8 +119,8 @@ def test_local_map(alone):
     assert torch.equal(out.full_tensor(), metal_attn.flash_attn_func(*qkv))
 
 
-def test_second_derivatives(alone):
-    """They raise also if dout requires no grad and the rest of the loss has a second derivative."""
+def test_second_derivatives_raise(alone):
+    """They raise even if dout requires no grad and the loss has another second derivative."""
     q = flash_fwd_check.make_qkv(q_length=7, kv_length=7)[0].requires_grad_()
     sink = torch.zeros(q.shape[2], requires_grad=True)
     for scale in (1.0, q):
@@ -132,7 +132,7 @@ def test_second_derivatives(alone):
                 torch.autograd.grad(first.sum(), wanted, retain_graph=True)
 
 
-def test_slopes_of_no_sequences(alone):
+def test_empty_slopes_fit_a_batch_without_sequences(alone):
     q, bounds = torch.zeros(0, 2, 16), torch.zeros(1, dtype=torch.int32)
     out = ring_attention(q, q, q, cu_seqlens=bounds, alibi_slopes=torch.zeros(0, 2))
     assert out.shape == q.shape
@@ -164,16 +164,16 @@ def test_every_process_raises(message, processes):
             assert f"{refusals.ON_RANK_1[message]} was refused on rank 1: " in text
 
 
-def test_groups(processes):
+def test_meshes_and_foreign_groups_are_refused(processes):
     for rank, results in enumerate(processes):
         errors, out = results["groups"]
         assert "mesh with 2 dimensions" in errors["mesh"]
         assert ("pair" in errors) == (rank > 1)
-        assert torch.equal(out, torch.ones(1, 2, 2, 16))  # of a mesh with one dimension
+        assert torch.equal(out, torch.ones(1, 2, 2, 16))  # the result for a mesh of one dimension
         if rank > 1:
             assert "group does not contain this process" in errors["pair"]
 
 
-def test_without_a_process_group():
+def test_without_a_process_group_it_raises():
     with pytest.raises(ValueError, match=r"torch\.distributed has no process group"):
         ring_attention(*refusals.qkv())

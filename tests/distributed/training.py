@@ -46,7 +46,7 @@ def batch():
 
 
 def train(model, data, parameters):
-    """The parameters after 2 steps. parameters: returns unsharded ones."""
+    """The parameters after 2 steps. parameters: a function that returns them unsharded."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     tokens, labels = data
     for _ in range(2):
@@ -58,7 +58,7 @@ def train(model, data, parameters):
 
 
 def in_parallel(wrapper, mesh, sequence=None):
-    """mesh: all processes. sequence: the processes that share a sequence."""
+    """Trains on the processes of `mesh`. sequence: those that share a sequence."""
     ranks = 1 if sequence is None else sequence.size()
     data_rank, data_ranks = mesh.get_local_rank() // ranks, mesh.size() // ranks
     data = [x.chunk(data_ranks)[data_rank] for x in batch()]

@@ -1,4 +1,4 @@
-"""Commands in pages: cheap ones are run, and the arguments of the others are parsed."""
+"""Checks commands in pages: cheap commands are run, and arguments of other commands are parsed."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ class Parsed(Exception):
 
 
 def check_commands(text, where):
-    """The output of the commands. Raises AssertionError for a wrong or unknown line."""
+    """Checks commands. Returns their output; raises AssertionError for a wrong or unknown line."""
     printed = ""
     for line in text.replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
@@ -46,7 +46,7 @@ def check_commands(text, where):
 
 
 def _make(arguments, where):
-    assert arguments, f"{where}: which target?"
+    assert arguments, f"{where}: make needs a target"
     done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{where}: {done.stderr}"
 
@@ -90,7 +90,7 @@ def _parsed_by(module, arguments, where):
 def _pip(arguments, where):
     assert arguments[:1] == ["install"], f"{where}: only install can be checked"
     packages = [word for word in arguments[1:] if word not in PIP_FLAGS]
-    assert packages, f"{where}: install what?"
+    assert packages, f"{where}: no package is named"
     for word in packages:
         assert not word.startswith("-"), f"{where}: {word}"
         if word.startswith("."):
@@ -139,7 +139,7 @@ def check_yaml(text, where):
     """A GitHub workflow, whose steps are known actions or commands as in `sh` blocks."""
     jobs = yaml.safe_load(text)["jobs"]
     for name, job in jobs.items():
-        assert job["runs-on"], f"{where}: {name} runs nowhere"
+        assert job["runs-on"], f"{where}: the job {name} has no runs-on"
         for step in job["steps"]:
             if "uses" in step:
                 assert step["uses"].split("@")[0] in ACTIONS, f"{where}: {step['uses']}"

@@ -12,8 +12,8 @@ import re
 # Each edit is a line `file: place`, then the lines to add, or the text after `+`. Places:
 # `list X`, the end of the macro list X; `end X Y`, the end of block Y in block X, before a last
 # `return`; `start X Y`; `before X`, the line before the constant X; `value X`, the end of its
-# value; `parameter X`, the end of the function's parameters. Blocks of .py files are the classes
-# and functions, those of other files what braces enclose.
+# value; `parameter X`, the end of the function's parameters. Blocks of .py files are classes and
+# functions; blocks of other files are enclosed by braces.
 TEMPERATURE = """
 csrc/problem/options.h: list FLASH_OPTIONS
   X(OptionalTensor, temperature, None, STEP)
@@ -121,7 +121,7 @@ def offset(text, place, names):
         (found,) = re.finditer(patterns[place], text, re.M)
         return found.end()
     begin, end = 0, len(text)
-    for name in names:  # each in the block before
+    for name in names:  # each block is inside the previous one
         found = re.compile(rf"\b{name}\b(?:\([^{{;]*\))?[^;{{}}()]*\{{\n").search(text, begin, end)
         assert found, f"no block {name}"
         begin = end = found.end()
@@ -140,6 +140,6 @@ def python_offset(text, place, names):
     if place == "parameter":
         last = node.args.kw_defaults[-1]
         return sum(map(len, lines[: last.end_lineno - 1])) + last.end_col_offset
-    last = node.body[0 if place == "start" else -1]  # the docstring, or the last statement
+    last = node.body[0 if place == "start" else -1]  # the docstring or the last statement
     before = isinstance(last, ast.Return)
     return sum(map(len, lines[: last.lineno - 1 if before else last.end_lineno]))

@@ -16,7 +16,7 @@ leaves = (q, k, v, temperature)
 
 
 def exact(options):
-    """out and the gradients of its squares."""
+    """out, and the gradients of the sum of its squares."""
     q, k, v, factor = (x.detach().double().requires_grad_() for x in leaves)
     scores = torch.einsum("bhid,bhjd->bhij", q, k) / 4
     if "temperature" in options:
@@ -40,9 +40,9 @@ def differentiated(out):
     return out, *torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)
 
 
-# Dense, each option by itself and all of them; in the simulator, and the reference.
-every = {"softcap": 2.0, "score_clamp": 0.6, "temperature": temperature}
-for options in ({"temperature": temperature}, {"score_clamp": 0.6}, every):
+# Dense calls with each option alone and with all of them, in the simulator and the reference.
+all_options = {"softcap": 2.0, "score_clamp": 0.6, "temperature": temperature}
+for options in ({"temperature": temperature}, {"score_clamp": 0.6}, all_options):
     expected, gradients = exact(options | {"causal": True})
 
     def dense(options=options):
@@ -57,36 +57,36 @@ for options in ({"temperature": temperature}, {"score_clamp": 0.6}, every):
     plain, _ = exact({"causal": True})
     assert not torch.allclose(plain, expected, atol=1e-2)
 
-expected, gradients = exact(every)
+expected, gradients = exact(all_options)
 ends = torch.arange(3, dtype=torch.int32) * 33
 with torch_metal_attn.simulate(check=True) as run:
-    # Packed.
+    # Packed sequences.
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out, _ = OPS.flash_varlen_fwd(*rows, ends, ends, 33, 33, **every)
+    out, _ = OPS.flash_varlen_fwd(*rows, ends, ends, 33, 33, **all_options)
     out = out.unflatten(0, (2, 33)).transpose(1, 2)
     check(differentiated(out), (expected, *gradients))
-    # Decode; then lists that have all keys, with gradients.
+    # A decode without gradients; then lists of all keys, with gradients.
     with torch.no_grad():
-        out, _ = OPS.flash_decode(q, k, v, **every)
+        out, _ = OPS.flash_decode(q, k, v, **all_options)
     check([out], [expected])
     indices = torch.arange(33, dtype=torch.int32).expand(1, 1, 33, 33).contiguous()
-    out, _ = OPS.flash_decode(q, k, v, indices=indices, parents=None, **every)
+    out, _ = OPS.flash_decode(q, k, v, indices=indices, parents=None, **all_options)
     check(differentiated(out), (expected, *gradients))
-    # New keys and the decode in one step: the last key is appended.
+    # decode_step appends the last key, and decodes the last query.
     with torch.no_grad():
         caches = [x.detach().clone() for x in (k, v)]
         step = [q[:, :, -1:], *(x[:, :, -1:] for x in (k, v))]
         seqlens = torch.full((2,), 32, dtype=torch.int32)
-        out, _ = OPS.decode_step(*step, *caches, seqlens, **every)
+        out, _ = OPS.decode_step(*step, *caches, seqlens, **all_options)
     check([out], [expected[:, :, -1:]])
 assert {"flash_fwd", "flash_decode", "flash_bwd_dq", "flash_bwd_dkv"} <= set(run.counters)
 
 # The key of tuned tiles contains the options.
 qkv = [x.detach() for x in (q, k, v)]
-explained = launches(torch.ops.metal_attn_explain.flash_fwd(*qkv, **every))
+explained = launches(torch.ops.metal_attn_explain.flash_fwd(*qkv, **all_options))
 assert " softcap temperature score_clamp " in explained[0]["tuning"]["key"]
 
-# The cases of `verify` and `fuzz` have the number.
+# The cases of `verify` and `fuzz` have the option score_clamp.
 case = attention("score_clamp", call="flash_varlen_fwd", packed=((33, 33),))
 assert case.score_clamp == FEATURES["score_clamp"](case)["score_clamp"] == 1.0
 assert any(change.get("score_clamp") == -1 for change in case.wrong())
@@ -94,7 +94,7 @@ with torch_metal_attn.simulate(check=True):
     outcome = running.run(case, torch.device("cpu"))
 assert outcome.ok, outcome
 
-# Calls refuse wrong values, and functions that do not take the options name them.
+# Calls refuse wrong values. Functions that do not take the options raise errors that name them.
 for name, value, message in (
     ("temperature", temperature[:2], r"temperature has shape \(2,\); it must be \(3,\)"),
     ("score_clamp", -1.0, "score_clamp is -1; it must be 0"),

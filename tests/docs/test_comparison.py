@@ -12,7 +12,7 @@ FIXED = re.compile(
 )
 TABLE = [line.strip("|").split("|") for line in TEXT.splitlines() if line.startswith("|")]
 COLUMNS = [cell.strip() for cell in TABLE[0]]
-LETTERS = dict(zip(COLUMNS, " hTMABF", strict=True))
+LETTERS = dict(zip(COLUMNS, " hTMABF", strict=True))  # the first letters of the names of links
 ROWS = {row[0].strip(): dict(zip(COLUMNS, row, strict=True)) for row in TABLE[2:]}
 
 

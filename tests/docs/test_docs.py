@@ -65,25 +65,25 @@ ON_KERNELS = [ROOT / name for name in ("README.md", "docs/numerics.md")]
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if path not in ON_KERNELS], ids=ID)
-def test_blocks(path, page, request):
+def test_blocks_of_a_page_run(path, page, request):
     model = request.getfixturevalue("model") if doc_pages.MODEL in path.read_text() else None
     page(path, model)
 
 
 @pytest.mark.parametrize("path", ON_KERNELS, ids=ID)
-def test_blocks_on_kernels(path, page, device, request):
+def test_blocks_that_print_results_of_kernels_run(path, page, device, request):
     page(path, request.getfixturevalue("model"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ID)
-def test_notebooks(path, page, device):
+def test_notebooks_run(path, page, device):
     text = docs_site.notebook_page(path)
     page(text)
     assert str(ROOT) not in text
 
 
 @each_case("path", PAGES)
-def test_links_and_widths(path):
+def test_links_have_targets_and_lines_fit(path):
     assert doc_pages.dead_links(path) == []
     assert doc_pages.dead_paths(path) == []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -98,7 +98,7 @@ def test_every_op_and_public_name_is_on_a_page():
 
 
 def test_every_report_has_a_test():
-    """Each number is once on the page, and in the name or the id of its test."""
+    """Each number occurs once on the page, and once in the name or the id of a test."""
     page = (ROOT / "docs" / "mps-issues.md").read_text()
     tests = (ROOT / "tests" / "sdpa" / "test_reported.py").read_text()
     numbers = re.findall(r"\[\w*#(\d+)\]:", page)
@@ -186,7 +186,7 @@ def test_every_page_is_linked():
 
 METAL = "```metal\n// k.metal\nkernel void k(device float* o [[buffer(0)]]) {{ o[0] = {}; }}\n```\n"
 CHECK = "```sh\npython -m torch_metal_attn.simulator check k.metal\n```\n```text\nkernel k\n"
-# Text of a page: part of the error.
+# {text of a page: part of the error}.
 BROKEN = {
     "```python\nraise ValueError('these words')\n```": "these words",
     "```python\nprint(of_another_page)\n```": "name 'of_another_page' is not defined",

@@ -36,8 +36,8 @@ def continued(prompt, most):
     model, tokens = tiny_llama(), torch.tensor([prompt])
     model.set_attn_implementation("eager")
     options = {"use_cache": False, "do_sample": False, "pad_token_id": 0, "max_new_tokens": most}
-    made = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-    return made[0].tolist()[len(prompt) :]
+    generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    return generated[0].tolist()[len(prompt) :]
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def continued(prompt, most):
         ("train_lora", ["--images", "no such folder"], "no such folder is not a folder"),
     ],
 )
-def test_bad_arguments(name, arguments, message, capsys):
+def test_bad_arguments_are_refused(name, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         example(name).main(arguments)
     assert message in capsys.readouterr().err + str(ended.value)
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "tiny_pipeline"])
-def test_help(name, capsys):
+def test_help_is_printed(name, capsys):
     with pytest.raises(SystemExit) as ended:
         example(name).main(["--help"])
     assert ended.value.code == 0
@@ -67,13 +67,13 @@ def test_help(name, capsys):
     assert f"(examples/{name}.py)" in (ROOT / "docs" / "examples.md").read_text()
 
 
-def test_chat(capsys):
+def test_chat_continues_as_eager_attention_does(capsys):
     chat = example("chat")
     conversation = chat.main(["--say", "Hi", "--say", "so", "--most", "4", "--length", "32"])
     first = [*b"Hi", *continued([*b"Hi"], 4)]
     assert conversation.tokens == [*first, *b"so", *continued([*first, *b"so"], 4)]
     assert "12 of 32 tokens" in capsys.readouterr().out
-    assert conversation.cache.get_seq_length() == 11  # all but the last token
+    assert conversation.cache.get_seq_length() == 11  # the last token is not in the cache
     with pytest.raises(ValueError, match="has 32 tokens and the answer up to 4; the cache holds"):
         conversation.answer("x" * 20, 4)
     with pytest.raises(SystemExit):
@@ -166,7 +166,7 @@ REFUSED = [
 ]
 
 
-def test_serve():
+def test_serve_answers_or_refuses_each_request():
     with served() as post, ThreadPoolExecutor() as pool:
         requests = [{"prompt": prompt, "max_tokens": 3} for prompt in PROMPTS]
         wrong = [(pool.submit(post, request), message) for request, message in REFUSED]
@@ -181,7 +181,7 @@ def test_serve():
 
 
 def test_serve_takes_many_clients(capfd, monkeypatch):
-    """All connect before the first is accepted. Requests of closed clients are cancelled."""
+    """All clients connect before one is accepted. Requests of closed clients are cancelled."""
     accepting = threading.Event()
     kind = example("serve").Server
     monkeypatch.setattr(kind, "verify_request", lambda *_: accepting.wait(HANG_SECONDS))
@@ -213,15 +213,15 @@ def test_serve_streams(chat):
     path = "/v1/chat/completions" if chat else "/v1/completions"
     options = {"stream": True, "stream_options": {"include_usage": True}}
     with served(Letters()) as post:
-        assert post(request, path) == (200, made := continued([*b"Hi"], 6))
+        assert post(request, path) == (200, expected := continued([*b"Hi"], 6))
         with closing(post.connect(request | options, path)) as client:
             *parts, usage, end = events(client)
     answer = example("serve").Answer(Letters(), "tiny", chat, 2)
     assert [answer.add([byte], False) for byte in "é".encode()] == ["", "é"]
     choices = [part["choices"][0] for part in parts]
-    assert [token for choice in choices for token in choice["token_ids"]] == made
+    assert [token for choice in choices for token in choice["token_ids"]] == expected
     text = "".join(choice["delta"]["content"] if chat else choice["text"] for choice in choices)
-    assert text == Letters().decode(made)
+    assert text == Letters().decode(expected)
     assert [choice["finish_reason"] for choice in choices][-2:] == [None, "length"]
     assert parts[0]["object"] == ("chat.completion.chunk" if chat else "text_completion")
     assert (usage["choices"], usage["usage"]["total_tokens"], end) == ([], 8, "[DONE]")
@@ -267,7 +267,7 @@ def test_serve_says_that_its_scheduler_has_ended(monkeypatch):
         assert post({"prompt": [1]}) == (503, "the server has stopped generating: restart it")
 
 
-def test_train_gpt(capsys, tmp_path):
+def test_train_gpt_learns(capsys, tmp_path):
     train_gpt = example("train_gpt")
     losses = train_gpt.main(["--steps", "4", "--batch", "2", "--length", "32"])
     assert losses[-1] < losses[0]
@@ -290,7 +290,7 @@ def calls_by_target(watch):
     return ours, watch.seen.total() - ours
 
 
-def test_train_lora(tmp_path):
+def test_train_lora_has_the_losses_of_the_native_backend(tmp_path):
     train_lora = example("train_lora")
     losses = {}
     for backend, expected in (("metal_attn", (17, 0)), ("native", (0, 17))):
@@ -304,11 +304,11 @@ def test_train_lora(tmp_path):
     assert any(weight.abs().max() > 0 for name, weight in weights.items() if "lora_B" in name)
 
 
-def test_image_pipeline(tmp_path):
+def test_image_pipeline_compares_both_backends(tmp_path):
     image_pipeline = example("image_pipeline")
     with Watch() as watch:
         comparison = image_pipeline.main(["--size", "16", "--out", str(tmp_path)])
-    # Two steps and the decoder each way, and the step that is explained.
+    # Two steps and the decoder with each backend, and the step that is explained.
     assert calls_by_target(watch) == (2 * 8 + 1 + 8, 2 * 8 + 1)
     assert comparison.difference < 1e-4
     assert comparison.calls == 8

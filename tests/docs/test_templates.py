@@ -16,7 +16,7 @@ NEEDED = {"markdown": {"value"}, "textarea": {"label"}, "checkboxes": {"label", 
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
-def test_form(path):
+def test_a_form_has_the_required_fields(path):
     form = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert form["name"]
     assert form["description"]

@@ -41,7 +41,7 @@ def doctor(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_the_report(doctor):
+def test_the_report_describes_an_attention(doctor):
     ended, out, err = doctor(ATTENTION)
     assert (ended, out) == (0, "")
     lines = err.splitlines()
@@ -94,7 +94,7 @@ def test_a_script_is_main_with_its_arguments(doctor, tmp_path):
     ]
 
 
-def test_a_module(doctor, tmp_path):
+def test_a_module_is_run_as_main(doctor, tmp_path):
     package = tmp_path / "some_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -124,7 +124,7 @@ FAILS = {
 
 @pytest.mark.parametrize("end", FAILS)
 def test_a_traceback_begins_in_the_script(end, doctor, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # not that of a library
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # not the hook of a library
     ended, _, _ = doctor(ATTENTION + end)
     sys.excepthook(type(ended), ended, ended.__traceback__)
     files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
@@ -139,7 +139,7 @@ def test_the_report_is_printed_if_stdout_is_closed(doctor):
     assert REPORTED in err
 
 
-def test_threads_that_outlive_the_script(doctor):
+def test_threads_that_outlive_the_script_are_recorded(doctor):
     threaded = "import threading\nthreading.Timer(0.2, lambda: F.softmax(x @ x.mT, -1) @ x).start()"
     _, _, err = doctor(ATTENTION + threaded)
     assert "written out by hand" in err
@@ -156,7 +156,7 @@ def test_a_fork_does_not_report(doctor):
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_cpu_tensors_on_a_mac(available, doctor, monkeypatch):
+def test_cpu_tensors_get_advice_on_a_mac(available, doctor, monkeypatch):
     monkeypatch.setattr(report.mps, "available", lambda: available)
     _, _, err = doctor(ATTENTION)
     assert "Tensors were on the CPU: the list says where they would go on mps." in err
@@ -182,10 +182,10 @@ def test_errors_of_the_report_do_not_end_the_script(doctor, monkeypatch):
         ([], "the following arguments are required: SCRIPT"),
     ],
 )
-def test_nothing_to_run(arguments, said, capsys):
+def test_a_script_that_cannot_run_is_named(arguments, said, capsys):
     try:
         status = main(["doctor", *arguments])
-    except SystemExit as ended:  # argparse's
+    except SystemExit as ended:  # raised by argparse
         status = ended.code
     assert status == 2
     assert said in capsys.readouterr().err

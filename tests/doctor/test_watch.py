@@ -29,14 +29,14 @@ X = normal(2, 4, 9, 64)
 
 
 @pytest.fixture(autouse=True)
-def everything_put_back():
+def functions_are_restored():
     before = [(getattr(owner, name), name in vars(owner)) for owner, name in WATCHED]
     yield
     assert before == [(getattr(owner, name), name in vars(owner)) for owner, name in WATCHED]
 
 
 def watched(function):
-    """The attentions of a call, whose result has the same bits without `Watch`."""
+    """The attentions that `Watch` records in a call, without changing the result."""
     expected = function()
     with Watch() as watch:
         actual = function()
@@ -66,21 +66,21 @@ def of_three_dimensions(q=X):
 
 class TestWrittenOutByHand:
     @pytest.mark.parametrize("function", [by_operators, by_functions, of_three_dimensions])
-    def test_attention(self, function):
+    def test_attention_by_hand_is_recorded(self, function):
         attention = only(function)
         assert attention.goes_to == BY_HAND
         assert attention.scores_bytes == 2 * 4 * 9 * 9 * 4
         assert f"in {function.__name__}, call" in attention.change
         assert attention.place.startswith("tests/doctor/test_watch.py:")
 
-    def test_other_softmaxes(self):
+    def test_other_softmaxes_are_not_recorded(self):
         experts = X.flatten(1, 2)
         assert not watched(lambda: F.softmax(experts, dim=-1))
-        assert not watched(lambda: (X @ X.mT).softmax(1))  # over heads
-        assert not watched(lambda: (X[0, 0] @ X[0, 0].mT).softmax(-1))  # of a matrix
+        assert not watched(lambda: (X @ X.mT).softmax(1))  # a softmax over heads
+        assert not watched(lambda: (X[0, 0] @ X[0, 0].mT).softmax(-1))  # a softmax of a matrix
 
     @pytest.mark.parametrize("fused", [False, True])
-    def test_a_layer_that_returns_its_weights(self, fused):
+    def test_a_layer_that_returns_its_weights_is_recorded(self, fused):
         layer = nn.MultiheadAttention(256, 4, batch_first=True).train(not fused)
         x = X.transpose(1, 2).flatten(2)
         with torch.set_grad_enabled(not fused):
@@ -90,14 +90,14 @@ class TestWrittenOutByHand:
 
 
 class TestTorchsFunctions:
-    def test_a_call(self):
+    def test_a_call_is_described(self):
         attention = only(lambda: F.scaled_dot_product_attention(X, X, X, is_causal=True))
         assert (attention.goes_to, attention.scores_bytes) == (TORCHS, 2 * 4 * 9 * 9 * 4)
         assert attention.shapes == ((2, 4, 9, 64), (2, 4, 9, 64))
         assert attention.options == "is_causal"
         assert "sdpa_replaced():" in attention.change
 
-    def test_gradients(self):
+    def test_a_call_with_gradients_is_described(self):
         x = X.half().requires_grad_()
         attention = only(lambda: F.scaled_dot_product_attention(x, x, x))
         assert (attention.options, attention.scores_bytes) == ("gradients", 2 * 4 * 9 * 9 * 4)
@@ -105,7 +105,7 @@ class TestTorchsFunctions:
             attention = only(lambda: F.scaled_dot_product_attention(x, x, x))
         assert (attention.options, attention.scores_bytes) == ("", 2 * 4 * 9 * 9 * 2)
 
-    def test_a_call_that_our_kernels_refuse_too(self):
+    def test_a_call_that_our_kernels_refuse_gets_no_advice(self):
         x = X.double()
         attention = only(lambda: F.scaled_dot_product_attention(x, x, x))
         assert "metal_attn refuses it: query has dtype torch.float64" in attention.why
@@ -122,7 +122,7 @@ class TestTorchsFunctions:
         dtypes = {attention.dtype: attention.goes_to for attention in watched(calls)}
         assert dtypes == {torch.bfloat16: TORCHS, torch.float32: TORCHS}
 
-    def test_causal_bias(self):
+    def test_a_causal_bias_is_described_as_causal(self):
         bias = causal_lower_right(9, 9)
         attention = only(lambda: F.scaled_dot_product_attention(X, X, X, bias))
         assert (attention.goes_to, attention.options) == (TORCHS, "is_causal")
@@ -130,7 +130,7 @@ class TestTorchsFunctions:
         assert attention.options == "attn_mask (9, 9) bool"
 
     @pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.TransformerEncoderLayer])
-    def test_fused_layers(self, kind):
+    def test_fused_layers_are_recorded(self, kind):
         layer = kind(256, 4, batch_first=True).eval()
         x = X.transpose(1, 2).flatten(2)
         options = {"need_weights": False} if kind is nn.MultiheadAttention else {}
@@ -149,11 +149,11 @@ class TestOurFunctions:
         assert (attention.goes_to, attention.options) == (OURS, "flash_fwd")
         assert attention.shapes[0] == (2, 9, 4, 64)
 
-    def test_flex_attention(self, device):
+    def test_flex_attention_is_recorded(self, device):
         x = X.to(device)
         assert only(lambda: flex_attention(x, x, x)).options == "flex_fwd"
 
-    def test_inside_sdpa_replaced(self, device):
+    def test_a_replaced_call_is_ours(self, device):
         x = X.to(device)
 
         def call():
@@ -163,7 +163,7 @@ class TestOurFunctions:
         assert only(call).goes_to == OURS
 
     @pytest.mark.filterwarnings("ignore:sdpa_replaced")
-    def test_inside_sdpa_replaced_on_the_cpu(self):
+    def test_a_replaced_call_on_the_cpu_says_that_torch_ran_it(self):
         def call():
             with sdpa_replaced():
                 return F.scaled_dot_product_attention(X, X, X)
@@ -171,17 +171,17 @@ class TestOurFunctions:
         attention = only(call)
         assert (attention.goes_to, attention.why) == (OURS, "on the CPU torch ran it")
 
-    def test_a_function_that_was_stored_before_the_block(self):
+    def test_a_function_that_was_stored_before_the_block_is_recorded(self):
         with Watch() as watch:
-            taken = F.scaled_dot_product_attention
+            stored_function = F.scaled_dot_product_attention
             with simulate(), sdpa_replaced():
-                taken(X, X, X)
+                stored_function(X, X, X)
         assert [attention.goes_to for attention in watch.seen.elements()] == [OURS]
-        taken(X, X, X)  # still works, but is not recorded
+        stored_function(X, X, X)  # still works, but is not recorded
         assert watch.seen.total() == 1
 
     @pytest.mark.filterwarnings("ignore:sdpa_replaced")
-    def test_other_threads(self):
+    def test_calls_of_other_threads_get_advice(self):
         def call():
             with sdpa_replaced():
                 thread = threading.Thread(target=F.scaled_dot_product_attention, args=(X, X, X))
@@ -233,7 +233,7 @@ class TestLibraries:
         with pytest.raises(Exception, match="compiled"):
             compiled()
 
-    def test_transformers(self):
+    def test_models_of_transformers_are_recorded(self):
         tiny = pytest.importorskip("tests.transformers.tiny_models")
         model = tiny.build("Llama")
         ways = {"eager": BY_HAND, "sdpa": TORCHS, "metal_attn": OURS}
@@ -245,7 +245,7 @@ class TestLibraries:
             assert (attention.goes_to, watch.seen[attention]) == (goes_to, 2), implementation
             assert ('attn_implementation="metal_attn"' in attention.change) == (goes_to != OURS)
 
-    def test_a_library_that_is_too_old(self, monkeypatch):
+    def test_a_library_that_is_too_old_gets_no_switch(self, monkeypatch):
         def older(name):
             raise ImportError(f"{name} needs a later one")
 

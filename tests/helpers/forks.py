@@ -37,7 +37,7 @@ def run_program(program, *arguments, folder=None, **environment):
         if child.is_alive():
             child.kill()
             child.join()
-            raise TimeoutError(f"no end after {HANG_SECONDS} s: {program}")
+            raise TimeoutError(f"still running after {HANG_SECONDS} s: {program}")
         texts = [path.read_text(encoding="utf-8") for path in outputs]
     return subprocess.CompletedProcess(options, child.exitcode, *texts)
 
@@ -61,7 +61,7 @@ def in_child(function, *arguments):
 
 
 def in_children(count, function, *arguments):
-    """The results of several children at once.
+    """The results of `function` in `count` children that run at the same time.
 
     Call it in the main thread: a child that another thread forks loses the main thread's state in
     torch, and waits for missing threads if there is a process group of gloo.

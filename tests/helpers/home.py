@@ -1,4 +1,4 @@
-"""Common sizes of tests that do not depend on sizes, so that they share specialisations."""
+"""Sizes for tests in which the sizes do not matter, so that they share specialisations."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""All bytes of a tensor's storage, so that a test sees writes outside the tensor."""
+"""Reads all bytes of a tensor's storage, so that a test sees writes outside the tensor."""
 
 import torch
 

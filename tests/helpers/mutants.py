@@ -1,4 +1,4 @@
-"""Planted faults: a text of a shader is changed, and a problem of the tests must notice."""
+"""Plants faults: the text of a shader is changed, and a check of the tests must fail."""
 
 import ctypes
 import re
@@ -15,7 +15,7 @@ from torch_metal_attn.simulator.build import Program
 
 KERNEL_NAME = re.compile(r"\[\[kernel\b[^\]]*\]\]\s*void\s+(\w+)\(")
 
-# {~old => new~}, either of which may be nothing.
+# {~old => new~}, where old or new may be empty.
 CHANGE = re.compile(r"\{~(.*?)=>(.*?)~\}", re.DOTALL)
 EVERYWHERE, WRONG = "everywhere", "wrong"
 
@@ -26,7 +26,7 @@ class Mutant(NamedTuple):
     problem: a check that passes with the unchanged text, and fails with the fault.
     pattern: a part of the text with its changes marked; blanks match any blanks.
     everywhere: the text may occur at several places, which all change.
-    fault: the kinds that the simulator may report; None if the check may fail.
+    fault: the kinds of fault that the simulator may report; None: the check may fail instead.
     """
 
     problem: object
@@ -43,6 +43,8 @@ class Mutant(NamedTuple):
 
 
 class repeated(str):
+    """A text that may occur several times."""
+
     __slots__ = ()
 
 
@@ -73,7 +75,7 @@ def changed(pattern, text):
 
 
 def read(table, family, problem, fault):
-    """{name: mutant} of a table's text, where more lines of a mutant are indented."""
+    """{name: mutant} of a table's text. Further lines of a mutant are indented."""
     mutants = {}
     for line in textwrap.dedent(table).replace("\n    ", " ").strip().splitlines():
         kernels, rest = line.split(": ", 1) if "{}" in family else ("", line)
@@ -85,7 +87,7 @@ def read(table, family, problem, fault):
         kinds = tuple(None if x == WRONG else x for x in kinds[0].split(" or ")) if kinds else fault
         for kernel in kernels.split(", "):
             full_name = f"{kernel}: {name}" if kernel else name
-            assert full_name not in mutants, f"two mutants are {full_name!r}"
+            assert full_name not in mutants, f"two mutants have the name {full_name!r}"
             place = family.format(kernel), pattern.strip()
             mutants[full_name] = Mutant(problem, *place, EVERYWHERE in words, kinds)
     return mutants
@@ -104,7 +106,7 @@ def mutant_tests(
         fails. If `family` has a {}, the line begins with its value and a colon. "dq, dkv: " plants
         the same fault in two kernels.
     run: runs a problem.
-    fault: the default of mutants without one.
+    fault: Mutant.fault of the mutants that name none in brackets.
     together: one text has the faults of all problems, which share a specialisation.
     fixtures: names of fixtures that the problems need.
     """
@@ -115,7 +117,7 @@ def mutant_tests(
     }
 
     def among(mutant):
-        """The changes that share a text with this mutant."""
+        """The changes in the same text as this mutant's."""
         return tuple(
             other.change
             for other in mutants.values()
@@ -170,9 +172,9 @@ def _texts(changes):
 
 def _require(family, old):
     places = shaders.source(family).count(old)
-    assert places > 0, f"{family} no longer holds {old!r}: update the mutant"
+    assert places > 0, f"{family} no longer contains {old!r}: update the mutant"
     once = not isinstance(old, repeated)
-    assert (places == 1) == once, f"{family} holds {old!r} {places} times: update the mutant"
+    assert (places == 1) == once, f"{family} contains {old!r} {places} times: update the mutant"
 
 
 def _use(monkeypatch, texts, number):
@@ -198,7 +200,7 @@ _switched = lru_cache(maxsize=None)(switched)
 
 
 def expect_caught(check, *, fault=None, kernel=None):
-    """`check` fails, or the simulator stops one of the kernels with one of the kinds of fault."""
+    """Require that `check` fails, or that the simulator reports one of the faults in a kernel."""
     kinds, kernels = (x if isinstance(x, tuple | list) else (x,) for x in (fault, kernel))
     errors = tuple(AssertionError if kind is None else SimulatorFault for kind in kinds)
     with simulate(check=True), pytest.raises(errors) as raised:

@@ -12,22 +12,22 @@ def struct(name):
     fields = re.findall(r"^  (\w+) (\w+)(?:\[(\w+)\])?;", body, re.MULTILINE)
     types = []
     for kind, field, count in fields:
-        of_one = getattr(ctypes, f"c_{kind.removesuffix('_t')}", None) or struct(kind)
+        element = getattr(ctypes, f"c_{kind.removesuffix('_t')}", None) or struct(kind)
         if count:
-            of_one *= int(re.search(rf"^#define {count} (\d+)$", _text(), re.MULTILINE)[1])
-        types.append((field, of_one))
+            element *= int(re.search(rf"^#define {count} (\d+)$", _text(), re.MULTILINE)[1])
+        types.append((field, element))
     return type(name, (ctypes.Structure,), {"_fields_": types})
 
 
 def slots(enum, prefix):
-    """Slot by name, in lower case and without the prefix."""
+    """{name: slot}; names are in lower case and without the prefix."""
     body = re.search(rf"enum {enum} {{(.*?)}};", _text(), re.DOTALL)[1]
     names = re.findall(rf"{prefix}(\w+) = (\d+)", body)
     return {name.lower(): int(slot) for name, slot in names}
 
 
 def values(structure):
-    """The fields by name; structs and arrays as tuples of all their numbers."""
+    """{name: field}; a struct or an array is a tuple of all its numbers."""
     results = {name: getattr(structure, name) for name, _ in structure._fields_}
     return {
         name: field if isinstance(field, int | float) else tuple(_numbers(field))

@@ -1,4 +1,4 @@
-"""Resources that one of the suite's workers makes, while the others wait."""
+"""Resources that one worker of the suite makes while the other workers wait."""
 
 import fcntl
 import os

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40  # older Pythons have no name
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40  # MAP_NORESERVE, for older Pythons
 
 
 def sparse(elements, dtype=torch.float16):

@@ -1,4 +1,4 @@
-"""Steps as cases: their results against float64, and the bits of their caches."""
+"""Cases of steps: results are compared with float64, and caches bit by bit."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def special(x):
     x[:, :, 2, -24] = -torch.inf
     x[:, :, 3, -1] = 3e38
     x[:, :, 4, ::2] *= 1e-6
-    x[:, :, 4, 1::2] *= 4e-6  # q8_0's scale is then about 1.3 times the least number of half
+    x[:, :, 4, 1::2] *= 4e-6  # q8_0's scale is then about 1.3 times the smallest float16
     x[:, :, 5] *= 1e6
     x[:, :, 6, -31], x[:, :, 6, -4] = 50, -50
     x[:, :, 7, -31], x[:, :, 7, -4] = -50, 50
@@ -58,11 +58,11 @@ def special(x):
 
 
 def check_special(**fields):
-    """New rows, and the first ones of the cache, are special."""
+    """The new rows and the first rows of the cache are `special`."""
 
     def numbers(*shape, **options):
         x = special(tensors.numbers(*shape, **options))
-        # In half precision any NaN is right.
+        # In half precision a NaN may have any bits, so the rows have no NaN.
         return x.masked_fill(x.isnan(), 0.5) if "cache_dtype" in fields else x
 
     with pytest.MonkeyPatch.context() as patch:

@@ -86,7 +86,7 @@ def _declares(tokens):
 
 
 class Text:
-    """A shader's text as tokens, with the bracket that is open around each."""
+    """A shader's text as tokens, with the innermost open bracket around each token."""
 
     def __init__(self, text):
         self.text = text
@@ -109,7 +109,7 @@ class Text:
         """(place, new text) of a choice between text[begin:end] and `new`, or None."""
         first = bisect_right(self.ends, begin)
         last = bisect_left(self.ends, end)
-        # The old text may end within a token: compare whole ones.
+        # The old text may end within a token, so whole tokens are compared.
         new = self.text[self.tokens[first].begin : begin] + new
         new += self.text[end : self.tokens[last].end]
         olds, news = self.tokens[first : last + 1], tokens_of(new)
@@ -191,7 +191,7 @@ class Text:
         return self.around[index] == around and self.at(index) in marks
 
     def _in_template(self, begin, end):
-        """True if a comma that ends this separates a template's arguments."""
+        """True if a comma beside these tokens separates a template's arguments."""
         texts = [token.text for token in self.tokens[begin:end]]
         more = texts.count("<") - texts.count(">")
         return (self.at(begin - 1) == "," and more < 0) or (self.at(end) == "," and more > 0)
@@ -271,10 +271,10 @@ def _places(parsed, old, new):
 
 
 def _with_switch(text, places):
-    behind = len(text)
+    following = len(text)
     for begin, end in sorted(places, reverse=True):
-        assert end <= behind, f"mutants overlap in {text[begin:end]!r}"
-        behind = begin
+        assert end <= following, f"mutants overlap in {text[begin:end]!r}"
+        following = begin
         place = places[begin, end]
         choice = text[begin:end]
         for number, new in place.changed.items():

@@ -1,4 +1,4 @@
-"""Attention of libraries that are not installed: the function, its layout and its options."""
+"""Attention as in libraries that are not installed: the same function, layout and options."""
 
 import torch
 from torch import nn

@@ -14,7 +14,7 @@ from torch_metal_attn import install_flash_attn, sdpa_replaced, simulate
 
 @contextmanager
 def kernels(expected):
-    """A block whose launches of attention are counted: {kernel: number}."""
+    """Asserts how often a block launches each kernel: {kernel: number}."""
     with simulate(check=True) as run:
         yield
     assert Counter(launch.kernel for launch in run.launches) == expected
@@ -34,7 +34,7 @@ def build(factory):
     [(NanoGPT, sdpa_replaced), (NanoChat, sdpa_replaced), (FlashAttention, install_flash_attn)],
     ids=["nanoGPT", "nanochat", "flash_attn"],
 )
-def test_training(attention, context):
+def test_losses_equal_those_of_stock_attention(attention, context):
     stock = NanoGPT if attention is NanoGPT else NanoChat
     expected = modules.train(build(lambda: Language(stock(), stock())))
     model = build(lambda: Language(attention(), attention()))
@@ -46,7 +46,7 @@ def test_training(attention, context):
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_dropout_of_nanogpt():
+def test_dropout_of_nanogpt_depends_on_the_seed_only():
     model = build(lambda: Language(NanoGPT(0.3)))
     losses = []
     for _ in range(2):
@@ -59,8 +59,8 @@ def test_dropout_of_nanogpt():
         assert modules.loss_of(model, modules.tokens()).item() != losses[0]
 
 
-def test_accelerate():
-    """A prepared model in bf16: twice stock torch's error, and gradients in float32."""
+def test_accelerate_has_at_most_twice_the_stock_error():
+    """A prepared model in bf16 has gradients in float32."""
 
     def gradients(prepare, backward):
         model = prepare(build(lambda: Language(NanoGPT())))

@@ -11,9 +11,9 @@ from torch_metal_attn import flash_attn_with_kvcache, simulate, vllm
 from torch_metal_attn.testing import judge
 
 BLOCKS = 7
-ONE = torch.ones(1)
+UNIT_SCALE = torch.ones(1)
 SHAPE = (HOME["kv_heads"], HOME["head_dim"])
-LARGE = torch.zeros(7, 1, *SHAPE, dtype=HOME["dtype"]).expand(7, 2**40, *SHAPE)
+HUGE = torch.zeros(7, 1, *SHAPE, dtype=HOME["dtype"]).expand(7, 2**40, *SHAPE)
 
 normal = partial(judge.normal, dtype=HOME["dtype"])
 
@@ -23,7 +23,7 @@ def new_caches(dtype=HOME["dtype"]):
 
 
 @pytest.mark.parametrize("kv_cache_dtype, dtype", [("auto", HOME["dtype"]), ("fp8", torch.uint8)])
-def test_reshape_and_cache_flash(kv_cache_dtype, dtype):
+def test_reshape_and_cache_flash_fills_the_slots(kv_cache_dtype, dtype):
     """Slots are out of order. A negative slot is padding, as are tokens after the last slot."""
     slots = torch.randperm(BLOCKS * PAGE, generator=torch.Generator().manual_seed(3))[:50]
     slots[40] = -1
@@ -50,8 +50,8 @@ def test_argument_order_matches_vllm():
     assert list(inspect.signature(vllm.reshape_and_cache_flash).parameters) == expected
 
 
-def test_tables_of_sglang():
-    """SGLang keeps (slots, kv_heads, head_size) and for each request the slot of each token."""
+def test_tables_of_sglang_are_page_tables():
+    """SGLang's caches are (slots, kv_heads, head_size); a request has a slot for each token."""
     keys, values = (normal(40, *SHAPE, seed=seed) for seed in (1, 2))
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(5))[:33].int()
     query = normal(1, 2, HOME["heads"], 64, seed=4)
@@ -75,14 +75,14 @@ def test_tables_of_sglang():
         ({"kv_cache_dtype": "int8"}, NotImplementedError, "kv_cache_dtype is 'int8'"),
         ({"kv_cache_dtype": "fp8"}, ValueError, "key_cache has dtype torch.float16; with fp8"),
         ({"key_cache": torch.zeros(7, 2, 8)}, ValueError, "key_cache"),
-        ({"key_cache": LARGE, "value_cache": LARGE}, ValueError, "a page size of 1099511627776"),
+        ({"key_cache": HUGE, "value_cache": HUGE}, ValueError, "a page size of 1099511627776"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_refusals(changed, error, message):
+def test_invalid_arguments_are_refused(changed, error, message):
     new, cache = normal(2, *SHAPE), new_caches()[0]
     arguments = {"key": new, "value": new, "key_cache": cache, "value_cache": cache.clone()}
     arguments |= {"slot_mapping": torch.tensor([0, 1]), "kv_cache_dtype": "auto"}
-    arguments |= {"k_scale": ONE, "v_scale": ONE}
+    arguments |= {"k_scale": UNIT_SCALE, "v_scale": UNIT_SCALE}
     with pytest.raises(error, match=message):
         vllm.reshape_and_cache_flash(**(arguments | changed))

@@ -34,12 +34,12 @@ import torch
 from torch_metal_attn import install_flash_attn, simulate
 
 FILES = ("tests/test_flash_attn.py", "tests/test_rotary.py")
-# Tests that need a build for CUDA, and the reason.
+# {test that needs a build for CUDA: reason}.
 OF_CUDA = {"test_compilation_count": "counts what Triton compiles"}
 
 
 class TooLong(BaseException):
-    """Not an Exception, so that the case does not catch it."""
+    """Derives from BaseException, so that a case does not catch it."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Test:
         return parameters
 
     def drawn(self, largest: int, rng: random.Random) -> list[int]:
-        """One of the smallest cases, then all others that are small enough, in random order."""
+        """One of the smallest cases, then all other cases up to `largest`, in random order."""
         sizes = [size(self.case(index)) for index in range(len(self))]
         cases = sorted(range(len(self)), key=lambda _: rng.random())
         first = min(cases, key=sizes.__getitem__)
@@ -150,13 +150,13 @@ def table(tests: list[Test], eligible: list[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", type=Path, help="of flash-attn 2.8")
+    parser.add_argument("checkout", type=Path, help="a checkout of flash-attn 2.8")
     parser.add_argument("--device", default="cpu", help="cpu or mps")
     parser.add_argument("--simulator", action="store_true", help="run the kernels on the CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of a case")
-    parser.add_argument("--size", type=int, default=2**22, help="see above")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds per case")
+    parser.add_argument("--size", type=int, default=2**22, help="most queries * keys * head dim")
     parser.add_argument("--only", default="", help="tests whose names contain this")
     options = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""ggml's kernels, unmodified, in the simulator, and the same results by formulas in float64."""
+"""Runs ggml's unmodified kernels in the simulator, and formulas in float64 for comparison."""
 
 import re
 import struct
@@ -17,7 +17,7 @@ from . import peers
 
 HEADS, KV_HEADS, QUERIES, KEYS, HEAD_DIM = 4, 2, 16, 128, 64
 ATTENTION = {0: True, 1: False, 2: False, 3: False, 4: False, 20: HEAD_DIM, 21: HEAD_DIM, 22: 4}
-# The text numbers the constants by family of kernels.
+# ggml's text numbers the function constants by family of kernels.
 CONSTANTS: dict[int | str, bool | int | float] = {
     **{first + index: value for first in (300, 400) for index, value in ATTENTION.items()},
     **dict.fromkeys((422, 423, 602, 603, 604, 702, 703, 704, 705), 1),
@@ -31,7 +31,7 @@ DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 FORMATS = {"int32_t": "i", "uint64_t": "Q", "int16_t": "h", "float": "f", "bool": "?"}
 
 Outcome = tuple[Tensor, Tensor]
-RUNS: dict[str, Callable[..., Outcome]] = {}  # by kernel; check is passed to compile_shader
+RUNS: dict[str, Callable[..., Outcome]] = {}  # {kernel: function of compile_shader's `check`}
 # A lane reads a mask that another lane wrote, after SIMD operations but without a barrier.
 RACES = frozenset({"flash_attn_ext_vec_f16_dk64_dv64"})
 # Bounds relative to the largest value, for kernels that round to 16 bits internally.
@@ -97,8 +97,8 @@ def _(name: str, check: bool) -> Outcome:
                    **strides("", out), scale=0.5)  # fmt: skip
     call(name, check, kargs, x, mask, sinks, out, groups=(5, 3, 2), size=(32, 1, 1), shared=128)
     scores = x.double() * 0.5 + mask.double()
-    most = sinks.double().view(3, 1, 1).expand(2, 3, 5, 1)
-    return out, torch.softmax(torch.cat([scores, most], -1), -1)[..., :-1]
+    sink_scores = sinks.double().view(3, 1, 1).expand(2, 3, 5, 1)
+    return out, torch.softmax(torch.cat([scores, sink_scores], -1), -1)[..., :-1]
 
 
 @family("norm_mul_add_f32_4", "rms_norm_mul_f32")

@@ -1,4 +1,4 @@
-"""Kernels of MLX and PyTorch, unmodified, in the simulator, and the same results by torch."""
+"""Runs unmodified kernels of MLX and PyTorch in the simulator, and torch for comparison."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -159,7 +159,7 @@ def _(library: ShaderLibrary) -> Outcome:
     "implicit_gemm_conv_2d<half, 32, 32, 16, 2, 2, 0, false>",
 )
 def _(library: ShaderLibrary) -> Outcome:
-    """3x3, 16 channels in and 32 out, 6x6 pixels, padded."""
+    """A padded 3x3 convolution of 6x6 pixels, from 16 channels to 32."""
     x, weight = torch.randn(1, 6, 6, 16).half(), torch.randn(32, 3, 3, 16).half()
     out = torch.empty(1, 6, 6, 32).half()
     params = peers.params(

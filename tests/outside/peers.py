@@ -1,6 +1,6 @@
-"""MLX's and PyTorch's attention kernels, unmodified, in the simulator.
+"""Runs MLX's and PyTorch's unmodified attention kernels in the simulator.
 
-The text, also of ggml's kernels, is in macOS wheels on PyPI, which pip downloads once.
+Their text, and that of ggml's kernels, is in macOS wheels on PyPI, which pip downloads once.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from torch_metal_attn.simulator.library import ShaderLibrary
 MLX = "mlx-metal==0.32.4"
 TORCH = "torch==2.15.0"
 GGML = "pywhispercpp==1.5.1"  # bindings of whisper.cpp, with ggml 0.13.1
-# The folders of headers that kernels include, or the library with the text of kernels, by wheel.
+# {wheel: the folders of the headers that kernels include, or the library with the kernels' text}
 HEADERS = {
     MLX: ("mlx/include/mlx/backend/metal/kernels/",),
     TORCH: ("torch/include/ATen/native/mps/kernels/", "torch/include/c10/metal/"),

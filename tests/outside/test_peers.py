@@ -17,7 +17,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize("name", metal_sources.FAMILIES)
-def test_kernel_of_a_family(mlx, aten, name):
+def test_a_kernel_of_each_family_equals_torch(mlx, aten, name):
     torch.manual_seed(0)
     out, expected = metal_sources.FAMILIES[name]()
     rounding = 1e-3 if out.dtype is torch.float16 else 2e-6
@@ -25,7 +25,7 @@ def test_kernel_of_a_family(mlx, aten, name):
 
 
 @pytest.mark.parametrize("name", ggml_kernels.RUNS)
-def test_kernel_of_ggml(ggml, name):
+def test_each_kernel_of_ggml_equals_a_formula(ggml, name):
     torch.manual_seed(0)
     if name in ggml_kernels.RACES:
         with pytest.raises(SimulatorFault, match=r"^race: "):
@@ -97,7 +97,9 @@ def visible(q, k, causal, mask, corner=0):
         (64, False, "bool", 70, 101, F16, False),  # without checks: its first block has a name
     ],
 )
-def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length, kv_length, check):
+def test_prefill_is_as_good_as_torch(
+    mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length, kv_length, check
+):
     q, k, v = make_qkv(dtype, q_length, kv_length, head_dim)
     mask = make_mask(mask_kind, dtype, q_length, kv_length)
     out, _ = kernel(q, k, v, causal=causal, mask=mask, check=check)
@@ -112,7 +114,7 @@ def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length
         *((2, None, F16), (3, None, F32)),
     ],
 )
-def test_mlx_sdpa_vector(mlx, dtype, q_length, mask_kind):
+def test_mlx_sdpa_vector_is_as_good_as_torch(mlx, dtype, q_length, mask_kind):
     kv_length, blocks = (100, 1) if q_length == 1 else (150, 32)
     q, k, v = make_qkv(dtype, q_length, kv_length, 64)
     mask = make_mask(mask_kind, dtype, q_length, kv_length)
@@ -159,7 +161,9 @@ NAX, MPP = peers.mlx_nax_attention, peers.torch_mpp_attention
         (partial(MPP, table="apple9"), "apple9", 96, True, "bool", F16, True),
     ],
 )
-def test_tensor_operations(mlx, aten, kernel, lane_map, head_dim, causal, mask_kind, dtype, check):
+def test_kernels_depend_on_a_lane_map(
+    mlx, aten, kernel, lane_map, head_dim, causal, mask_kind, dtype, check
+):
     """Each kernel is right under its lane map, and wrong under all others."""
     q, k, v = make_qkv(dtype, 70, 101, head_dim)
     mask = make_mask(mask_kind, dtype, 70, 101)
@@ -176,7 +180,7 @@ def test_tensor_operations(mlx, aten, kernel, lane_map, head_dim, causal, mask_k
     ("passes", "mask_kind", "dtype"),
     [(1, None, F16), (2, "causal", F32), (1, "bool", F16), (2, "additive", BF16)],
 )
-def test_torch_decode_attention(aten, dtype, mask_kind, passes):
+def test_torch_decode_attention_is_as_good_as_torch(aten, dtype, mask_kind, passes):
     q_length, kv_length = 2, 100
     q, k, v = make_qkv(dtype, q_length, kv_length, 64)
     mask = None if mask_kind == "causal" else make_mask(mask_kind, dtype, q_length, kv_length)

@@ -24,11 +24,11 @@ WIDE = "heads 32, kv_heads 1, num_splits 1$"  # a decode whose SIMD groups meet 
 
 def packed_cases(only):
     sources = {}
-    every = [pack.problem(case, sources) for case in problems.cases(only)]
-    return Packed(problems=every), sources
+    packed_problems = [pack.problem(case, sources) for case in problems.cases(only)]
+    return Packed(problems=packed_problems), sources
 
 
-def test_a_decode_from_the_op_to_ptx(tmp_path):
+def test_a_decode_is_packed_and_compiled_to_ptx(tmp_path):
     contents, sources = packed_cases(WIDE)
     (problem,), (dispatch, *_) = contents.problems, contents.problems[0].dispatches
     assert [name for name, _ in dispatch.buffers.values()][:3] == ["q", "k", "v"]
@@ -53,7 +53,7 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
     assert packed.read(tmp_path / "plain") == contents
 
 
-def test_errors_of_shader_texts():
+def test_errors_of_shader_texts_are_raised():
     with pytest.raises(ShaderCompileError, match="missing"):
         pack.compile_ptx(Source("kernel void k() { missing(); }", "k", 32))
     with pytest.raises(ValueError, match="no kernel sums; it has k"):
@@ -61,7 +61,7 @@ def test_errors_of_shader_texts():
 
 
 def test_small_problems_cover_every_kernel():
-    """Except for probes, Metal 4, and flash_bwd_captures, which adds to zeros from torch."""
+    """flash_bwd_captures, probes and kernels in Metal 4 are not covered."""
     launched = set()
     for case in problems.cases():
         with simulate(record=True) as run:
@@ -87,7 +87,7 @@ def test_faults_are_planted_in_every_kernel():
         texts[problem.name] = sources[problem.dispatches[-1].program].text
     memory = ["initcheck", "memcheck"]
     assert sorted(tools.pop("softmax")) == [*memory, "racecheck", "synccheck"]
-    assert tools.pop("apply_causal_mask") == ["memcheck"]  # it works in place
+    assert tools.pop("apply_causal_mask") == ["memcheck"]  # its only tensor is a result
     assert {tuple(sorted(some)) for some in tools.values()} == {tuple(memory)}
     assert faults.BARRIER not in texts["fault racecheck softmax"]
     assert faults.FOREIGN in texts["fault synccheck softmax"]
@@ -117,7 +117,7 @@ problem: third
     assert sanitize.findings(output) == {"first": 0, "second": 2, "third": 0}
 
 
-def test_errors_of_results():
+def test_errors_of_results_are_measured():
     nan = np.array([np.nan, 1.0, np.inf])
     assert sanitize.error(nan, nan) == 0
     assert sanitize.error(np.array([1.0]), np.array([np.nan])) > 1e9
@@ -164,15 +164,15 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
     for expected, right in ((bytes(8), True), (np.ones(2, np.float32).tobytes(), False)):
         results = {"out": ("float32", expected)}
         problem = packed.Problem("zero", "float32", [dispatch], {"x": b"1234"}, results, {"out": 8})
-        every = Packed({"p": Program("", "k", [0, 1, 2, 5])}, [problem])
-        assert sanitize.replay(driver.Programs(tmp_path, every), problem) == right
+        contents = Packed({"p": Program("", "k", [0, 1, 2, 5])}, [problem])
+        assert sanitize.replay(driver.Programs(tmp_path, contents), problem) == right
     assert fake.launched == [(2, 1, 1, 32, 1, 1)] * 2
     assert fake.arguments[:3] == [(b"1234", 0), (b"ab", 0), (bytes(8), 4)]
     assert len(fake.arguments) == 4  # absent arguments have memory too
     assert "WRONG: out, float32, error 1.0e+00" in capsys.readouterr().out
     short = packed.Fault("memcheck", "half", "out")
     problem = packed.Problem("fault", "float32", [], {}, {}, {"out": 8}, "k", short)
-    sanitize.replay(driver.Programs(tmp_path, every), problem)
+    sanitize.replay(driver.Programs(tmp_path, contents), problem)
     assert len([*fake.memory.values()][-1]) == 4
 
 

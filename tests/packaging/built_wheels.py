@@ -1,4 +1,4 @@
-"""Wheels and sdists of this tree, without compiling again."""
+"""Builds wheels and sdists of this tree without compiling it again."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ def wheel(tmp_path_factory):
     built = base / lib / "torch_metal_attn"
     built.mkdir(parents=True)
     shutil.copy(extension.PATH, built)
-    # As an option on the command line it would run `build`, which compiles.
+    # On the command line the option would run `build`, which compiles.
     config = folder / "setup.cfg"
     config.write_text(f"[build]\nbuild_base = {base}\n")
     bdist = ["bdist_wheel", "--skip-build", "--bdist-dir", folder / "bdist", "--dist-dir", folder]

@@ -31,7 +31,7 @@ def symbols(on_macos="-u", elsewhere="--undefined-only"):
 
 
 @needs_checkout
-def test_setuptools_that_is_too_old(tmp_path):
+def test_setuptools_that_is_too_old_is_refused(tmp_path):
     old = tmp_path / "setuptools" / "command"
     old.mkdir(parents=True)
     (old.parent / "__init__.py").write_text('__version__ = "65.5.0"\nExtension = setup = None\n')
@@ -41,14 +41,14 @@ def test_setuptools_that_is_too_old(tmp_path):
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr == (
-        "error: the build needs setuptools 77 or later, and this is 65.5.0: "
+        "error: the build needs setuptools 77 or later, and found 65.5.0: "
         "pip install 'setuptools>=77'\n"
     )
 
 
 @needs_checkout
 @pytest.mark.parametrize("url", ["", "https://example.org/someone/torch_metal_attn"])
-def test_the_repository_is_named_once(url, tmp_path, monkeypatch, capsys):
+def test_the_url_in_pyproject_is_used_everywhere(url, tmp_path, monkeypatch, capsys):
     project = (ROOT / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(
         re.sub('^repository = ".*"$', f'repository = "{url}"', project, flags=re.MULTILINE)
@@ -124,7 +124,7 @@ print("jobs:", os.environ["MAX_JOBS"], "platform:", sysconfig.get_platform())
 @needs_checkout
 @pytest.mark.parametrize("jobs", [6, 3])
 def test_on_a_mac_only_arm64_is_built(jobs, tmp_path):
-    """Also without ninja, and with MAX_JOBS=3."""
+    """The case of 3 jobs sets MAX_JOBS, and has no ninja."""
     environment = {} if jobs == 6 else {"MAX_JOBS": "3"}
     if environment:
         (tmp_path / "ninja").write_text("#!/bin/sh\nexit 1\n")
@@ -143,7 +143,7 @@ def test_on_a_mac_only_arm64_is_built(jobs, tmp_path):
 
 
 def test_extension_needs_no_python():
-    """One file then serves every version of Python."""
+    """So one file serves every version of Python."""
     assert extension.PATH.name == "_C.abi3.so"
     assert [name for name in symbols() if re.match(r"_?Py", name)] == []
 
@@ -157,7 +157,7 @@ def test_only_stable_c_functions_of_torch_are_used():
     assert [name for name in names if re.match(r"_Z.*N?K?(2at|3c10|5torch)\d", name)] == []
 
 
-def test_exported_symbols():
+def test_exported_symbols_are_those_of_this_list():
     exported = symbols("-gU", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     names = """allow_tf32 hold_tensor let_meta_pass make_tiles params_text refusal
@@ -187,7 +187,7 @@ def test_source_is_ascii_and_self_contained(family):
         assert f"#define {define}" not in text, "the host defines it"
 
 
-def test_unknown_family():
+def test_an_unknown_family_is_refused():
     with pytest.raises(ValueError, match=r"family is 'flash'; it must be one of .*flash_fwd"):
         shaders.source("flash")
 
@@ -225,7 +225,7 @@ def test_line_directives_name_the_original(family):
         ),
     ],
 )
-def test_flatten_refuses(tmp_path, shader, header, message):
+def test_flatten_refuses_invalid_sources(tmp_path, shader, header, message):
     (tmp_path / "main.metal").write_text(shader, encoding="utf-8")
     (tmp_path / "a.h").write_text(header, encoding="utf-8")
     with pytest.raises(shaders.ShaderError, match=re.escape(message)):

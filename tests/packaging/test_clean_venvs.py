@@ -59,11 +59,11 @@ load("your/model")
     [
         ("2", "3", True),
         ("2", "5", False),  # another output of Python
-        ("7", "8", False),  # of a command
+        ("7", "8", False),  # another output of a command
         ("2 && false", "3", False),
     ],
 )
-def test_readme_blocks(shell, printed, passes, tmp_path, capfd):
+def test_readme_blocks_must_print_the_outputs_shown(shell, printed, passes, tmp_path, capfd):
     settings = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     page = PAGE.format(shell=shell, printed=printed)
     assert clean_venvs.passes(page, tmp_path, settings) == passes

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout b
 compile_shaders = pytest.importorskip("compile_shaders", reason="no .ci folder")
 
 NEWER = set(shaders.LANGUAGES)
-# Instead of the lint's variants, which take seconds to find.
+# These replace the lint's variants, which take seconds to find.
 VARIANTS = [{}, {"ELEMENT": "half"}, {"ELEMENT": "float"}]
 SPECIALISATIONS = dict.fromkeys(shaders.families(), VARIANTS)
 TEXTS = len(VARIANTS) * (len(SPECIALISATIONS) - len(NEWER))
 
-# Logs its arguments, refuses the text of the file $REFUSED, and warns about all others.
+# A fake: it logs its arguments, refuses the text of the file $REFUSED, and warns about others.
 # If $MISSING exists, the Metal toolchain is not installed.
 XCRUN = """#!/bin/sh
 echo "$@" >> "$CALLS"
@@ -41,7 +41,7 @@ esac
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """refused: the text that xcrun refuses. torch_takes: torch's compiler; None without mps."""
+    """refused: the file that xcrun refuses. torch_takes: replaces torch's compiler; None: no mps"""
     calls, folder = tmp_path / "calls", tmp_path / "metal"
 
     def run(sdk="26.4", macos="15.6", toolchain=True, refused="none", torch_takes=list, xcode=True):
@@ -94,7 +94,7 @@ def test_both_compilers_get_every_specialisation_of_every_family(run):
     ("sdk", "oldest"),
     [("26.4", "26.2"), ("26.2.1", "26.2"), ("26.1", "26.1"), ("27", "26.2"), ("15.5", None)],
 )
-def test_newer_languages_for_the_newest_macos_that_the_sdk_knows(run, sdk, oldest):
+def test_newer_languages_are_compiled_for_the_newest_macos_of_the_sdk(run, sdk, oldest):
     done = run(sdk=sdk, macos="26.2")
     assert done.status == 0
     pattern = r"-std=metal4.0 -mmacosx-version-min=([\d.]+) .*/(\w+)_\d+\.metal"
@@ -109,7 +109,7 @@ def test_newer_languages_for_the_newest_macos_that_the_sdk_knows(run, sdk, oldes
     ("machine", "reason"),
     [
         ({"toolchain": False}, "metal --version failed:\nerror: cannot execute tool 'metal'"),
-        ({"xcode": False}, "warning: there is no xcrun here: this needs a Mac with Xcode"),
+        ({"xcode": False}, "warning: xcrun is not installed; install Xcode on a Mac"),
         ({"sdk": "xcrun: ?"}, "xcrun -sdk macosx --show-sdk-version printed no version:\nxcrun: ?"),
     ],
     ids=["no toolchain", "no Xcode", "no version"],
@@ -141,7 +141,7 @@ def test_a_refused_text_fails_and_the_others_are_compiled(run):
     assert f"4 of {2 * TEXTS} compilations failed" in done.out
 
 
-def test_torch_without_mps(run):
+def test_without_mps_nothing_is_compiled(run):
     done = run(torch_takes=None)
     assert done.status == 2
     assert len(list(done.folder.glob("*.metal"))) == TEXTS

@@ -15,9 +15,9 @@ hf_kernel = pytest.importorskip("hf_kernel", reason="no .ci folder or no packagi
 pytest.importorskip("kernels")
 
 ON_MPS = mps.usable()
-# `kernels` picks the stable-ABI variant of this machine, or on an old macOS the other one.
-HERE = f"torch-stable-abi210-cpu-{platform.machine()}-{platform.system().lower()}"
-HERE = "torch-metal" if mps.available() else HERE.replace("arm64-darwin", "aarch64-darwin")
+# `kernels` picks the stable-ABI variant of this machine, or `torch-metal` on an older macOS.
+VARIANT = f"torch-stable-abi210-cpu-{platform.machine()}-{platform.system().lower()}"
+VARIANT = "torch-metal" if mps.available() else VARIANT.replace("arm64-darwin", "aarch64-darwin")
 
 USE = """
 import os, sys
@@ -46,7 +46,7 @@ print("version:", kernel.__version__)
 @pytest.fixture(scope="module")
 def layout(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
-    for variant in {HERE, *hf_kernel.MACOS_VARIANTS}:
+    for variant in {VARIANT, *hf_kernel.MACOS_VARIANTS}:
         hf_kernel.write_variant(wheel, folder, variant)
     return folder
 
@@ -57,7 +57,7 @@ def run(layout, script, *arguments):
     return run_program(script, *arguments, folder=layout, **environment)
 
 
-def test_loads_through_local_kernels(layout):
+def test_the_kernel_loads_through_local_kernels(layout):
     done = run(layout, USE, "mps" if ON_MPS else "cpu")
     assert done.returncode == 0, done.stderr
     assert f"version: {hf_kernel.project_version()}" in done.stdout
@@ -69,7 +69,7 @@ def test_a_process_loads_one_version(layout):
     other += "m.__file__ = '/elsewhere'; sys.modules['torch_metal_attn'] = m\n"
     done = run(layout, other + USE, "cpu")
     assert done.returncode != 0
-    message = "torch_metal_attn 9 is loaded from /elsewhere; a process can have one, so load it or"
+    message = "torch_metal_attn 9 is loaded from /elsewhere; a process can load only one"
     assert f"ImportError: {message}" in done.stderr
 
 

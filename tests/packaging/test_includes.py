@@ -17,7 +17,7 @@ def includes():
     result = {}
     for path in ROOT.glob("csrc/*/**/*.*"):
         quoted = re.findall(r'#\s*include "([^"]+)"', path.read_text(encoding="utf-8"))
-        if "simulator" in path.parts:  # is compiled alone, so its includes are relative
+        if "simulator" in path.parts:  # compiled alone, so its includes are relative
             assert all((path.parent / name).is_file() for name in quoted), path.name
             quoted = []
         assert all((ROOT / name).is_file() for name in quoted), f"{path.name}: relative include"
@@ -30,7 +30,7 @@ def folder(file):
     return file.rpartition("/")[0]
 
 
-def test_a_folder_includes_lower_ones_only(includes):
+def test_a_folder_includes_only_lower_folders(includes):
     page = (ROOT / "docs/design/launch.md").read_text(encoding="utf-8")
     folders = re.findall(r"^\| `(csrc/[\w/]+)/` \|", page, re.M)
     assert {folder(file) for file in includes} == set(folders)
@@ -45,7 +45,7 @@ def test_headers_have_no_circular_includes(includes):
     assert len(list(TopologicalSorter(headers).static_order())) == len(headers)
 
 
-def test_a_shaders_header_includes_lower_ones_only():
+def test_a_header_of_shaders_includes_only_lower_headers():
     text = (ROOT / "docs/design/tiles.md").read_text(encoding="utf-8")
     rows = [re.findall(r"`(\w+\.h)`", line) for line in text.split("\n") if line.startswith("| ")]
     rank = {name: i for i, names in enumerate(filter(None, rows)) for name in names}

@@ -60,7 +60,7 @@ def test_projects_without_kernels_import_no_torch(installed, tmp_path):
     assert done.returncode == 0, done.stdout.decode()
 
 
-def test_fixtures(run):
+def test_the_fixtures_run_kernels_and_report_faults(run):
     printed = run(
         test_kernels=f"""
 import pytest, torch
@@ -110,7 +110,7 @@ def test_what_torch_refuses(compile_shader, declared, says):
     assert "torch_metal_attn/simulator/" not in printed, "tracebacks show the caller's lines only"
 
 
-def test_a_run_that_replaces_compile_shader(run):
+def test_simulate_metal_replaces_compile_shader(run):
     printed = run(
         "-o",
         "simulate_metal=true",

@@ -31,9 +31,9 @@ def test_sdist_has_what_the_build_needs(tmp_path):
         names = {name.partition("/")[2] for name in archive.getnames()}
     package = [path for path in (ROOT / "torch_metal_attn").rglob("*") if path.is_file()]
     sources = [path for folder in ("csrc", "shaders") for path in (ROOT / folder).rglob("*.*")]
-    made_here = {"_shaders", "__pycache__"}
+    generated_here = {"_shaders", "__pycache__"}
     for path in [*package, *sources, ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "LICENSE"]:
-        if path.suffix != ".so" and not made_here.intersection(path.parts):
+        if path.suffix != ".so" and not generated_here.intersection(path.parts):
             assert path.relative_to(ROOT).as_posix() in names
     assert not [name for name in names if re.search(r"\.(so|pyc|o)$", name)]
 
@@ -42,9 +42,9 @@ def test_sdist_has_what_the_build_needs(tmp_path):
     ("name", "old", "new", "fault"),
     [
         (SHADER, b"", None, f"{SHADER} is missing"),
-        (SHADER, b"kernel", b"kernal", f"{SHADER} differs from the tree's"),
+        (SHADER, b"kernel", b"kernal", f"{SHADER} differs from the file in the source tree"),
         ("torch_metal_attn/rope.py", b"", None, "torch_metal_attn/rope.py is missing"),
-        ("torch_metal_attn/gone.py", b"", b"", "torch_metal_attn/gone.py does not belong there"),
+        ("torch_metal_attn/gone.py", b"", b"", "gone.py does not belong in a wheel"),
         ("torch_metal_attn/_C.abi3.so", b"", None, "_C.abi3.so is missing"),
         (f"{INFO}/METADATA", b"torch>=2.10", b"torch<3,>=2.10", "without an upper pin"),
         (f"{INFO}/METADATA", b": torch>=2.10", b": numpy", "it requires no torch"),
@@ -66,7 +66,7 @@ def test_a_planted_fault_is_found(wheel, tmp_path, name, old, new, fault):
     assert [line for line in faults(tmp_path / wheel.name) if re.search(fault, line)]
 
 
-def test_a_wheel_under_another_name(wheel, tmp_path):
+def test_a_wheel_under_another_name_is_reported(wheel, tmp_path):
     other = tmp_path / wheel.name.replace("cp310-abi3", "cp310-cp310")
     shutil.copy(wheel, other)
     (fault,) = faults(other)

@@ -33,10 +33,10 @@ extern "C" __attribute__((visibility("default"))) long metal_attn_call(const cha
   if (aoti_torch_there() == 0) throw std::runtime_error(text);
   return static_cast<long>(std::hash<std::string_view>()(text));
 }
-// As csrc/runtime/params_text.cpp: its symbol for debuggers has no section.
+// As in csrc/runtime/params_text.cpp, the symbol for debuggers has no section.
 asm(".section __TEXT,__const\\n.globl _metal_attn_text\\n_metal_attn_text:\\n.byte 0\\n.text\\n");
 """
-# Its imports from macOS: exceptions of libc++, and no hash function.
+# What SOURCE imports from macOS: exceptions, but not std::__hash_memory, which macOS 14 lacks.
 LIBCXX = [
     *("___cxa_allocate_exception", "___cxa_free_exception", "___cxa_throw", "___cxa_begin_catch"),
     *("___gxx_personality_v0", "__ZTISt13runtime_error", "__ZSt9terminatev"),
@@ -79,15 +79,15 @@ def test_a_good_library_has_no_fault(library):
     assert faults(library) == []
 
 
-def test_a_symbol_that_a_later_torch_dropped(library):
+def test_a_symbol_that_a_later_torch_lacks_is_reported(library):
     later = torch_with(version="2.11.0")
     assert faults(library, torch_with(THERE), later) == [f"torch 2.11.0 lacks {THERE}"]
 
 
-def test_a_stream_that_cannot_be_committed(library, monkeypatch):
+def test_a_missing_symbol_that_commits_streams_is_reported(library, monkeypatch):
     known = torch_with(THERE)
     monkeypatch.setattr(check_library, "COMMITS", {"_commit"})
-    assert faults(library, known) == ["torch 2.10.0 lacks _commit, to commit a stream"]
+    assert faults(library, known) == ["torch 2.10.0 lacks _commit, needed to commit"]
 
 
 def test_the_linker_refuses_what_the_oldest_torch_lacks(tmp_path, capfd):
@@ -95,7 +95,7 @@ def test_the_linker_refuses_what_the_oldest_torch_lacks(tmp_path, capfd):
     assert "undefined symbol: _aoti_torch_new" in capfd.readouterr().err
 
 
-OWN = """void own() __asm__("__ZNSt13runtime_errorD1Ev");
+OWN_DESTRUCTOR = """void own() __asm__("__ZNSt13runtime_errorD1Ev");
 __attribute__((used)) void own() {}
 namespace metal_attn {"""
 LEAKED = '__attribute__((visibility("default"))) int leaked;\nextern "C" __attribute__'
@@ -105,15 +105,15 @@ OTHER = "/opt/lib/libother.dylib"
 PLANTED = [
     [
         ("text);", 'text + getenv("HOME")[0]);', "macOS libSystem lacks _getenv"),
-        ("namespace metal_attn {", OWN, "it has a __ZNSt13runtime_errorD1Ev of its own, which is"),
-        ('extern "C" __attribute__', LEAKED, "it exports _leaked, which is not a name of this pac"),
+        ("namespace metal_attn {", OWN_DESTRUCTOR, "the extension defines __ZNSt13runtime_error"),
+        ('extern "C" __attribute__', LEAKED, "the extension exports _leaked, which is no"),
         ("template struct Op<mps_backend>;", "", f"not registered for mps: {BOXED}"),
     ],
     [
         ("metal_attn_MPS_0", "metal_attn_CPU_0", "no op is registered for mps"),
         ("template struct Op<simulator_backend>;", "", "no op is registered for the simulator"),
-        ("there();\n", "there(), other();\n", f"it depends on {OTHER}"),
-        ("torch_there() == 0", "torch_there() + other() == 0", f"_other is taken from {OTHER}"),
+        ("there();\n", "there(), other();\n", f"the extension depends on {OTHER}"),
+        ("torch_there() == 0", "torch_there() + other() == 0", f"_other is imported from {OTHER}"),
     ],
 ]
 
@@ -141,12 +141,12 @@ def for_intel(binary):
 @pytest.mark.parametrize(
     ("edit", "fault"),
     [
-        (for_macos_13, "its oldest macOS is (13, 0, 0); the wheel's name has (14, 0, 0)"),
-        (for_intel, "it is for X86_64; it must be for ARM64"),
-        (lambda binary: binary.remove_signature(), "it has no signature, without which a Mac"),
+        (for_macos_13, "the extension's oldest macOS is (13, 0, 0); it must be (14, 0, 0)"),
+        (for_intel, "the extension is for X86_64; it must be for ARM64"),
+        (lambda binary: binary.remove_signature(), "the extension is not signed"),
     ],
 )
-def test_a_wrong_header(library, tmp_path, edit, fault):
+def test_a_wrong_header_is_reported(library, tmp_path, edit, fault):
     binary = lief.MachO.parse(str(library)).at(0)
     edit(binary)
     binary.write(str(tmp_path / "edited.so"))
@@ -154,7 +154,7 @@ def test_a_wrong_header(library, tmp_path, edit, fault):
     assert [line for line in problems if line.startswith(fault)]
 
 
-def test_a_library_of_linux():
+def test_a_library_of_linux_is_refused():
     with pytest.raises(ValueError, match="python is not a macOS library"):
         macho.read(b"\x7fELF" + bytes(100), "python")
 
@@ -166,9 +166,9 @@ def test_versions_are_the_last_patch_of_each_minor(monkeypatch):
     assert torches.versions() == ["2.10.10", "2.11.1"]
 
 
-def test_no_index(monkeypatch):
+def test_an_error_of_the_index_is_raised(monkeypatch):
     monkeypatch.setattr(torches, "WHEELS_FOR", ["--no-such-option"])
-    with pytest.raises(RuntimeError, match=r"no torch from 2\.10 .*\n(.*\n)*.*no such option"):
+    with pytest.raises(RuntimeError, match=r"no torch 2\.10 or later .*\n(.*\n)*.*no such option"):
         torches.versions()
 
 

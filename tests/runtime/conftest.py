@@ -11,12 +11,12 @@ from tests.runtime.fake_mps.build import VARIANTS, FakeMps, build, compiler
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory):
     if sys.platform != "linux" or compiler() is None:
-        pytest.skip("the fake shim is built by a C++ compiler on Linux")
+        pytest.skip("the fake shim needs Linux and a C++ compiler")
     folder = folder_of_all_workers(tmp_path_factory)
     with pytest.MonkeyPatch.context() as patch:
         texts = folder / "texts"
         texts.mkdir(exist_ok=True)
-        patch.setenv("TMPDIR", str(texts))  # for texts that do not compile
+        patch.setenv("TMPDIR", str(texts))  # receives texts that do not compile
         yield build(folder / "fake_mps")
 
 

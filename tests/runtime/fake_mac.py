@@ -6,7 +6,7 @@ from tests.runtime.fake_mps.build import FakeMps
 
 
 def fake_mac(name, cores, library):
-    """Replaces the extension by the shim of `library`, on a GPU of this name."""
+    """Replaces the extension by `library`, which has the fake shim, and names the GPU."""
     torch.backends.mps.is_available = lambda: True
     torch.backends.mps.get_name = lambda: name
     torch.backends.mps.get_core_count = lambda: cores

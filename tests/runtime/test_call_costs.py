@@ -1,4 +1,4 @@
-"""The host's costs of a call as counts; bench/bench_launch.py measures times."""
+"""Counts of the host's work in a call; bench/bench_launch.py measures times."""
 
 import pytest
 
@@ -59,7 +59,7 @@ EXPECTED = {
 }
 
 
-# Each call on the fast path and with the op of all options.
+# Compares the launches of each call on the fast path and with the op of all options.
 COMPARE = """
 torch.manual_seed(0)
 q, k, v = (torch.randn(2, length, 4, 32) for length in (3, 40, 40))
@@ -145,7 +145,7 @@ def outcome(libraries):
     return run_counted(program, libraries["bytes"])
 
 
-def test_tensors_and_frames_of_each_call(outcome):
+def test_each_call_has_the_expected_tensors_and_frames(outcome):
     for name, modes in outcome[0].items():
         for mode, counts in modes.items():
             frameless = name.startswith("torch.ops") and mode == "inference_mode"

@@ -1,4 +1,4 @@
-"""Errors of the import if the extension cannot work, and strings to and from ops."""
+"""Errors of an import whose extension cannot work, and strings that ops take and return."""
 
 import _ctypes
 import ctypes
@@ -17,7 +17,7 @@ from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
 from torch_metal_attn.runtime import extension
 
 
-def test_torch_that_is_too_old():
+def test_an_old_torch_is_refused():
     """The check comes first, because the package uses newer functions."""
     done = run_program("import torch; torch.__version__ = '2.9.1'; import torch_metal_attn")
     assert done.returncode != 0
@@ -28,7 +28,7 @@ def test_torch_that_is_too_old():
 
 
 @pytest.mark.parametrize("actual", ["2.10.0a0+git", "3.0"])
-def test_torch_that_is_not_too_old(actual, monkeypatch):
+def test_a_new_enough_torch_is_accepted(actual, monkeypatch):
     monkeypatch.setattr(torch, "__version__", actual)
     extension._require_torch()
 
@@ -57,7 +57,7 @@ BUILD = "`pip install --no-build-isolation -e '{}'`"
 
 
 @pytest.mark.parametrize("module", ["torch_metal_attn", "torch_metal_attn.simulator"])
-def test_unbuilt_source_code_before_an_installed_package(module, imported, tmp_path):
+def test_unbuilt_source_code_that_hides_an_installed_package_is_named(module, imported, tmp_path):
     installed = tmp_path / "site" / "torch_metal_attn"
     installed.mkdir(parents=True)
     (installed / "__init__.py").write_text("")
@@ -80,7 +80,7 @@ UNBUILT = (
     "`pip install 'torch>=2.10' 'setuptools>=77' ninja` and {build}"
 )
 INCOMPLETE = "{package} has no _C.abi3.so, so it is not complete: install the package again"
-# With a Python of another environment.
+# The error in an environment without torch.
 NO_TORCH = (
     "torch_metal_attn needs torch, which {python} does not have: pip install -U 'torch>=2.10'"
 )
@@ -91,7 +91,7 @@ NO_TORCH = (
     [(True, False, UNBUILT), (False, False, INCOMPLETE), (True, True, NO_TORCH)],
     ids=["source", "incomplete", "no torch"],
 )
-def test_a_package_that_cannot_work(imported, is_source, has_extension, message):
+def test_a_package_that_cannot_work_says_why(imported, is_source, has_extension, message):
     if has_extension:
         (imported.package / "_C.abi3.so").write_bytes(b"")
     build = BUILD.format(imported.package.parent)
@@ -108,8 +108,8 @@ import torch_metal_attn
 
 
 @pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
-def test_a_build_that_is_older_than_the_source_code():
-    """As after `git pull`: an op of the Python code is missing in the extension."""
+def test_a_build_that_is_older_than_the_source_code_is_named():
+    """After `git pull`, for example, the extension can lack an op of the Python code."""
     done = run_program(OLDER)
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"ImportError: {extension.PATH} was built from other source code than ")
@@ -117,7 +117,7 @@ def test_a_build_that_is_older_than_the_source_code():
     assert "('metal_attn' object has no attribute " in last
 
 
-def test_built_for_another_machine(tmp_path, monkeypatch):
+def test_a_library_of_another_machine_is_reported(tmp_path, monkeypatch):
     path = tmp_path / "_C.abi3.so"
     path.write_bytes(b"no library of this machine")
     monkeypatch.setattr(extension, "PATH", path)
@@ -147,7 +147,7 @@ def test_modules_of_the_build_need_only_the_standard_library():
         (None, lambda: ctypes.CDLL(_ctypes.__file__), True),
     ],
 )
-def test_a_checkout_of_other_params(change, library, fits, tmp_path, monkeypatch):
+def test_params_of_another_version_are_refused(change, library, fits, tmp_path, monkeypatch):
     """Structs of another version would look like races in the kernels."""
     monkeypatch.setattr(extension, "PATH", tmp_path / "torch_metal_attn" / "_C.abi3.so")
     text = ctypes.c_char.in_dll(extension.load(), "metal_attn_params_text")
@@ -172,7 +172,7 @@ LONG_TEXTS = {"captures": [], "mask": LONG, "shares": [LONG] * 2, "places": [LON
 
 @pytest.mark.parametrize("op, texts", [("flex_fwd", LONG_TEXTS), ("flash_fwd", {})])
 def test_ops_free_the_strings_that_they_take_and_return(op, texts):
-    """Torch's own conversions (2.13) leak a copy of each, 2,000 to 16,000 bytes a call."""
+    """Torch's own conversions (2.13) leak a copy of each string, 2,000 to 16,000 bytes a call."""
     explain, q = getattr(torch.ops.metal_attn_explain, op), torch.zeros(1, 1, 8, 8)
 
     def memory(calls):
@@ -185,5 +185,5 @@ def test_ops_free_the_strings_that_they_take_and_return(op, texts):
         before = memory(200)
         return memory(2000) - before
 
-    # A leak grows each time. Memory that was paged out returns once.
+    # A leak grows in each round, but memory that was paged out returns only once.
     assert any(grown() < 2 << 20 for _ in range(5))

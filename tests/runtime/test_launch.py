@@ -102,7 +102,7 @@ def test_defines_come_between_metals_headers_and_the_text(any_fake):
     assert shaders.with_defines(headers + text, defines) == expected
 
 
-def test_library_and_kernel_are_made_once_a_specialisation(any_fake):
+def test_a_specialisation_makes_its_library_and_kernel_once(any_fake):
     any_fake.add_family("cached", TEXT)
     for _ in range(2):
         for defines in ("N=1", "N=2"):
@@ -113,7 +113,7 @@ def test_library_and_kernel_are_made_once_a_specialisation(any_fake):
     assert any_fake.log().count("end") == 8
 
 
-def test_kernel_that_is_not_there_is_named(any_fake):
+def test_a_missing_kernel_is_named(any_fake):
     any_fake.add_family("missing", TEXT)
     for _ in range(2):
         words = "compiling 'absent' of missing for this GPU failed: no such kernel"
@@ -132,7 +132,7 @@ def test_kernel_that_is_not_there_is_named(any_fake):
         ("bytes", "set_arg_tensor"),
         ("bytes", "set_arg_bytes"),
         ("bytes", "dispatch"),
-        ("member", "setArg"),  # throws, where the others return an error
+        ("member", "setArg"),  # throws; the other shims return an error
     ],
 )
 def test_errors_inside_the_block_reach_the_caller(fakes, variant, shim):
@@ -149,7 +149,7 @@ def test_errors_inside_the_block_reach_the_caller(fakes, variant, shim):
     assert fake.log()[-1] == "end"
 
 
-def test_error_of_the_block_itself(any_fake):
+def test_an_error_of_the_block_itself_is_reported(any_fake):
     any_fake.add_family("block_error", TEXT)
     any_fake.fail("run_command_block")
     with pytest.raises(RuntimeError, match="running 'scale' failed: run_command_block was told"):
@@ -182,7 +182,7 @@ SLOTS |= shader_params.slots("FlashFwdBuffer", "FLASH_FWD_")
 
 
 def bound(fake):
-    """The address of each buffer by its slot, and slot and bytes of the params."""
+    """{slot: address} of the buffers, then the slot and the bytes of the params."""
     buffers = {int(slot): int(address) for _, slot, address in words(fake, "tensor")}
     (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
     _, slot, text = params.split()
@@ -198,7 +198,7 @@ def launched(fake):
     return buffers, shader_params.values(fields.problem) | own
 
 
-def run_what_was_launched(fake, kernel, tensors):
+def run_launched_text(fake, kernel, tensors):
     by_address = {tensor.data_ptr(): tensor for tensor in tensors}
     buffers, slot, params = bound(fake)
     arguments = {n: by_address[address] for n, address in buffers.items()}
@@ -217,7 +217,7 @@ def at(**tensors):
 
 
 def every_feature(batch, heads, q_length, kv_length):
-    """Every optional buffer, each with other strides."""
+    """Every optional buffer; no two have the same strides."""
 
     def cut(*shape):
         return torch.randn(*(2 * size + 1 for size in shape))[tuple(slice(1, s + 1) for s in shape)]
@@ -244,7 +244,7 @@ def every_feature(batch, heads, q_length, kv_length):
         *((1 - 2.0**-53, 2**32 - 1, 2**53), (1, 2**32 - 1, 0)),
     ],
 )
-def test_dropout_thresholds(fake, dropout_p, last_dropped, keep_scale):
+def test_dropout_params_follow_dropout_p(fake, dropout_p, last_dropped, keep_scale):
     fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
     q = torch.randn(1, 1, 8, 16)
     fake.ops.flash_fwd(q, q, q, dropout_p=dropout_p, rng_state=torch.tensor([5, 6]))
@@ -273,7 +273,7 @@ def test_without_rows_nothing_is_launched(any_fake, empty):
     assert any_fake.log() == []
 
 
-def test_flash_fwd_without_keys_reads_none(any_fake):
+def test_flash_fwd_without_keys_reads_no_keys(any_fake):
     """The kernel writes the results. Slots of empty tensors bind another tensor."""
     any_fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
     q = torch.randn(1, 2, 40, 16)
@@ -284,7 +284,7 @@ def test_flash_fwd_without_keys_reads_none(any_fake):
     assert params["kv_length"] == 0
 
 
-# Other specialisations than above, because libraries stay cached.
+# The specialisations differ from those above, because libraries stay cached.
 @pytest.mark.parametrize(
     ("dtype", "head_dim_v", "q_offset", "features"),
     [(torch.float32, 56, None, False), (torch.bfloat16, 40, 20, True)],
@@ -301,7 +301,7 @@ def test_the_launched_text_computes_attention(fake, dtype, head_dim_v, q_offset,
     options |= {"causal": q_offset is not None, "q_offset": q_offset}
     out, lse = fake.ops.flash_fwd(q, k, v, **options)
     settings = [value for value in options.values() if torch.is_tensor(value)]
-    run_what_was_launched(fake, "flash_fwd", [q, k, v, out, lse, *settings])
+    run_launched_text(fake, "flash_fwd", [q, k, v, out, lse, *settings])
     with simulate():
         expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
     assert torch.equal(out, expected)

@@ -114,7 +114,7 @@ int eleven(;
 """
 
 
-def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):
+def test_a_shader_that_does_not_compile_is_reported(any_fake, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     any_fake.add_family("broken", BROKEN)
     any_fake.fail("create_shader_library", LOG)
@@ -145,7 +145,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monke
     assert errors[0] == errors[1] != errors[2]
     assert compiled == [f"#define N {n}\n{BROKEN}" for n in (1, 2)]
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == compiled
-    # Another library with the same text, as in another process.
+    # Another library with the same text, as another process would have, reports the same file.
     path = re.search(r"The shader's text is in (\S+)", errors[0])[1]
     any_fake.add_family("twice", "#define N 1\n" + BROKEN)
     with pytest.raises(RuntimeError, match=re.escape(path)):
@@ -154,7 +154,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monke
     any_fake.refuse("")
 
 
-def test_a_compile_error_without_a_writable_folder(any_fake, monkeypatch):
+def test_a_compile_error_without_a_writable_folder_has_the_text(any_fake, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nowhere")
     any_fake.add_family("broken_too", BROKEN)
     any_fake.fail("create_shader_library", LOG)
@@ -163,7 +163,7 @@ def test_a_compile_error_without_a_writable_folder(any_fake, monkeypatch):
     assert BROKEN in str(raised.value)
 
 
-def test_torch_without_error_texts(fakes):
+def test_errors_of_an_older_torch_say_where_the_reason_is(fakes):
     """Before 2.13 torch prints the reason to stderr."""
     silent = fakes["tensor"]  # the variant of the oldest torch
     silent.clear()
@@ -173,7 +173,7 @@ def test_torch_without_error_texts(fakes):
         launch(silent, family="silent")
 
 
-def test_out_of_memory(any_fake):
+def test_out_of_memory_names_shape_and_bytes(any_fake):
     any_fake.add_family("flash_decode", "kernel void flash_decode() {}")
     q = torch.randn(1, 1, 1, 64)
     many = q.expand(2**20, 2**10, 2**10, 64)
@@ -196,7 +196,7 @@ def simulated(*operands):
         return torch.ops.metal_attn.flash_fwd(*operands)
 
 
-def test_out_of_memory_between_two_dispatches(any_fake):
+def test_out_of_memory_between_two_dispatches_is_reported(any_fake):
     any_fake.add_family("flash_decode", "kernel void flash_decode() {}")
     any_fake.add_family("merge", "kernel void merge_splits() {}")
     q, k = torch.randn(1, 2, 1, 40), torch.randn(1, 2, 90, 40)
@@ -306,7 +306,7 @@ for number in range(1, ROUNDS + 1):
             ops.flash_fwd(q, q, q)
             if sent >= number:
                 after += 1
-                time.sleep(0)  # the system's chance to deliver the signal
+                time.sleep(0)  # lets the system deliver the signal
         seen.append("lost")
     except BaseException as error:
         seen.append(type(error).__name__)

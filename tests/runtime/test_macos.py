@@ -46,13 +46,13 @@ def set_versions(monkeypatch):
         ("26.2", "26.2.1", "unused", "26.2.1"),
         ("10.16", "14.4", "unused", "14.4"),
         ("16.2", "16.2", "26.2", "26.2"),  # linked for macOS 15 or earlier
-        ("10.16", "10.16", "26.1", "26.1"),  # for 10.15 or earlier
+        ("10.16", "10.16", "26.1", "26.1"),  # linked for macOS 10.15 or earlier
         ("16.2", "16.2", "", "16.2"),
         ("15.1", "", "unused", "15.1"),
         ("", "unused", "unused", ""),
     ],
 )
-def test_the_version(files, kernel, program, version, set_versions):
+def test_the_version_that_macos_really_has_is_found(files, kernel, program, version, set_versions):
     set_versions(files, kernel, program)
     assert macos.version() == version
 
@@ -60,7 +60,7 @@ def test_the_version(files, kernel, program, version, set_versions):
 @pytest.mark.parametrize(
     "version, suffices", [("26.2", 1), ("27.0", 1), ("26.1.9", 0), ("26", 0), ("15.6", 0), ("", 0)]
 )
-def test_at_least(version, suffices, monkeypatch):
+def test_at_least_compares_versions(version, suffices, monkeypatch):
     monkeypatch.setattr(macos, "version", lambda: version)
     assert macos.at_least(26, 2) == bool(suffices)
 
@@ -72,20 +72,20 @@ FAST, TOO_OLD = "with PYTORCH_MPS_FAST_MATH Metal 3.1 ignores NaN", "compiles no
     "torch_version, version, fast, chosen, metal, warning",
     [
         ("2.10.0", "14.6", "1", "", "3.1", FAST),
-        ("2.10.0", "14.6", "", "", "3.1", FAST),  # torch takes all but 0 for on
+        ("2.10.0", "14.6", "", "", "3.1", FAST),  # torch treats every value but 0 as on
         ("2.10.0", "14.6", "0", "", "3.1", ""),
         ("2.10.0", "14.6", None, "", "3.1", ""),
-        ("2.10.0", "26.2", "1", "4.0", "3.1", FAST),  # 2.10 compiles nothing else
+        ("2.10.0", "26.2", "1", "4.0", "3.1", FAST),  # torch 2.10 compiles only Metal 3.1
         ("2.11.0", "14.6", "1", "", "3.1", FAST),
         ("2.11.0", "15.0", "1", "", "3.2", ""),
-        ("2.14.1", "26.0", "1", "3.1", "4.0", ""),  # and 2.14 reads no such variable
+        ("2.14.1", "26.0", "1", "3.1", "4.0", ""),  # torch 2.14 ignores PYTORCH_MPS_METAL_VERSION
         ("2.15.0", "26.0", "1", "3.1", "3.1", FAST),
         ("2.15.0", "26.0", "1", "3.2", "3.2", ""),
         ("2.15.0+cpu", "15.1", None, "5", "3.2", ""),
         ("2.15.0", "14.6", None, "", "3.1", TOO_OLD),
     ],
 )
-def test_metal_version_and_fast_math(
+def test_metal_version_and_fast_math_follow_the_settings(
     torch_version, version, fast, chosen, metal, warning, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch, "__version__", torch_version)
@@ -106,7 +106,7 @@ IMPORT = """
 import platform, subprocess, sys, types, warnings
 import torch
 
-def is_macos_or_newer(major, minor):  # as torch 2.13's
+def is_macos_or_newer(major, minor):  # behaves as in torch 2.13
     warnings.warn(f"Can't check whether running on {major}.{minor}+ returning one for 26.0+")
     return True
 

@@ -1,4 +1,4 @@
-"""The check that mps is usable, made once a process, on the fake of torch's shims (fake_mps/)."""
+"""The check that mps is usable, once per process, on the fake of torch's shims (fake_mps/)."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def memory(address):
 def simulated(text, address):
     compile_shader(text, check=True).probe(memory(address), threads=32, group_size=32)
 
-right = torch.ones(96)  # before the forks, for what must be quick
+right = torch.ones(96)  # computed before the forks, so that gives_right is quick
 compile_shader(shaders.source("probe"), check=True).probe(right, threads=32, group_size=32)
 
 def only_the_probe(text, address):
@@ -83,9 +83,9 @@ def hangs(*arguments, **options):
     time.sleep(600)
 
 def busy(limit):
-    '''`both` where what is queued takes longer than the probe may, which has `limit` ms.'''
+    '''`both` if earlier work is queued for twice the probe's limit, which is `limit` ms.'''
     waits = [2 * limit / 1000]
-    def copy(to, source, non_blocking=False):  # the first waits for what is queued
+    def copy(to, source, non_blocking=False):  # the first copy waits for the queued work
         if waits:
             time.sleep(waits.pop())
         ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
@@ -93,7 +93,7 @@ def busy(limit):
     return both(gives_right, limit=limit, copy=copy)
 
 def busy_before():
-    '''With the first of these limits in which this machine can try the kernel.'''
+    '''`busy` with the first limit that is long enough for the probe on this machine.'''
     for limit in (500, 5000, 50000):
         result = in_child(busy, limit)
         if result[0] == "":
@@ -114,7 +114,7 @@ def virtual():
     fake.library.metal_attn_set_gpu_name(b"Apple Paravirtual device")
 
 def best(then):
-    '''The best device, twice, what is said on stderr, and of the backend by `info`.'''
+    '''The best device, twice; what is printed on stderr; and the backend in two reports.'''
     then()
     devices = []
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -177,7 +177,7 @@ OLD_GPUS = ("Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU"
 CASES = {
     "both(only_the_probe)": WORKS,
     "op_first()": WORKS[1::2],
-    # The time of the trial begins after the GPU's queued work.
+    # The probe's time starts when the GPU has finished its queued work.
     "busy_before()": WORKS,
     "backend_forced_by_env()": ["", "launched", "", ["flash_fwd"], "mps"],
     "eight_threads()": [[""] * 4 + ["launched"] * 4, 1, 4],
@@ -213,7 +213,7 @@ def cases(libraries):
 
 
 @each_case("call", CASES)
-def test_mps_that_works_or_is_not_tried(cases, call):
+def test_mps_is_used_unless_its_gpu_is_too_old(cases, call):
     assert cases[call] == CASES[call]
 
 
@@ -221,7 +221,7 @@ def test_mps_that_works_or_is_not_tried(cases, call):
 def test_each_failure_has_a_reason(cases, call):
     problem, raised, again, started = cases[call]
     why, kernels = FAILURES[call]
-    assert re.fullmatch(why, problem)  # in one line
+    assert re.fullmatch(why, problem)  # `.` matches no line break
     assert again == problem
     assert started == kernels
     assert raised.startswith(f"metal_attn: mps cannot be used: {problem}. ")
@@ -232,7 +232,7 @@ def test_each_failure_has_a_reason(cases, call):
 def test_the_simulator_replaces_mps_that_does_not_work(cases):
     devices, said, backend, described = cases[VIRTUAL]
     assert devices == [["cpu", True]] * 2
-    (line,) = said.splitlines()  # of two calls
+    (line,) = said.splitlines()  # two calls print one line
     assert line.startswith("torch_metal_attn: the kernels run in the simulator; mps cannot be used")
     for text in (line, *backend, described):
         assert "its GPU is 'Apple Paravirtual device'" in text
@@ -247,7 +247,7 @@ def test_mps_that_works_is_the_best_device(cases):
     assert backend[0].split() == ["backend", "mps"]
 
 
-def test_forks(cases):
+def test_forked_children_say_why_they_cannot_use_mps(cases):
     good, without_trial, bad, during = (cases[call] for call in FORKS)
     before, (problem, raised, device, said), after, launched = good
     assert before == after == ""

@@ -1,4 +1,4 @@
-"""Launches in pieces (csrc/runtime/pieces.h), on mps each in a command buffer of its own."""
+"""Launches that run in pieces (csrc/runtime/pieces.h); on mps a piece is a command buffer."""
 
 import ctypes
 import math
@@ -49,13 +49,13 @@ def launches(monkeypatch):
 
 
 def boxes(pieces):
-    """The number of runs of each threadgroup of the grid."""
+    """How often each threadgroup of the grid ran."""
     places = [PLACE.unpack(params[-PLACE.size :]) for params, _ in pieces]
     assert len({place[3:] for place in places}) == 1
     grid = torch.zeros(*places[0][3:], dtype=torch.int32)
     for (x, y, z, *_), (_, (width, height, depth)) in zip(places, pieces, strict=True):
         box = grid[x : x + width, y : y + height, z : z + depth]
-        assert box.shape == (width, height, depth), "the piece leaves the grid"
+        assert box.shape == (width, height, depth), "the piece reaches beyond the grid"
         box += 1
     return grid
 
@@ -132,7 +132,7 @@ def check_pieces(make, kernels, device, limit, launches):
         made = dict(grids(launches))
         assert made.keys() <= kernels
         assert made.keys() == kernels or threadgroups > 1
-        assert all((ran == 1).all() for ran in made.values()), "not once each"
+        assert all((ran == 1).all() for ran in made.values()), "a threadgroup ran twice or never"
         sizes = [math.prod(grid) for _, is_piece, _, grid in launches if is_piece]
         assert all(size <= threadgroups for size in sizes)
 
@@ -155,7 +155,7 @@ M1 = 8  # cores
 def m1(fakes):
     changed = []
 
-    def tell(variant):
+    def fake_of(variant):
         fake = fakes[variant]
         fake.clear()
         shaders.serve(fake.library)
@@ -163,7 +163,7 @@ def m1(fakes):
         changed.append(fake)
         return fake
 
-    yield tell
+    yield fake_of
     for fake in changed:
         fake.library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
         limit_of(fake.library)(0)
@@ -183,7 +183,7 @@ COMMITS = {"bytes": "commit of 0", "member": "commit", "tensor": None}
 
 @pytest.mark.parametrize(("variant", "commit"), COMMITS.items())
 def test_each_piece_is_a_command_buffer(m1, variant, commit, capfd):
-    """By torch's stream (2.10 to 2.15), or by its C++ API, or not at all, with a message."""
+    """torch's stream (2.10 to 2.15) or C++ API commits it. If it has neither, a message says so."""
     fake = m1(variant)
     q, k, v = long_rows(100_000, heads=2)
     for _ in range(2):
@@ -198,7 +198,7 @@ def test_each_piece_is_a_command_buffer(m1, variant, commit, capfd):
     assert said.count("no way to commit its MPS stream") == (commit is None)
 
 
-def test_pieces_on_mps_are_the_grid(m1):
+def test_pieces_on_mps_cover_the_grid_once(m1):
     fake = m1("bytes")
     fake.ops.flash_fwd(*long_rows(100_000, heads=2))
     params = [bytes.fromhex(line.split()[2]) for line in fake.log() if line.startswith("bytes 3 ")]
@@ -207,7 +207,7 @@ def test_pieces_on_mps_are_the_grid(m1):
     assert (boxes(list(zip(params, sizes, strict=True))) == 1).all()
 
 
-def test_command_buffers_of_short_launches(m1):
+def test_short_launches_are_committed_within_a_second(m1):
     """Each stream's command buffer is committed before our launches exceed one second."""
     fake = m1("bytes")
     for stream in (5, 6, 5, 6, 5, 6, 6, 5):

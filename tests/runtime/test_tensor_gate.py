@@ -123,7 +123,7 @@ def tf32(**how):
     return call(run, of, of | {"backward": True}, {}, allow_tf32=True, **how)
 
 def flex():
-    '''One text that does not compile on tensor tiles, one on no tile, and others.'''
+    '''A text that does not compile on tensor tiles, one that compiles on no tile, and others.'''
     results = [attend()]
     fake.refuse("void flash_fwd_tensor(")
     results.append(score("score + 1.0"))
@@ -153,7 +153,7 @@ def begun():
     return sorted(name for name in os.listdir(folder.name + "/hung") if "begun" in name)
 
 def hangs(kernel):
-    '''What the process finds, the next, one of another version, one that insists, and the last.'''
+    '''What this process, the next, one of another version, one that insists and the last find.'''
     note = os.path.join(folder.name, "hung", kernel)
     found = [case(note=note, then=lambda: hang(kernel)), begun()]
     found += [case(note=note), case(note=note + " of another version")]
@@ -246,11 +246,11 @@ def differs(what, tensor=1, matrix=1):
     return f"a small problem, {what}, gave {tensor} with tensor tiles and {matrix} with 8x8 tiles"
 
 
-# In this order, because each case reads the record of the cases before it.
+# The order matters, because each case reads the record of the previous cases.
 CASES = {
     "case(numbers=(1.0, 1.01))": fault([*PROBES, *BOTH, *MATRIX], differs("float16", 1, r"1\.0.*")),
     "os.path.exists(record)": False,
-    # Both kinds of tile are compared once, in three problems, which is recorded.
+    # Both kinds of tile are compared once, in three problems. The result is recorded.
     "case()": NEW,
     "case(numbers=(1.0, 2.0))": REMEMBERED,
     'case(name="Apple M4")': works(
@@ -283,7 +283,7 @@ CASES = {
     'case(then=lambda: fake.refuse("void flash_fwd_tensor(", "dispatch"))': fault(
         [*PROBES, *TENSOR, *MATRIX], "", said="attention of such tensors"
     ),
-    # The next tensor tile takes the place of one.
+    # The next tensor tile replaces the refused tile.
     'case(then=lambda: fake.refuse("#define Q_IN_REGISTERS 1", "pipeline"))': fault(
         [*PROBES, *TENSOR], "", said=""
     ),
@@ -301,14 +301,14 @@ CASES = {
         [*PROBES, *COMPARED * 3, *TENSOR_GRADIENTS * 2], "", "", said=compares(OF_BACKWARD)
     ),
     "backward(gradients=(1.0, 2.0))": works([*PROBES, *TENSOR_GRADIENTS * 2], "", ""),
-    'hangs("probe_tensor")': None,  # see test_a_trial_that_hangs
+    'hangs("probe_tensor")': None,  # see test_a_trial_that_hangs_is_not_repeated
     'hangs("flash_fwd_tensor")': None,
     # The next process repeats a trial that ends late, and waits for one that runs.
     'call(late, note=folder.name + "/hung/late")[0]': ["launched", ["late_begun"], []],
     "side_by_side()": REMEMBERED,
-    # Without a place for notes each process compares the tiles.
+    # If notes cannot be written, each process compares the tiles.
     'case(note=os.path.join(record, "under a file"))': NEW,
-    "call(flex, {})": None,  # see test_score_mods_that_do_not_compile
+    "call(flex, {})": None,  # see test_score_mods_that_do_not_compile_use_other_tiles_or_raise
     'backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor("))': fault(
         [*PROBES, *TENSOR_GRADIENTS[:2] * 3, *GRADIENTS * 2],
         *("", ""),
@@ -361,7 +361,7 @@ def actual(libraries):
 
 
 @each_case("call", [call for call, expected in CASES.items() if expected is not None])
-def test_each_case(actual, call):
+def test_tensor_tiles_are_used_only_if_they_pass(actual, call):
     expected = CASES[call]
     if not isinstance(expected, dict):
         assert actual[call] == expected
@@ -370,7 +370,7 @@ def test_each_case(actual, call):
     if expected["ran"] is not None:
         assert set(outcomes) == {"launched"}
         assert ran == expected["ran"]
-    # Half precision keeps its tensor tiles where float32 alone has none.
+    # If only float32 fails, half precision keeps its tensor tiles.
     patterns = [*expected["problems"], ""][: len(problems)]
     for problem, pattern in zip(problems, patterns, strict=True):
         assert re.fullmatch(pattern, problem)
@@ -389,7 +389,7 @@ def test_each_case(actual, call):
         ("flash_fwd_tensor", f"{COMPARISON} did not end within 1200 ms", PROBES, COMPARES),
     ],
 )
-def test_a_trial_that_hangs(actual, kernel, why, tried, said):
+def test_a_trial_that_hangs_is_not_repeated(actual, kernel, why, tried, said):
     def not_used(why):
         return f"torch_metal_attn: attention uses 8x8 tiles, not tensor tiles: {why}\n"
 
@@ -407,7 +407,7 @@ def test_a_trial_that_hangs(actual, kernel, why, tried, said):
     assert last == REMEMBERED
 
 
-def test_score_mods_that_do_not_compile(actual):
+def test_score_mods_that_do_not_compile_use_other_tiles_or_raise(actual):
     (*launched, bad, reason), ran, problems, said = actual["call(flex, {})"]
     assert launched == ["launched"] * 6
     assert re.match("metal_attn: compiling flash_fwd .*score [+] 3.0.* failed: ", bad)

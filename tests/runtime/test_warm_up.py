@@ -39,7 +39,7 @@ def compiled_in(fake):
 
 class TestCompiling:
     @pytest.mark.parametrize("head_dim, limit", [(72, 0), (160, 1)], ids=["whole", "in pieces"])
-    def test_tensors_that_have_no_memory(self, fake, head_dim, limit):
+    def test_tensors_without_memory_suffice(self, fake, head_dim, limit):
         arguments = meta(head_dim)
         texts = compiled_in(fake)
         limit_pieces = limit_of(fake.library)
@@ -56,7 +56,7 @@ class TestCompiling:
             fake.ops.flash_fwd(q, q, q, causal=True)
             fake.ops.flash_bwd(q, None, q, q, q, q, lse, exact_delta=True, causal=True)
             assert fake.log()[-1] == "end"
-            assert len(texts) == 4, "the ops had something compiled"
+            assert len(texts) == 4, "the ops compiled another text"
             again = warm_up(*arguments, causal=True, backward=True)
         finally:
             limit_pieces(0)
@@ -70,12 +70,12 @@ class TestCompiling:
         meet = threading.Barrier(3)
         fake.set_compiler(lambda text: meet.wait(HANG_SECONDS))
         calls = [meta(head_dim) for head_dim in (80, 88, 96)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in calls], threads=3)
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*qkv) for qkv in calls], threads=3)
         assert (done.compiled, done.failed) == (3, ())
         assert not meet.broken
 
     def test_a_program_is_compiled_once(self, fake, monkeypatch):
-        """Three calls differ only in lengths, so one is compiled."""
+        """Three calls differ only in lengths, so one program is compiled."""
         texts, asked = compiled_in(fake), []
         explain = fake.ops.flash_fwd_explain
         monkeypatch.setattr(
@@ -84,11 +84,11 @@ class TestCompiling:
             lambda name: lambda *arguments: asked.append(name) or explain(*arguments),
         )
         arguments = [meta(184, (length, 50)) for length in (40, 41, 42)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in arguments])
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*qkv) for qkv in arguments])
         assert (done.kernels, len(texts)) == ({"flash_fwd": 1}, 1)
         assert asked == ["flash_fwd"] * 4
 
-    def test_a_tile_that_the_gpu_refuses(self, fake, capfd):
+    def test_a_tile_that_the_gpu_refuses_is_replaced(self, fake, capfd):
         (first,) = extension.launches(fake.ops.flash_fwd_explain(*meta(200)))
         defines = "".join(f"#define {name} {value}\n" for name, value in first["defines"].items())
         fake.refuse(defines, "pipeline")
@@ -98,14 +98,14 @@ class TestCompiling:
         assert len(texts) == 2
         assert "which this GPU refuses" in capfd.readouterr().err
         (then,) = extension.launches(fake.ops.flash_fwd_explain(*meta(200)))
-        tiles = [one["tuning"]["candidates"][0] for one in (first, then)]
+        tiles = [launch["tuning"]["candidates"][0] for launch in (first, then)]
         assert then["choice"].startswith(f"default; refused: {tiles[0]} in threadgroups of ")
         assert tiles[1] != tiles[0]
 
     def test_compile_errors_are_reported(self, fake):
         fake.refuse("#define HEAD_DIM_QK 208")
         calls = [meta(208), meta(216)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in calls])
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*qkv) for qkv in calls])
         (error,) = done.failed
         assert "told to be refused" in error
         assert (done.kernels, done.compiled) == ({"flash_fwd": 1}, 1)
@@ -114,11 +114,11 @@ class TestCompiling:
 
 
 class TestRefusals:
-    def test_without_mps(self):
+    def test_without_mps_it_raises(self):
         with pytest.raises(RuntimeError, match=r"mps is not available\. Call it on a Mac"):
             warm_up(*meta(64))
 
-    def test_invalid_arguments(self, fake):
+    def test_invalid_arguments_raise(self, fake):
         with pytest.raises(TypeError, match="warm_up's first argument is an int; it must be"):
             warm_up(3)
         with pytest.raises(TypeError, match=r"a Linear, which has no generate\(\), and no arg"):
@@ -126,7 +126,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="softcap"):
             warm_up(*meta(64), softcap=-1.0)
 
-    def test_a_call_without_our_ops(self, fake):
+    def test_a_call_without_our_ops_compiles_nothing(self, fake):
         assert "nothing to compile" in str(warm_up(torch.nn.Linear(2, 2), torch.zeros(2)))
 
 
@@ -154,7 +154,7 @@ print(json.dumps([done.kernels, done.compiled, *first, len(texts), fake_mac.kern
 """
 
 
-def test_a_model_of_transformers(libraries):
+def test_a_warm_model_of_transformers_compiles_nothing(libraries):
     pytest.importorskip("transformers")
     output = run_alone(MODEL, libraries["bytes"], TORCH_METAL_ATTN_BACKEND="mps")
     kernels, compiled, texts, lines, at_last, ran = json.loads(output)
@@ -165,7 +165,7 @@ def test_a_model_of_transformers(libraries):
 
 
 def test_slow_compilations_are_reported(any_fake, capfd):
-    """Those of more than 2 s, in at most five lines for each process."""
+    """Compilations of more than 2 s are reported, in at most five lines per process."""
 
     def compiler(text):
         any_fake.library.fake_mps_pass_time(int(text.split()[-1]))
@@ -201,7 +201,7 @@ def test_prefixes_of_warm_up_are_not_matched(fake):
     assert cache.match_prefix(tokens)[1] == 0
 
 
-def test_a_gpu_of_unknown_cores_divides_no_short_call():
+def test_a_gpu_of_unknown_cores_does_not_divide_short_calls():
     """torch reports 0 cores if it does not know the number."""
     extension.load().metal_attn_set_gpu_cores(0)
     q = torch.zeros(1, 2, 40, 64)

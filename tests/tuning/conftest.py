@@ -19,7 +19,7 @@ def no_table():
 
 @pytest.fixture
 def fake_gpu(monkeypatch, tmp_path):
-    """A Mac with the reference's results and the fake GPU's times. Its cache is tmp_path."""
+    """A Mac with the reference's results and the fake GPU's times, whose cache is tmp_path."""
     fake = FakeGpu()
     monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(tmp_path))
     monkeypatch.delenv(loading.SETTING, raising=False)

@@ -5,14 +5,14 @@ import torch
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.explain.ops import backward_launches
 
-# The rest of a flash_fwd tile with Q in registers, and of one that reads Q again.
-HELD = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=1"
-AGAIN = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=0 KV_STAGED=1"
+# The last knobs of a flash_fwd tile that holds Q in registers, and of a tile that reads Q again.
+Q_HELD = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=1"
+Q_READ_AGAIN = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=0 KV_STAGED=1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float16, heads=(2, 2)):
-    """q, k and v (B, H, L, D). Each is one row, expanded, so that it takes no memory."""
+    """q, k and v (B, H, L, D). Each is an expanded row, so that it takes no memory."""
     (q_length, kv_length), (q_heads, kv_heads) = lengths, heads
     q, v = (torch.empty(n, dtype=dtype) for n in (head_dim, v_head_dim or head_dim))
     q, k = q.expand(1, q_heads, q_length, -1), q.expand(1, kv_heads, kv_length, -1)

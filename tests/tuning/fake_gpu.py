@@ -33,7 +33,7 @@ class FakeClock:
 
 
 class FakeGpu(FakeClock):
-    """Launches take the `seconds` of a word in the forced tile, else 1. torch takes `torch`."""
+    """A launch takes `seconds` of a word in the forced tile, else 1 s; torch takes `torch` s."""
 
     def __init__(self):
         super().__init__()

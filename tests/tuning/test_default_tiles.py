@@ -55,7 +55,7 @@ def test_the_table_covers_every_problem(dtype, head_dims, options, heads):
 
 
 @each_case("q_length, options", [(70, {}), (1, {"num_splits": 1}), (3, {"num_splits": 2})])
-def test_threadgroup_memory_equals_that_of_a_run(q_length, options):
+def test_explained_threadgroup_memory_equals_that_of_a_run(q_length, options):
     """Each array begins at a multiple of 16 bytes."""
     op = "flash_decode" if options else "flash_fwd"
     q, k, v = operands(64, lengths=(q_length, 70), heads=(4, 2))
@@ -103,7 +103,7 @@ def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, blocks):
         call[f"{name}_indices"] = torch.zeros(1, 1, block, others).int()
     launches = explained("flex_fwd", **call)
     launches += backward_launches("flex_fwd", call)
-    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= {one["kernel"] for one in launches}
+    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= {x["kernel"] for x in launches}
     for launch in launches:
         chosen, sizes = numbers(launch), blocks[::-1] if "dkv" in launch["kernel"] else blocks
         if block := chosen.get("BLOCK_K", chosen.get("BLOCK_Q")):
@@ -145,7 +145,7 @@ def test_a_band_is_compiled_in_only_if_it_hides_a_key(options, band):
 
 @each_case("name", OLD + NEW)
 def test_m3_and_later_may_read_keys_and_values_unstaged(name, gpu):
-    """Such tiles are candidates for `tune`, not the default. Unknown GPUs have none."""
+    """Unstaged tiles are candidates for `tune`, not the default. Unknown GPUs have no such tile."""
     gpu(name)
     chosen = launch_of("flash_fwd", *operands(128))
     default, *others = chosen["tuning"]["candidates"]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.sdpa.sdpa_check import close, normal, nothing_said  # noqa: F401
-from tests.tuning.explained import HELD
+from tests.tuning.explained import Q_HELD
 from torch_metal_attn import allow_tf32, sdpa_replaced, simulate
 from torch_metal_attn.tuned import advice, loading
 
@@ -26,7 +26,7 @@ def no_keys():
 
 def timed(key=PLAIN, **ratios):
     """Use a table with a row for `key`. ratios: torch's time divided by ours, by kind."""
-    row = loading.Row(f"V_SLICE=8 BLOCK_K=32 SIMDGROUPS=4 {HELD}", ratios)
+    row = loading.Row(f"V_SLICE=8 BLOCK_K=32 SIMDGROUPS=4 {Q_HELD}", ratios)
     loading._loaded = loading.Loaded({key: row}, loading.MEASURED)
 
 
@@ -52,29 +52,29 @@ def test_calls_that_torch_runs_faster_are_left_to_torch():
 
 
 @pytest.mark.parametrize("ratio, replaced", [(0.98, 0), (0.99, 1)])
-def test_the_least_gain_is_two_percent(ratio, replaced):
+def test_a_gain_of_two_percent_leaves_calls_to_torch(ratio, replaced):
     timed(forward=ratio)
     assert attend() == replaced
 
 
-def test_rows_are_for_the_features_of_a_call():
+def test_a_row_applies_only_to_calls_with_its_features():
     timed(BAND, forward=0.5)
     assert attend() == 1
     assert attend(is_causal=True) == 0
-    # A mask that hides the same keys has another kernel.
+    # A mask that hides the same keys runs another kernel.
     mask = torch.ones(40, 50, dtype=torch.bool).tril()
     assert attend(attn_mask=mask) == 1
 
 
 @pytest.mark.parametrize("kind", ["forward", "decode"])
-def test_few_queries_have_the_row_of_flash_decode(kind):
+def test_few_queries_use_the_row_of_flash_decode(kind):
     timed("flash_decode float 8 8 plain q<=8 k<=512", **{kind: 0.5})
     with simulate(record=True), sdpa_replaced(prefer="fastest") as calls:
         F.scaled_dot_product_attention(*qkv(5))
     assert calls.replaced == 0
 
 
-def test_tf32_has_other_rows(gpu):
+def test_tf32_uses_the_rows_of_tensor_tiles(gpu):
     gpu("Apple M5")
     timed(forward=0.5)
     assert attend() == 0
@@ -122,7 +122,7 @@ def test_without_a_table_every_call_is_replaced_with_a_warning(nothing_said):  #
     assert (calls.replaced, len(said)) == (2, 1)
 
 
-def test_other_preferences_are_refused():
+def test_unknown_preferences_are_refused():
     with pytest.raises(ValueError, match="prefer is 'speed'; it must be 'metal_attn' or 'fastest'"):
         sdpa_replaced(prefer="speed")
     with pytest.raises(ValueError, match="prefer is a float64 ndarray"):
@@ -130,7 +130,7 @@ def test_other_preferences_are_refused():
 
 
 def test_keys_are_cached_by_layout(monkeypatch):
-    """An explanation takes as long as a short call."""
+    """A key comes from an explanation, which takes as long as a short call."""
     timed(forward=2.0)
     explained = []
     launches = advice.Problem.launches

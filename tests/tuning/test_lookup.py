@@ -7,7 +7,7 @@ import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.helpers.cases import each_case
-from tests.tuning.explained import AGAIN, DTYPES, HELD, launch_of, operands
+from tests.tuning.explained import DTYPES, Q_HELD, Q_READ_AGAIN, launch_of, operands
 from torch_metal_attn import explain
 from torch_metal_attn.tuned import tiles
 
@@ -19,7 +19,7 @@ def key(kernel="flash_fwd", options=None, **sizes):
 
 
 class TestKeys:
-    def test_kernel_dtype_and_head_dims(self):
+    def test_a_key_has_kernel_dtype_and_head_dims(self):
         assert key(lengths=(100, 3000)) == "flash_fwd half 64 64 plain q<=512 k<=8192"
         assert key(v_head_dim=24, dtype=torch.float32).startswith("flash_fwd float 64 24 plain")
         assert key("flash_bwd_dq", dtype=torch.bfloat16).startswith("flash_bwd_dq bfloat 64 64")
@@ -32,7 +32,7 @@ class TestKeys:
             *((2048, "<=2048"), (2049, "<=8192"), (8193, ">8192"), (2**24, ">8192")),
         ],
     )
-    def test_classes_of_lengths(self, length, words):
+    def test_a_key_has_the_classes_of_the_lengths(self, length, words):
         few = key("flash_bwd_dq", lengths=(length, 600))
         assert few.endswith(f"plain q{words} k<=2048")
         assert key(lengths=(600, length)).endswith(f"plain q<=2048 k{words}")
@@ -65,10 +65,10 @@ class TestKeys:
             ("plain", {"softmax_scale": 0.3}),
         ],
     )
-    def test_features_that_change_the_choice(self, words, options):
+    def test_a_key_has_the_features_that_change_the_choice(self, words, options):
         assert key(options=options) == f"flash_fwd half 64 64 {words} q<=512 k<=512"
 
-    def test_caches(self):
+    def test_a_key_has_the_format_of_the_cache(self):
         q, k, v = operands(dtype=torch.float32)
         half = launch_of("flash_fwd", q, k.half(), v.half())["tuning"]["key"]
         assert half == "flash_fwd float 64 64 half q<=512 k<=512"
@@ -112,11 +112,11 @@ def test_candidates_begin_with_the_default_tile_and_can_all_run(kernel, name, gp
                 assert (forced["defines"] == launch["defines"]) == (number == 0)
 
 
-# Tiles that no row of the table has for these head dims.
+# Tiles that are in no row of the table for these head dims.
 @pytest.mark.parametrize("tile", ["BLOCK_K=16 SIMDGROUPS=6", "BLOCK_K=8 SIMDGROUPS=2"])
-def test_other_numbers_of_simd_groups(tile, device):
+def test_other_numbers_of_simd_groups_give_right_results(tile, device):
     qkv = make_qkv(q_length=150, kv_length=65)
-    with tiles.forced({"flash_fwd": f"V_SLICE=32 {tile} {AGAIN}"}):
+    with tiles.forced({"flash_fwd": f"V_SLICE=32 {tile} {Q_READ_AGAIN}"}):
         assert launch_of("flash_fwd", *qkv)["choice"] == "forced"
         check_flash_fwd(*qkv, causal=True, q_offset=-9, device=device)
 
@@ -124,7 +124,7 @@ def test_other_numbers_of_simd_groups(tile, device):
 SHAPE = {"head_dim": 64, "lengths": (100, 100)}
 
 
-def in_use(kernel="flash_fwd", **options):
+def use_second_candidate(kernel="flash_fwd", **options):
     """Use a table with the second candidate for SHAPE. Returns that tile, and q, k and v."""
     qkv = operands(**SHAPE)
     launch = launch_of(kernel, *qkv, **options)["tuning"]
@@ -134,7 +134,7 @@ def in_use(kernel="flash_fwd", **options):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_row_applies_to_its_key_only(kernel):
-    tile, qkv = in_use(kernel)
+    tile, qkv = use_second_candidate(kernel)
     launch = launch_of(kernel, *qkv)
     assert launch["choice"] == "tuned on this machine"
     assert launch["tuning"]["candidates"][0] == tile
@@ -150,12 +150,12 @@ def test_a_row_applies_to_its_key_only(kernel):
 @pytest.mark.parametrize(
     "tile",
     [
-        f"V_SLICE=64 BLOCK_K=64 SIMDGROUPS=4 {HELD}",
-        f"V_SLICE=20 BLOCK_K=32 SIMDGROUPS=4 {HELD}",
+        f"V_SLICE=64 BLOCK_K=64 SIMDGROUPS=4 {Q_HELD}",
+        f"V_SLICE=20 BLOCK_K=32 SIMDGROUPS=4 {Q_HELD}",
         "BLOCK_K=32",
-        f"V_SLICE=64 BLOCK_K=8y SIMDGROUPS=4 {HELD}",
+        f"V_SLICE=64 BLOCK_K=8y SIMDGROUPS=4 {Q_HELD}",
         "=",
-        f"V_SLICE=64 BLOCK_K=32 SIMDGROUPS=4 {HELD} NEW=1",
+        f"V_SLICE=64 BLOCK_K=32 SIMDGROUPS=4 {Q_HELD} NEW=1",
     ],
 )
 def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):
@@ -177,7 +177,7 @@ def test_malformed_rows_are_refused(row):
 
 
 def test_explain_shows_the_choice():
-    in_use(causal=True)
+    use_second_candidate(causal=True)
     launch = explain(*operands(**SHAPE), causal=True)
     assert "  tile            tuned on this machine" in str(launch).splitlines()
     assert "  tile            default" in str(explain(*operands(**SHAPE))).splitlines()

@@ -53,7 +53,7 @@ def text_of(defines):
         ("flash_bwd", 40, "flash_bwd_dkv", "BLOCK=8", "BLOCK_Q 8"),
     ],
 )
-def test_a_tables_tile_that_does_not_compile(op, head_dim, kernel, word, define, fake, capfd):
+def test_a_tables_bad_tile_is_replaced(op, head_dim, kernel, word, define, fake, capfd):
     tuning = launches_of(op, head_dim)[kernel]["tuning"]
     key = tuning["key"]
     tile = next(tile for tile in tuning["candidates"] if f"{word} " in f"{tile} ")
@@ -96,7 +96,7 @@ REASONS = {
         ("flash_bwd_bias", 104, "flash_bwd_bias", "dispatch"),
     ],
 )
-def test_a_default_tile_that_the_gpu_refuses(op, head_dim, kernel, stage, fake, capfd):
+def test_a_default_tile_that_the_gpu_refuses_is_replaced(op, head_dim, kernel, stage, fake, capfd):
     before = launches_of(op, head_dim)
     compiled = []
     fake.set_compiler(compiled.append)
@@ -107,8 +107,8 @@ def test_a_default_tile_that_the_gpu_refuses(op, head_dim, kernel, stage, fake, 
     texts = [text for text in compiled if f" void {kernel}(" in text]
     assert len(texts) == 2, "the tile that was refused, and the next one"
     assert text_of(before.pop(kernel)["defines"]) not in texts[1]
-    for one in before.values():
-        assert sum(text_of(one["defines"]) in text for text in compiled) == 1
+    for launch in before.values():
+        assert sum(text_of(launch["defines"]) in text for text in compiled) == 1
     (line,) = capfd.readouterr().err.splitlines()
     words = rf"the default table has .* for {kernel} float {head_dim} .*, which this GPU refuses: "
     assert re.match(f"torch_metal_attn: {words}it is ignored, and .* is used ", line)
@@ -117,7 +117,7 @@ def test_a_default_tile_that_the_gpu_refuses(op, head_dim, kernel, stage, fake, 
 
 
 @pytest.mark.parametrize("stage", REASONS)
-def test_a_problem_whose_tiles_are_all_refused(stage, fake, capfd):
+def test_a_problem_whose_tiles_are_all_refused_raises(stage, fake, capfd):
     head_dim = {"text": 136, "pipeline": 144, "dispatch": 152}[stage]
     compiled = []
     fake.set_compiler(compiled.append)
@@ -135,7 +135,7 @@ def test_a_problem_whose_tiles_are_all_refused(stage, fake, capfd):
     assert "python -m torch_metal_attn verify --full" in errors[0].splitlines()[-1]
     assert capfd.readouterr().err == ""
     fake.refuse("")
-    call(fake.ops, "flash_decode", head_dim)  # has other tiles
+    call(fake.ops, "flash_decode", head_dim)  # flash_decode has other tiles
 
 
 def test_several_threads_launch_a_refused_tile_at_once(fake, capfd):
@@ -152,7 +152,7 @@ def test_several_threads_launch_a_refused_tile_at_once(fake, capfd):
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_a_refusal_without_a_text(fakes):  # noqa: F811
+def test_a_refusal_without_an_error_text_is_handled(fakes):  # noqa: F811
     """Before torch 2.13 a dispatch is refused only for its threads, so the next tile runs."""
     oldest = fakes["tensor"]
     oldest.clear()

@@ -24,7 +24,7 @@ def write(path, machine=M2_MAX):
         ({"machine": {"gpu": "Apple M1"}}, "it is damaged: TypeError"),
         ({"machine": None}, "it is damaged: TypeError"),
         ({"rows": [{"x": 2}]}, "it is damaged: KeyError"),
-        (2, "two rows have the same key"),
+        (2, "two rows have the same key"),  # 2: the first row occurs twice
         ({"key": "flash_fwd"}, "a row has the key 'flash_fwd'"),
         *(({"tile": tile}, "a row has the key") for tile in ("A=x", "A=1\tB", "A=\u0663", "")),
         ({"tile": f"A={2**32}"}, "the tile 'A=4294967296'"),
@@ -33,7 +33,7 @@ def write(path, machine=M2_MAX):
         *((text, "it is not JSON|its format is None") for text in ("{", "[" * 10**5, "[]")),
     ],
 )
-def test_a_damaged_table(changes, why, tmp_path):
+def test_a_damaged_table_is_refused(changes, why, tmp_path):
     path = tmp_path / "table.json"
     write(path)
     data = json.loads(path.read_text())
@@ -57,7 +57,7 @@ def places(tmp_path, monkeypatch):
 
 
 class TestWhichTableIsUsed:
-    def test_the_one_in_the_cache_folder(self, places, monkeypatch):
+    def test_the_table_in_the_cache_folder_is_used(self, places, monkeypatch):
         assert loading.load(M2_MAX) == Loaded()
         write(places[0])
         assert [file.name for file in places[0].parent.iterdir()] == [places[0].name]
@@ -67,7 +67,7 @@ class TestWhichTableIsUsed:
         monkeypatch.setenv(loading.SETTING, "off")
         assert loading.load(M2_MAX) == Loaded(words="default (TORCH_METAL_ATTN_TUNED=off)")
 
-    def test_the_one_that_the_variable_names(self, places, monkeypatch):
+    def test_the_table_that_the_variable_names_is_used(self, places, monkeypatch):
         write(places[0])
         monkeypatch.setenv(loading.SETTING, str(places[1]))
         loaded = loading.load(M2_MAX)
@@ -84,7 +84,7 @@ class TestWhichTableIsUsed:
             *(("torch", "torch 2.12"), ("package", "torch_metal_attn 0.0.9")),
         ],
     )
-    def test_none_for_another_machine(self, field, other, places, monkeypatch, capsys):
+    def test_a_table_of_another_machine_is_ignored(self, field, other, places, monkeypatch, capsys):
         write(places[0], M2_MAX._replace(**{field: other}))
         monkeypatch.setattr(loading, "this_machine", lambda: M2_MAX)
         loading.install()
@@ -93,7 +93,7 @@ class TestWhichTableIsUsed:
         line = f"torch_metal_attn: the table of tiles {places[0]} is ignored: {why}\n"
         assert capsys.readouterr().err == line
 
-    def test_none_without_a_home_directory(self, monkeypatch):
+    def test_no_table_is_used_without_a_home_directory(self, monkeypatch):
         def no_home(gpu):
             raise loading.cache.CacheError("no home")
 
@@ -102,7 +102,7 @@ class TestWhichTableIsUsed:
         assert loading.load(M2_MAX) == Loaded()
 
 
-def test_the_name_of_a_mac(monkeypatch):
+def test_a_mac_is_described_by_its_gpu_and_versions(monkeypatch):
     monkeypatch.setattr(loading.mps, "available", lambda: True)
     monkeypatch.setattr(loading.torch.backends.mps, "get_name", lambda: "Apple M3 Pro")
     monkeypatch.setattr(loading.macos, "version", lambda: "15.1.1")

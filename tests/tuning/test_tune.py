@@ -34,7 +34,7 @@ def run(tmp_path, capsys):
         arguments = ["--shapes", str(path), "--rounds", str(rounds)] if shapes else []
         try:
             status = main(["tune", *arguments, *map(str, options)])
-        except SystemExit as stopped:  # argparse's
+        except SystemExit as stopped:  # raised by argparse
             status = stopped.code
         captured = capsys.readouterr()
         table = tmp_path / "tuned" / "apple-m2-max-38-cores.json"
@@ -88,7 +88,7 @@ class TestOnAFakeClock:
         ],
     )
     def test_the_tile_that_looks_fastest_is_timed_again(self, seconds, chosen, fake_gpu, run):
-        """Alternately with the default tile, because noise makes one of many look fastest."""
+        """It alternates with the default tile, because by noise one of many looks fastest."""
         rounds = 6
         first = 2 + rounds  # two calls precede the rounds
         tiles = candidates()
@@ -98,7 +98,7 @@ class TestOnAFakeClock:
         turns = fake_gpu.calls[len(tiles) * first :][: 2 * first]
         assert len(set(turns)) == 2
 
-    def test_training_has_three_kernels_each_with_its_best(self, fake_gpu, run):
+    def test_training_keeps_the_best_tile_of_each_of_three_kernels(self, fake_gpu, run):
         kernels = explained(backward=True).training.kernels
         tile = kernels["flash_bwd_dq"].candidates[1]
         fake_gpu.seconds = {f"flash_bwd_dq {tile}": 0.5}
@@ -160,8 +160,8 @@ class TestOnAFakeClock:
             ),
         ],
     )
-    def test_a_tile_that_fails_the_check(self, outcome, status, why, fake_gpu, run, monkeypatch):
-        """It is left out even if it is the default and the fastest. A wrong result exits with 1."""
+    def test_a_failing_tile_is_left_out(self, outcome, status, why, fake_gpu, run, monkeypatch):
+        """This holds even for the default and fastest tile. A wrong result exits with 1."""
         check, checked = tune.run, []
 
         def planted(*arguments):
@@ -179,7 +179,7 @@ class TestOnAFakeClock:
         assert not any(default in call for call in fake_gpu.calls), "it is not timed"
 
     @pytest.mark.parametrize("first", [1, 4])
-    def test_a_tile_that_raises_when_it_is_timed(self, first, fake_gpu, run):
+    def test_a_tile_that_raises_when_it_is_timed_is_left_out(self, first, fake_gpu, run):
         launch, tile = fake_gpu.launch, candidates()[1]
         fake_gpu.seconds = {tile: 0.1}
 
@@ -203,7 +203,7 @@ class TestOnAFakeClock:
         assert (done.status, done.rows) == (0, {})
         assert "  not measured: Invalid buffer size: 99 GB\n" in done.out
 
-    def test_a_model(self, fake_gpu, run, tmp_path):
+    def test_the_config_of_a_model_gives_the_shapes(self, fake_gpu, run, tmp_path):
         config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
         (tmp_path / "config.json").write_text(json.dumps(config))
         rows = run(options=["--model", tmp_path, "--rounds", 1]).rows
@@ -214,7 +214,7 @@ class TestOnAFakeClock:
 
 class TestBadInput:
     @pytest.mark.skipif(mps.usable(), reason="mps can be tuned")
-    def test_without_mps(self, run):
+    def test_without_mps_it_fails(self, run):
         done = run()
         assert (done.status, done.out) == (1, "")
         words = "tune measures an Apple GPU, and mps cannot be used here"
@@ -232,10 +232,10 @@ class TestBadInput:
             ([], ["--rounds", "0"], "--rounds is 0; it must be above 0"),
             ([], ["--dtype", "float16"], "--dtype is for --model"),
             ([], ["--model", "x", "--shapes", "y"], "not allowed with argument"),
-            ([{}], ["--out", "{file}/table.json"], "{file}"),  # it cannot be written
+            ([{}], ["--out", "{file}/table.json"], "{file}"),  # the table cannot be written
         ],
     )
-    def test_refused(self, shapes, options, why, fake_gpu, run, tmp_path):
+    def test_invalid_options_are_refused(self, shapes, options, why, fake_gpu, run, tmp_path):
         file = tmp_path / "file"
         file.touch()
         done = run(*shapes, options=[option.format(file=file) for option in options])
@@ -249,7 +249,7 @@ def test_the_default_shapes_have_kernels_to_choose(shape):
     assert tune.kernels_of(shape, CPU)
 
 
-# For a new process, which reads the table on import.
+# Runs in a new process, which reads the table on import.
 USED = """
 import torch, torch_metal_attn
 q = torch.zeros(1, 1, 40, 16, dtype=torch.float16)

@@ -8,8 +8,8 @@
 /* Sums with constants are recomputed if one value has at least this many. */
 #define FEWEST_COMPUTED_AGAIN 4
 
-/* The result, if it is a pair of uniform registers or a word that is extended to 64 bits. */
-static nir_def* made_by_one(nir_instr* instr) {
+/* The result of instr if it is a pair of uniform registers or an extended word; else NULL. */
+static nir_def* recomputable(nir_instr* instr) {
   if (instr->type == nir_instr_type_intrinsic) {
     nir_intrinsic_instr* intrinsic = nir_instr_as_intrinsic(instr);
     bool is_pair = intrinsic->def.bit_size == 64;
@@ -119,7 +119,7 @@ void lens_compute_at_uses(nir_shader* nir) {
   nir_foreach_function_with_impl(function, impl, nir) {
     nir_foreach_block(block, impl) {
       nir_foreach_instr_safe(instr, block) {
-        nir_def* def = made_by_one(instr);
+        nir_def* def = recomputable(instr);
         if (def && !is_used_here_only(def)) move_to_uses(nir, def);
       }
     }

@@ -20,13 +20,13 @@ from torch_metal_attn.tuned import tiles
 LEFT_OUT = (
     "two runs|threads|offsets|NaN|lengths and|: lengths|8x8|TF32|lists of|trees of|0x5|recent"
 )
-# K and V are not staged. Only `tune` chooses this.
+# A tile that does not stage K and V. Only `tune` can choose it.
 UNSTAGED = "V_SLICE=64 BLOCK_K=16 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
 HALF = partial(attention, dtype="float16")
 FEW_HEADS = HALF(batch=1, heads=4, kv_heads=1, q_length=100, kv_length=520, backward=True)
 LONG = partial(HALF, batch=1, heads=2, kv_heads=1, q_length=300, kv_length=1800, head_dim=16)
-# Cases with a tile of flash_fwd; without one the default is used.
-MORE = {
+# {name: (call, a tile of flash_fwd, or "" for the default tile)}.
+EXTRA_CASES = {
     "not staged": (HALF("causal"), UNSTAGED),
     "not staged, paged": (HALF("causal", "paged"), UNSTAGED),
     "threadgroups that share a KV head": (FEW_HEADS, ""),
@@ -52,8 +52,8 @@ def results(returned: Any) -> list[Tensor]:
     return [x for part in returned or () for x in results(part)]
 
 
-def case(name: str, made: Call, tile: str = "") -> Case:
-    prepared = FAMILIES[type(made)].prepare(made, torch.device("cpu"))
+def case(name: str, verify_case: Call, tile: str = "") -> Case:
+    prepared = FAMILIES[type(verify_case)].prepare(verify_case, torch.device("cpu"))
     arguments = prepared.arguments
     tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
 
@@ -62,7 +62,7 @@ def case(name: str, made: Call, tile: str = "") -> Case:
         with tiles.forced({"flash_fwd": tile} if tile else {}):
             return results(prepared.function(**replaced))
 
-    return Case(name, made.dtype, call, prepared.memory.placed() | tensors)
+    return Case(name, verify_case.dtype, call, prepared.memory.placed() | tensors)
 
 
 def cases(only: str = "") -> Iterator[Case]:
@@ -75,6 +75,6 @@ def cases(only: str = "") -> Iterator[Case]:
         if re.search(only, name):
             dtypes = list(by_dtype)
             yield case(name, by_dtype[dtypes[number % len(dtypes)]])
-    for name, (made, tile) in MORE.items():
+    for name, (verify_case, tile) in EXTRA_CASES.items():
         if re.search(only, name):
-            yield case(name, made, tile)
+            yield case(name, verify_case, tile)

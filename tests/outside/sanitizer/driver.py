@@ -32,7 +32,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def allocate(size: int) -> int:
-    """Exactly `size` bytes, so that compute-sanitizer knows where they end."""
+    """Allocate exactly `size` bytes, so that compute-sanitizer knows where they end."""
     pointer = ctypes.c_uint64()
     _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(size, 1)))
     return pointer.value

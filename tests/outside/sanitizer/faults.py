@@ -12,16 +12,16 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 FOREIGN = f"""__asm__ volatile("bar.warp.sync 0xffff;" ::: "memory"); {BARRIER}"""
 # The text that replaces each barrier.
 BARRIER_FAULTS = {
-    "": Fault("racecheck", "no barriers of the threadgroup"),
-    FOREIGN: Fault("synccheck", "other lanes at a barrier"),
+    "": Fault("racecheck", "threadgroup barriers are removed"),
+    FOREIGN: Fault("synccheck", "lanes reach a barrier that excludes them"),
 }
 
 
 def _memory_faults(dispatch: Dispatch, inputs: set[str], outputs: set[str]) -> Iterator[Fault]:
     bound = [name for name, _ in dispatch.buffers.values()]
     for tool, what, names in (
-        ("memcheck", "half of the memory of a result", outputs),
-        ("initcheck", "an input without contents", inputs - outputs),
+        ("memcheck", "a result has half of its memory", outputs),
+        ("initcheck", "an input was never written", inputs - outputs),
     ):
         bound_names = [name for name in bound if name in names]
         if bound_names:

@@ -34,7 +34,7 @@ def compile_ptx(source: Source) -> Program:
         lambda match: f"{match.group(1)}\n.maxntid {source.threads}, 1, 1\n{{",
         ptx,
     )
-    assert count == 1, "the PTX has not exactly one entry of the kernel"
+    assert count == 1, "the PTX must have exactly one entry of the kernel"
     return Program(ptx, entry.symbol, entry.buffers)
 
 
@@ -48,7 +48,7 @@ def names_of_storages(tensors: Mapping[str, Tensor]) -> dict[int, str]:
 
 
 def inputs(tensors: Mapping[str, Tensor]) -> dict[str, bytes | Noise]:
-    """The contents of each storage. Seeded noise replaces random inputs, which do not compress."""
+    """The bytes of each storage. Seeded noise replaces random inputs, which do not compress."""
     stored: dict[str, bytes | Noise] = {}
     for name in names_of_storages(tensors).values():
         tensor = tensors[name]
@@ -66,7 +66,7 @@ def inputs(tensors: Mapping[str, Tensor]) -> dict[str, bytes | Noise]:
 def dispatch(
     launch: RecordedLaunch, names: dict[int, str], sizes: dict[str, int], sources: dict[str, Source]
 ) -> Dispatch:
-    """names: of storages by address; other storages and all sizes in bytes are added."""
+    """names: {address: storage}. New storages are added to it, and all bytes to `sizes`."""
     buffers = {}
     for buffer in launch.buffers:
         storage = buffer.storage.untyped_storage()
@@ -74,7 +74,7 @@ def dispatch(
         sizes[name] = storage.nbytes()
         buffers[buffer.slot] = name, buffer.offset
     x, y, z = launch.group_size
-    # Incomplete SIMD groups multiply no matrices.
+    # Kernels with incomplete SIMD groups do not multiply matrices.
     extra = {} if x % 32 == 0 else {"MSL_LANES_AS_THEY_ARE": 1}
     text = source_of(launch.family, launch.defines)
     source = Source(text, launch.kernel, x * y * z, extra, lines=True)

@@ -19,7 +19,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One launch. By slot, buffers: name of the tensor and offset in bytes; constants: bytes."""
+    """One launch. buffers: {slot: (tensor, offset in bytes)}. constants: {slot: bytes}."""
 
     program: str
     threadgroups: tuple[int, ...]
@@ -47,7 +47,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Fault:
-    """tensor: the one that is too short (memcheck) or never written (initcheck)."""
+    """tensor: the tensor that is too short (memcheck) or never written (initcheck)."""
 
     tool: str
     what: str
@@ -56,7 +56,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Problem:
-    """expected: dtype and bytes of each result. scratch: size of each tensor without contents."""
+    """expected: dtype and bytes of each result. scratch: bytes of each tensor without contents."""
 
     name: str
     dtype: str
@@ -79,7 +79,7 @@ class Packed:
 
 
 def read(path: Path) -> Packed:
-    """The contents of a decompressed file, which every run of a tool reads."""
+    """The contents of the decompressed file. Every run of a tool reads it again."""
     packed = pickle.loads(path.read_bytes())
     assert isinstance(packed, Packed)
     return packed

@@ -92,7 +92,7 @@ def replay(programs: driver.Programs, problem: Problem) -> bool:
     return right
 
 
-def inside(folder: Path, fault: str | None) -> bool:
+def replay_all(folder: Path, fault: str | None) -> bool:
     contents = packed.read(folder / "packed")
     programs = driver.Programs(folder, contents)
     chosen = [p for p in contents.problems if (p.name == fault if fault else p.fault is None)]
@@ -104,7 +104,7 @@ def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, 
     prefix: Sequence[str] = ()
     if tool:
         prefix = ("compute-sanitizer", "--tool", tool, "--show-backtrace", "no", *TOOLS[tool])
-    command = [*prefix, sys.executable, "-m", __spec__.name, str(folder), "--inside"]
+    command = [*prefix, sys.executable, "-m", __spec__.name, str(folder), "--replay"]
     command += ["--fault", fault] if fault else []
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         both = subprocess.STDOUT
@@ -151,7 +151,7 @@ def check(folder: Path, log: list[str]) -> list[str]:
             bad.append(f"{words}: exit code {code}\n{output[-800:]}")
     planted = [(p, p.fault) for p in problems if p.fault]
     with ThreadPoolExecutor(8) as pool:
-        outputs = list(pool.map(lambda one: run(folder, one[1].tool, one[0].name), planted))
+        outputs = list(pool.map(lambda pair: run(folder, pair[1].tool, pair[0].name), planted))
     for (problem, fault), (output, _) in zip(planted, outputs, strict=True):
         log.append(f"##### {problem.name}: {fault.what}\n{output}")
         count = sum(findings(output).values())
@@ -165,11 +165,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.sanitize", description=__doc__)
     parser.add_argument("file", type=Path, help="the file that `pack` wrote")
     parser.add_argument("--log", type=Path, help="a file for the output of the tools")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--replay", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--fault", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.inside:
-        sys.exit(not inside(arguments.file, arguments.fault))
+    if arguments.replay:
+        sys.exit(not replay_all(arguments.file, arguments.fault))
     log: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -34,7 +34,7 @@ EXTENSION = ROOT / "build/editable"
 
 
 class FakeMps:
-    """One variant of the shim with the launch layer linked to it: its ops, and its record."""
+    """A variant of the shim that is linked with the launch layer: its ops and its record."""
 
     def __init__(self, variant: str, library: Path, *, insist: bool = True) -> None:
         """insist: skip the trial of mps, which fails without set_gpu."""
@@ -83,13 +83,13 @@ class FakeMps:
         self.set_gpu_of_all(lambda text, addresses: run(text, addresses[0]))
 
     def set_gpu_of_all(self, run: Callable[[str, list[int]], None]) -> None:
-        """`set_gpu` with the addresses of all buffers; 0 if it was never set."""
+        """`set_gpu` with the addresses of all buffers; 0 for a buffer that was never set."""
         signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
         self._gpu = signature(lambda text, all_: run(text.decode(), [a or 0 for a in all_[:31]]))
         self.library.fake_mps_set_gpu(self._gpu)
 
     def set_stream(self, number: int) -> None:
-        """Makes it the current stream. Blocks of streams other than 0 are recorded with it."""
+        """Makes this stream the current one. Blocks record its number if it is not 0."""
         self.library.fake_mps_set_stream(number)
 
     def log(self) -> list[str]:
@@ -100,7 +100,7 @@ class FakeMps:
         return self.library.fake_mps_last_text().decode("latin-1")
 
     def allocations(self) -> list[int]:
-        """Allocations of each launch before its block, if count_malloc.cpp is preloaded."""
+        """How often each launch allocated before its block; needs count_malloc.cpp preloaded."""
         return [int(line) for line in self.library.fake_mps_allocations().split()]
 
     def overlapped(self) -> bool:
@@ -178,12 +178,12 @@ def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
         return {}
     objects = {s: EXTENSION / s.relative_to(ROOT).with_suffix(".o") for s in sources}
     stale = set(dry_run.stdout.split())
-    objects = {s: o for s, o in objects.items() if str(o) in text}  # none in a moved checkout
+    objects = {s: o for s, o in objects.items() if str(o) in text}  # a moved checkout has none
     return {s: o for s, o in objects.items() if o.exists() and str(o) not in stale}
 
 
 def _precompiled() -> list[str]:
-    """Options for the extension's precompiled header, which must repeat its macros."""
+    """Options that use the extension's precompiled header; they must repeat its macros."""
     header = EXTENSION / "torch.h"
     if not header.exists():
         return []
@@ -199,7 +199,7 @@ def _build(
     common: list[Path],
     optimisation: str,
 ) -> None:
-    """Libraries of the launch layer, `common`, and `own` with the defines of each library."""
+    """Builds each library from the launch layer, `common`, and `own` with its defines."""
     with locked(folder):
         if all(library.exists() for library in libraries):
             return
@@ -218,7 +218,7 @@ def _build(
             jobs |= {folder / f"{library.stem}_{s.stem}.o": (s, defines) for s in own}
         compiling = compile_command(optimisation=optimisation)
         with ThreadPoolExecutor(2) as pool:
-            commands = [[*compiling, *d, "-c", s, "-o", made] for made, (s, d) in jobs.items()]
+            commands = [[*compiling, *d, "-c", s, "-o", output] for output, (s, d) in jobs.items()]
             list(pool.map(_run, commands))
         for library in libraries:
             objects = [*linked, *(folder / f"{library.stem}_{source.stem}.o" for source in own)]

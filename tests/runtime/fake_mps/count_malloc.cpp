@@ -1,5 +1,5 @@
 // Preloaded into a process: counts the allocations of each thread (glibc only), and the tensors
-// that torch makes for it.
+// that torch makes for the thread.
 #include <dlfcn.h>
 
 #include <cstddef>

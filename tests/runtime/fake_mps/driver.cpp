@@ -23,7 +23,7 @@
 #include "csrc/ops/rope/schema.h"
 #include "csrc/runtime/backend.h"
 
-// In fake_mps.cpp.
+// Defined in fake_mps.cpp.
 extern "C" void fake_mps_launch_begins();
 extern "C" const char fake_mps_namespace[];
 
@@ -62,7 +62,7 @@ const char* kept(const std::string& text) {
   return texts->insert(text).first->c_str();
 }
 
-// `defines`: a NAME=VALUE a line. `params`: bytes.
+// `defines`: one NAME=VALUE per line. `params`: the bytes of the params.
 void launch(std::string family, std::string kernel, std::string defines,
             std::vector<Tensor> buffers, std::vector<int64_t> slots, Tensor params,
             int64_t params_slot, std::vector<int64_t> threadgroups, std::vector<int64_t> threads) {
@@ -86,9 +86,9 @@ void launch(std::string family, std::string kernel, std::string defines,
   backend().run(launch);
 }
 
-// The ops on the fake, as OP(name, arguments and the parenthesis still open, result, how the
-// dispatcher's arguments become a function's, that function). Those that take the package's place
-// come first.
+// The ops on the fake, as OP(name, arguments with the parenthesis still open, result, class that
+// converts the dispatcher's arguments, function). fake_mps_take_over() puts the ops of FLASH_OPS
+// in place of the package's.
 #define FLASH_OPS(OP)                                                                   \
   OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, attention_fwd)    \
   OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, flash_decode) \

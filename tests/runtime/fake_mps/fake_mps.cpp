@@ -47,8 +47,8 @@ constexpr bool kQuiet = false;
 std::mutex g_mutex;
 std::string g_log;
 std::string g_failing;  // the name of the shim that fails
-std::string g_failure;  // its message
-int g_good_calls = 0;   // its calls before it fails
+std::string g_failure;  // the message of the failure
+int g_good_calls = 0;   // successful calls of the shim before it fails
 int g_stream = 0;
 int g_streams[33];  // the addresses stand for streams
 thread_local std::string t_error;
@@ -56,14 +56,14 @@ std::string g_last_text;
 // Runs a dispatch, with the shader's text and the memory of each buffer. May be null.
 void (*g_gpu)(const char*, void* const*) = nullptr;
 std::string g_refused;  // texts that contain this are refused
-int g_refusing = 0;     // in this Stage
+int g_refusing = 0;     // the Stage that refuses them
 // Called before a text is compiled. May be null.
 void (*g_compiler)(const char*) = nullptr;
 int32_t g_device_type = aoti_torch_device_type_cpu();
 int64_t g_probe_limit = 600000;
 int64_t g_queue_limit = 600000;
 std::atomic<int64_t> g_milliseconds{0};  // the time that compilations took
-std::string g_allocations;               // of each launch, one per line
+std::string g_allocations;               // how many each launch made, one per line
 thread_local uint64_t t_launch_begins = 0;
 std::atomic<int> g_blocks{0};
 std::atomic<bool> g_overlapped{false};
@@ -168,7 +168,7 @@ aoti_torch_mps_run_command_block(AOTIMetalKernelFunctionHandle kernel,
     try {
       callback(kernel, data);
     } catch (...) { record("an exception crossed the block"); }
-    usleep(1000);  // time for another thread to run into this one
+    usleep(1000);  // time for another thread to enter this block
     kernel->in_block = kernel->encoding = false;
     record("end");
     g_blocks.fetch_sub(1);
@@ -236,8 +236,8 @@ EXPORT void _ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy(void* kernel, un
 }
 #endif
 
-// A commit ends a command buffer: that of the current stream on its queue (torch 2.10 and later),
-// or outside of all blocks, because torch::mps::commit() waits for the queue.
+// A commit ends a command buffer. MPSStream::synchronize (torch 2.10 and later) must run on the
+// stream's queue. torch::mps::commit() waits for this queue, so it must run outside of all blocks.
 #ifdef FAKE_SET_BYTES
 EXPORT void* _ZN2at3mps19getCurrentMPSStreamEv() { return &g_streams[g_stream]; }
 EXPORT void _ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE(int* stream, int type) {
@@ -262,15 +262,15 @@ EXPORT void fake_mps_launch_begins() {
   if (counted_allocations != nullptr) { t_launch_begins = counted_allocations(); }
 }
 
-// For csrc/runtime/mps_verdict.cpp.
+// Called by csrc/runtime/mps_verdict.cpp.
 extern "C" int32_t fake_mps_device_type() { return g_device_type; }
 extern "C" int64_t fake_mps_probe_limit() { return g_probe_limit; }
 extern "C" int64_t fake_mps_queue_limit() { return g_queue_limit; }
 
-// For csrc/runtime/mps.cpp.
+// Called by csrc/runtime/mps.cpp.
 extern "C" int64_t fake_mps_milliseconds() { return g_milliseconds; }
 
-// For the tests.
+// Called by the tests.
 EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void* const*)) { g_gpu = gpu; }
 EXPORT void fake_mps_set_compiler(void (*compiler)(const char*)) { g_compiler = compiler; }
 EXPORT void fake_mps_refuse(const char* part, int stage) {

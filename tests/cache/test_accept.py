@@ -121,7 +121,7 @@ def test_latent_rows_move_once(kind):
 
 
 def test_sequences_share_dispatches():
-    """All sequences share a launch per tensor, layer and round. Without moves there is no launch."""
+    """All sequences share a launch per tensor, layer and round. Without a move there is none."""
     cache = cache_with_a_tree()
     append(cache, {cache.allocate(): [], cache.allocate(): []}, {1: OLD[0], 2: OLD[0]})
     with simulate() as run:

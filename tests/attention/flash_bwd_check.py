@@ -14,25 +14,25 @@ def run(name, device, *arguments, **options):
 
 
 def make_gradients(q, v, lse_shape, *, dlse=True, seed=7):
-    """Normal dout, of out's shape and q's dtype, and dlse or None."""
+    """Random dout of out's shape in q's dtype, and a random dlse, or None if `dlse` is False."""
     generator = torch.Generator().manual_seed(seed)
     dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator).to(q.dtype)
     return dout, torch.randn(lse_shape, generator=generator) if dlse else None
 
 
-def unrotated(q, k, options):
-    """q and k rotated as the options say, and the options without the rotation."""
+def rotate_first(q, k, options):
+    """Rotates q and k as the options say, and removes the rotary tables from the options."""
     plain = {name: value for name, value in options.items() if "rotary" not in name}
     return *rotated(q, k, options), plain
 
 
 def exact_forward(q, k, v, options, packing=()):
-    """out and lse in float64, rounded to the op's dtypes: no forward kernel has to be compiled.
+    """out and lse of the reference in float64, rounded to the op's dtypes. No kernel is compiled.
 
-    Tests whose scores are so large that their rounding matters pass `run_forward` instead.
+    If scores are so large that their rounding matters, pass `run_forward` to `backward` instead.
     """
     if not packing:
-        q, k, options = unrotated(q, k, options)
+        q, k, options = rotate_first(q, k, options)
     attend = varlen_attention if packing else attention
     out, lse = attend(q, k, v, *packing, **options, compute_dtype=torch.float64)
     return out.to(q.dtype), lse.float().contiguous()
@@ -54,7 +54,7 @@ def hold_gradients(q, k, v, dout, dlse, results, options, packing=()):
     """Checks out, lse and the gradients of v and of the rotated q and k."""
     out, lse, *actual = results[:5]
     if not packing:
-        q, k, options = unrotated(q, k, options)
+        q, k, options = rotate_first(q, k, options)
     named = dict(zip("qkv", actual, strict=True))
     hold(judged(q, k, v, (out, lse, named), options, packing, dout, dlse))
 

@@ -18,8 +18,8 @@ from torch_metal_attn.tuned import tiles
 
 CPU = torch.device("cpu")
 FEW = {"batch": 1, "heads": 2, "kv_heads": 1, "q_length": 40, "kv_length": 50}
-# The fields of each case, on top of SIZES. Features that do not interact share a case, unless a
-# mutant needs one alone.
+# The fields of each case, on top of SIZES. Features that do not interact share a case, unless
+# the faults of a feature need a case with this feature only.
 FEATURES = {
     "plain": {"through_lse": False},
     "causal": {"causal": True},
@@ -50,15 +50,15 @@ FEATURES = {
     "rotary": rotated(8),
     "odd head dim": {"head_dim": 11, "v_head_dim": 13},
     "slices": FEW | {"head_dim": 520, "v_head_dim": 40, "q_length": 29, "kv_length": 37},
-    # Two tiles share threadgroup memory. Some SIMD groups see no key of a block that others see.
+    # Two tiles share threadgroup memory. Of some blocks, only a part of the SIMD groups sees keys.
     "wide rows": FEW
     | {"head_dim": 512, "v_head_dim": 500, "dtype": "float32", "window_size_left": 9}
     | {"causal": True, "attn_bias": "float32 qk"},
     "MQA": {"kv_heads": 1, "causal": True},
     "nan outside": {"seqused_k": (90, 50), "leftpad_k": (5, 35)},
-    # In dq two SIMD groups share rows: each computes half of the columns.
+    # In dq, two SIMD groups share rows, and each group computes half of the columns.
     "shared rows": FEW | {"heads": 1, "kv_heads": 1, "head_dim": 192, "causal": True},
-    # The loop over the keys does not correct delta.
+    # Without exact_delta, the loop over the keys does not correct delta.
     "plain, unrefined": {"call": "flash_bwd", "through_lse": False},
     "dlse, unrefined": {"call": "flash_bwd"},
 }
@@ -74,16 +74,16 @@ def featured(*names, **fields):
 
 def problem(*names, **fields):
     """The case of `featured` as (q, k, v) and the options of `check_flash_bwd`."""
-    made = featured(*names, **fields)
-    _, arguments = call_of(made, build(made), Memory(CPU))
+    attention_case = featured(*names, **fields)
+    _, arguments = call_of(attention_case, build(attention_case), Memory(CPU))
     return [arguments.pop(name) for name in "qkv"], arguments
 
 
-# The last slice of the columns of dq, dk and dv is partial.
-UNHELD = "ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=0"
+# Tiles that reload rows, and whose last slice of the columns of dq, dk and dv is partial.
+RELOAD = "ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=0"
 SLICED = {
-    "flash_bwd_dq": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=1 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 {UNHELD}",
-    "flash_bwd_dkv": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=2 SIMDGROUPS=4 COLUMN_SIMDGROUPS=2 {UNHELD}",
+    "flash_bwd_dq": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=1 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 {RELOAD}",
+    "flash_bwd_dkv": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=2 SIMDGROUPS=4 COLUMN_SIMDGROUPS=2 {RELOAD}",
 }
 
 
@@ -108,6 +108,7 @@ def packed():
     built = build(case(**PACKED | {"spare_rows": 120}, window_size_left=40))
     operands = built.q, built.k, built.v, *built.packing
     *_, delta = check_flash_bwd(*operands, **built.options, device="cpu")
+    # The last 120 rows belong to no sequence.
     assert (delta[:, -120:] == 0).all()
 
 
@@ -125,4 +126,4 @@ def exchanging(*, block=16, row_fragments=2, simdgroups=4, shared=2, columns=576
     for launch in session.launches:
         if launch.kernel == "flash_bwd_dkv":
             actual = launch.defines["COLUMN_SIMDGROUPS"], launch.defines["BLOCK_Q"]
-            assert actual == (str(shared), str(block)), "the tile was refused"
+            assert actual == (str(shared), str(block)), "the forced tile was not used"

@@ -1,4 +1,4 @@
-"""Helpers for tests of the kernels: problems as tensors, and checks against twice torch's error."""
+"""Helpers for tests of the kernels: random inputs, and checks that allow twice torch's error."""
 
 import math
 from functools import partial
@@ -63,7 +63,7 @@ def hold(measures):
 
 
 def judged(q, k, v, results, options, packing=(), dout=None, dlse=None):
-    """The measures of out, lse and gradients by the policy of docs/numerics.md."""
+    """Measures out, lse and gradients by the policy of docs/numerics.md."""
     sequences = zip(*(ends.diff().tolist() for ends in packing[:2]), strict=True)
     dense = {"batch": len(q), "q_length": q.shape[2], "kv_length": k.shape[2]}
     case = Attention(
@@ -73,7 +73,7 @@ def judged(q, k, v, results, options, packing=(), dout=None, dlse=None):
         kv_heads=k.shape[1],
         packed=tuple(sequences) if packing else (),
         rotary="".join(side for side in "qk" if f"{side}_rotary_cos" in options),
-        format="" if k.dtype == q.dtype else "q8_0",  # any format whose rows are rounded to q's
+        format="" if k.dtype == q.dtype else "q8_0",  # any format with rows rounded to q's dtype
         dropout_p=options.get("dropout_p", 0.0),
         backward=dout is not None,
         strict=True,
@@ -93,7 +93,7 @@ def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
     """Runs the op on `device`, checks its results against float64, and returns out and lse.
 
     packing: cu_seqlens and max_seqlens; torch's error is then measured for each sequence.
-    cache: k and v as the op takes them, and the options of their storage.
+    cache: the op gets these (keys, values, options) instead of k and v, as for a paged cache.
     """
     keys, values, where = (k, v, {}) if cache is None else cache
     arguments = on(device, dict(enumerate((q, keys, values, *packing)))).values()
@@ -106,7 +106,7 @@ def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
 
 
 def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
-    """Checks sinks that have nearly all weight and lose a millionth when scaled by log2(e)."""
+    """Checks sinks with nearly all the weight, whose product with log2(e) is off by a millionth."""
     operands = [q.zero_(), k, v.fill_(1.0)]
     options["learnable_sink"] = torch.tensor([29.97, 31.03, 26.9, 30.5])
     out, _ = op(*(x.to(device) for x in operands), **on(device, options))
@@ -133,6 +133,6 @@ def pack(sequences):
 
 
 def make_packed(q_lengths, kv_lengths, **shape):
-    """Normal q, k and v, packed."""
+    """Random q, k and v of sequences with these lengths, packed."""
     pairs = enumerate(zip(q_lengths, kv_lengths, strict=True))
     return pack(make_qkv(q_length=q, kv_length=k, seed=seed, **shape) for seed, (q, k) in pairs)

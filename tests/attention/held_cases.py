@@ -6,7 +6,7 @@ from torch_metal_attn import testing
 from torch_metal_attn.testing import Attention
 from torch_metal_attn.testing.attention import OPS
 
-HOME = 16  # the head dim of tests that need no other, which therefore share kernels
+HOME = 16  # the default head dim of tests, so that they share compiled kernels
 FORWARD = {"backward": False, "through_lse": False}
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101}
 LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}
@@ -21,21 +21,21 @@ def rotated(columns, interleaved=False):
 
 
 def case(**fields):
-    """A case of odd lengths in float16. Gradients are checked unless `fields` has FORWARD."""
+    """A float16 case with odd lengths. Its gradients are checked unless `fields` has FORWARD."""
     arguments = {"dtype": "float16", "heads": 2, "q_length": 33, "kv_length": 65, "head_dim": HOME}
     arguments |= fields
     arguments.setdefault("v_head_dim", arguments["head_dim"])
-    made = Attention(strict=True, **arguments)
-    if made.differentiable and "backward" not in fields:
-        made = dataclasses.replace(made, backward=True, through_lse=made.call in OPS)
-    return made
+    problem = Attention(strict=True, **arguments)
+    if problem.differentiable and "backward" not in fields:
+        problem = dataclasses.replace(problem, backward=True, through_lse=problem.call in OPS)
+    return problem
 
 
 def hold(cases, device):
     wrong = []
-    for made in cases:
-        assert not made.invalid_reason(), f"{made}: {made.invalid_reason()}"
-        outcome = testing.run(made, device)
+    for problem in cases:
+        assert not problem.invalid_reason(), f"{problem}: {problem.invalid_reason()}"
+        outcome = testing.run(problem, device)
         if outcome.status != "ok":
-            wrong.append(f"{made}: {outcome.status}: {outcome.message or outcome.worst}")
+            wrong.append(f"{problem}: {outcome.status}: {outcome.message or outcome.worst}")
     assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)} cases failed:", *wrong])

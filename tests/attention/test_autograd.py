@@ -52,7 +52,7 @@ def rotary(q_tables, k_tables, interleaved=False):
 ROTARY = rotary(tables(11, 6), tables(13, 6, seed=8))
 # The second sequence has no keys.
 LENGTHS = {"seqused_k": ints(13, 4), "leftpad_k": ints(2, 4), "causal": True}
-# Options for make_packed's sequences. Each has its own rows of the tables, except k's sin.
+# Options for make_packed's sequences. Only k's sin table is shared by all sequences.
 PACKED = {"seqused_k": ints(3, 0, 0, 12), "causal": True} | rotary(
     tables(4, 10, 8), (tables(4, 12, 8)[0], tables(13, 8)[1]), interleaved=True
 )
@@ -67,7 +67,7 @@ class TestValues:
         ],
         ids=["lse", "sum"],
     )
-    def test_loss_of_one_result(self, loss, backend):
+    def test_loss_of_only_out_or_only_lse(self, loss, backend):
         actual, expected = (
             torch.autograd.grad(loss(*attend(*leaves)), leaves, materialize_grads=True)
             for attend, leaves in (
@@ -109,7 +109,7 @@ class TestOps:
 
 
 def test_rows_masked_by_the_lowest_float_have_no_gradient():
-    """The lowest float absorbs the number of keys in the log-sum-exp, so weights are unknown."""
+    """The lowest float plus log(keys) is the lowest float, so the log-sum-exp gives no weights."""
     qkv = make_qkv(v_head_dim=16)
     mask = torch.zeros(qkv[0].shape[2], qkv[1].shape[2])
     mask[5] = torch.finfo(torch.float32).min
@@ -132,7 +132,7 @@ def test_rows_masked_by_the_lowest_float_have_no_gradient():
 
 class TestErrors:
     @pytest.mark.parametrize("name", ["q_rotary_cos", "k_rotary_sin"])
-    def test_no_gradient(self, name):
+    def test_rotary_tables_have_no_gradient(self, name):
         options = dict(ROTARY)
         options[name] = options[name].clone().requires_grad_()
         with pytest.raises(NotImplementedError, match=f"flash_fwd has no gradient for {name}"):
@@ -142,7 +142,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("options", [{}, ROTARY], ids=["plain", "rotary"])
     @pytest.mark.parametrize("loss", [loss_of, lambda out, lse: out.sum()])
-    def test_second_derivative(self, loss, options):
+    def test_second_derivatives_are_refused(self, loss, options):
         leaves = make_leaves((*make_qkv(), normal(4)))
         out = flash_fwd(*leaves[:3], learnable_sink=leaves[3], **options)
         first = torch.autograd.grad(loss(*out), leaves, create_graph=True)
@@ -152,12 +152,12 @@ class TestErrors:
                 with pytest.raises(NotImplementedError, match="no second derivative"):
                     torch.autograd.grad(gradient.sum(), leaf, retain_graph=True)
 
-    def test_forward_mode(self):
+    def test_forward_mode_is_refused(self):
         dout, dlse, q, k, v, out, lse = TestOps().arguments()
         with pytest.raises(NotImplementedError, match="flash_bwd has no forward-mode"):
             torch.func.jvp(lambda x: flash_bwd(x, dlse, q, k, v, out, lse), (dout,), (dout,))
 
-    def test_results_changed_in_place(self):
+    def test_out_must_not_be_changed_in_place(self):
         leaves = make_leaves(make_qkv())
         out, _ = flash_fwd(*leaves)
         out.mul_(2)
@@ -178,7 +178,7 @@ FOR_GRADCHECK = {
 
 @pytest.mark.parametrize("case", FOR_GRADCHECK)
 def test_gradcheck_of_the_reference(case):
-    """By finite differences in float64, with a sink and a bias that hides a key of one head."""
+    """By finite differences in float64, with a sink and a bias that hides one key from one head."""
     tensors = make_qkv(1, 2, 1, 3, 4, 4, 3)
     leaves = make_leaves((*tensors, normal(2), normal(2, 1, 4)), torch.float64)
     hidden = torch.zeros(2, 1, 4).index_fill(2, torch.tensor([2]), -math.inf)
@@ -265,7 +265,7 @@ class TestCallers:
             q, k, v = q[0], k[0], v[0]
             packing = (torch.tensor([0, 9]).int(), torch.tensor([0, 13]).int(), 9, 13)
         leaves = make_leaves((q, k, v))
-        half_v = leaves[2].to(dtype)  # as from a linear layer; a rotation leaves q and k in float32
+        half_v = leaves[2].to(dtype)  # as from a linear layer; rotated q and k are float32
         weight = normal(*q.shape[:-1], 8, seed=5)
         with torch.autocast("cpu", dtype=dtype):
             out = attend(leaves[0], leaves[1], half_v, *packing)
@@ -279,7 +279,7 @@ class TestCallers:
         expected = torch.autograd.grad((attend(*halves, *packing) * weight).sum(), halves)
         check(actual, expected, tolerance=1e-6)
 
-    def test_autocast_of_another_device(self):
+    def test_autocast_for_mps_does_not_affect_cpu_calls(self):
         q = normal(1, 9, 2, 8)
         torch.set_autocast_enabled("mps", True)
         try:
@@ -287,7 +287,7 @@ class TestCallers:
         finally:
             torch.set_autocast_enabled("mps", False)
 
-    def test_one_pass_in_the_simulator(self):
+    def test_forward_and_backward_run_in_the_simulator_independently(self):
         leaves, expected = make_leaves(make_qkv()), self.expected()
         with simulate(check=True) as run:
             loss = self.loss(*leaves)
@@ -332,5 +332,5 @@ class TestMemory:
         out, lse = flash_fwd(*leaves, causal=True)
         assert len(shapes) == 10
         check(torch.autograd.grad(loss_of(out, lse), leaves), expected)
-        assert len(shapes) == 30  # the backward computes each block twice more
+        assert len(shapes) == 30  # the backward computes each block twice
         assert max(shapes) == 10

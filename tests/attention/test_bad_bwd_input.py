@@ -1,6 +1,6 @@
 """Errors of the backward ops: the ValueError names the argument, its value and the rule.
 
-Errors about operands and options are the forward's: see tests/common/test_bad_options.py.
+tests/common/test_bad_options.py has the errors that the forward ops raise too.
 """
 
 from functools import partial
@@ -51,8 +51,8 @@ def call(where, arguments):
     return getattr(NAMESPACES[where], name)(**arguments)
 
 
-# An argument, the function that makes it invalid, and the message after its name. Other wrong
-# dtypes, ranks and strides are in tests/common/test_small_ops_refused.py.
+# An argument, the function that makes it invalid, and the error message after the argument's name.
+# Other wrong dtypes, ranks and strides are in tests/common/test_small_ops_refused.py.
 FLOAT32 = torch.Tensor.float, " has dtype float32 and q float16; .*alike"
 BOTH = [
     *(("dout", *FLOAT32), ("out", *FLOAT32)),
@@ -84,7 +84,7 @@ CASES = [
 
 
 @each_case("make, name, invalidate, message", CASES)
-def test_refused(make, name, invalidate, message):
+def test_invalid_arguments_are_refused(make, name, invalidate, message):
     arguments = make()
     arguments[name] = invalidate(arguments.get(name))
     meta = without_data(arguments)
@@ -95,7 +95,7 @@ def test_refused(make, name, invalidate, message):
 
 
 @pytest.mark.parametrize("where", NAMESPACES)
-def test_refused_in_every_namespace(where):
+def test_invalid_arguments_are_refused_in_every_namespace(where):
     required = ("dout", "out", "softmax_lse", "q")
     nothing = [(name, lambda _: None, " is None; it must") for name in required]
     for name, invalidate, message in (*nothing, *BOTH[::3]):
@@ -108,8 +108,8 @@ def test_refused_in_every_namespace(where):
 
 
 @pytest.mark.parametrize("make", [dense, packed])
-def test_strided_gradients(make):
-    # HOME columns, so that the kernels are those of other tests.
+def test_strides_of_gradients_do_not_change_results(make):
+    # With HOME columns, other tests compile the same kernels.
     arguments = {
         name: value[..., :HOME].contiguous() if name in ("dout", "q", "k", "v", "out") else value
         for name, value in make().items()

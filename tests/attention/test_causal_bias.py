@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_before
 import torch_metal_attn
 from tests.sdpa.sdpa_check import (
     BUILTIN,
-    LEAVES,
+    LEFT_TO_TORCH,
     NO_CALL,
     normal,
     nothing_said,  # noqa: F401
@@ -21,7 +21,7 @@ from torch_metal_attn import sdpa_replaced, simulate
 pytestmark = pytest.mark.filterwarnings(f"ignore:.*{NO_CALL}")
 
 BIASES = {"upper left": causal_upper_left, "lower right": causal_lower_right}
-LENGTHS = [(5, 9), (9, 5)]  # of queries and keys; with fewer keys, some queries see none
+LENGTHS = [(5, 9), (9, 5)]  # queries, keys; with fewer keys than queries, some queries see no key
 
 
 def problem(q_length, k_length):
@@ -46,7 +46,7 @@ def check(actual, expected):
         torch.testing.assert_close(one.double(), other.double(), rtol=0.0, atol=5e-6)
 
 
-@pytest.mark.filterwarnings("ignore:Lower right causal bias", f"ignore:.*{LEAVES}")
+@pytest.mark.filterwarnings("ignore:Lower right causal bias", f"ignore:.*{LEFT_TO_TORCH}")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("which", BIASES)
 class TestValues:
@@ -65,17 +65,17 @@ class TestValues:
         assert not any("MASK" in launch.defines for launch in run.launches)
 
     def test_left_to_torch(self, which, lengths):
-        """Calls in a thread outside the block, and calls in float64, which no kernel supports."""
+        """Calls in another thread, and in float64, which no kernel supports, run torch's code."""
         bias = BIASES[which](*lengths)
         expected = self.expected(which, lengths)
         results = []
 
-        def elsewhere():
+        def call_in_thread():
             for attend in (F.scaled_dot_product_attention, imported_before):
                 results.append(outputs(attend, problem(*lengths), bias))
 
         with simulate(check=True) as run, sdpa_replaced() as calls:
-            thread = threading.Thread(target=elsewhere)
+            thread = threading.Thread(target=call_in_thread)
             thread.start()
             thread.join()
             for attend in (F.scaled_dot_product_attention, imported_before):
@@ -114,13 +114,13 @@ def test_overridable_functions_contain_torchs_own():
 
 
 class TestErrors:
-    def test_another_length(self):
+    def test_lengths_must_be_those_of_query_and_key(self):
         bias = causal_lower_right(5, 8)
         message = "a CausalBias of 5 queries and 8 keys; query has a length of 5 and key of 9"
         with pytest.raises(RuntimeError, match=message):
             torch_metal_attn.scaled_dot_product_attention(*problem(5, 9), bias, enable_gqa=True)
 
-    def test_with_is_causal(self):
+    def test_is_causal_must_be_false(self):
         q, k, v = problem(5, 9)
         for attend in (BUILTIN[0], torch_metal_attn.scaled_dot_product_attention):
             with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):

@@ -46,8 +46,8 @@ def check_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0.
         assert torch.equal(kept, expected), f"{name} differs from dropout_mask"
 
 
-# kat_vectors in the Random123 library of the paper's authors: 4 words of counter, 2 of key, and the
-# 4 results.
+# kat_vectors in the Random123 library of the paper's authors. A line has 4 words of the counter, 2
+# words of the key and the 4 words of the result.
 KNOWN_ANSWERS = [
     "00000000 " * 6 + "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
     "ffffffff " * 6 + "408f276d 41c83b0e a20bc7c6 6d5451fd",
@@ -75,7 +75,7 @@ class TestPhilox:
         assert one_philox(words[:4], words[4:6]) == tuple(words[6:])
 
     @given(st.lists(st.integers(0, 2**32 - 1), min_size=6, max_size=6))
-    def test_any_numbers(self, words):
+    def test_philox4x32_equals_the_paper_for_any_words(self, words):
         counter, key = words[:4], words[4:]
         actual = philox.philox4x32(torch.tensor(counter).unbind(), torch.tensor(key).unbind())
         assert tuple(map(int, actual)) == one_philox(counter, key)
@@ -90,7 +90,7 @@ class TestPhilox:
             word = one_philox((j // 4, i, h, b), key)[j % 4]
             assert kept[b, h, i, j] == (word / 2**32 >= p)
 
-    def test_a_part_of_the_mask(self):
+    def test_a_part_of_the_mask_equals_the_full_mask(self):
         state = torch.tensor([3, 4])
         whole = dropout_mask(state, 0.4, 3, 4, 65, 70)
         part = philox.keep_mask(state, 0.4, range(1, 3), 4, range(20, 50), 70)
@@ -100,8 +100,8 @@ class TestPhilox:
 @pytest.mark.parametrize(
     "options",
     [
-        # Tiles with one and two row fragments, blocks of 8 to 32 keys, SIMD groups that share rows,
-        # and slices of the results. Rows of 45 columns are read element by element.
+        # These cases have tiles with one and two row fragments, blocks of 8 to 32 keys, SIMD groups
+        # that share rows, and sliced results. Rows of 45 columns are read element by element.
         {"head_dim": 128, "v_head_dim": 128, "dtype": torch.bfloat16},
         {"head_dim": 288, "v_head_dim": 45, "dtype": torch.float16},
         {"p": 1e-9, "state": (0, 0)},
@@ -110,7 +110,7 @@ class TestPhilox:
     ],
     ids=str,
 )
-def test_the_same_in_every_kernel(device, options):
+def test_the_mask_is_the_same_in_every_kernel(device, options):
     check_masks(device, **options)
 
 
@@ -123,7 +123,7 @@ def values():
     judge(case(**sizes, dropout_p=0.3))
 
 
-# All kernels include the header. Each of its faults is planted in one kernel.
+# All kernels include the dropout header. Each fault of the header is planted in one kernel only.
 MUTANTS = {
     masks: """
         flash_bwd_dq: other numbers in backward: uint4(key_index / 4, query{~=> + 1~}, head, batch)

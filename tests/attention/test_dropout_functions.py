@@ -27,7 +27,7 @@ SEED = 7
 P = 0.4
 
 
-def drawn():
+def seed_and_predict_rng_state():
     """Seeds torch, and returns the rng_state of the next call with dropout."""
     torch.manual_seed(SEED)
     state = philox.draw_rng_state(P, torch.device("cpu"))
@@ -44,13 +44,13 @@ class TestFlashAttn:
         ],
         ids=str,
     )
-    def test_s_dmask(self, options):
-        """As in flash-attn, weights are relative to the maximum of the last blocks up to theirs.
+    def test_s_dmask_has_flash_attns_weights(self, options):
+        """As in flash-attn, dropped weights are negative. A weight is exp(score - maximum).
 
-        Dropped weights are negative.
+        The maximum is that of the row's scores in the block of the weight and in all later blocks.
         """
         q, k = normal(1, 5, 4, 112), normal(1, 70, 2, 112, seed=1)
-        kept = dropout_mask(drawn(), P, 1, 4, 5, 70)
+        kept = dropout_mask(seed_and_predict_rng_state(), P, 1, 4, 5, 70)
         *_, weights = flash_attn_func(q, k, k, P, return_attn_probs=True, **options)
         assert torch.equal(weights.signbit(), ~kept)
         assert weights.dtype == q.dtype
@@ -75,7 +75,7 @@ class TestFlashAttn:
 
     @pytest.mark.parametrize("pages", [False, True])
     def test_s_dmask_of_packed_sequences(self, pages):
-        """Each sequence has the weights that it has alone, with its own row of slopes."""
+        """The weights of a packed sequence equal those of a call with only this sequence."""
         q, k, v, *packing = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
         options = {"causal": True, "alibi_slopes": normal(3, 4, seed=5).abs()}
         arguments = k, v
@@ -88,7 +88,7 @@ class TestFlashAttn:
                     rows[: end - begin] = x[begin:end]
                     cache[places[b].long()] = rows.unflatten(0, (2, 8))
             options["block_table"] = places
-        kept = dropout_mask(drawn(), P, 3, 4, 9, 13)
+        kept = dropout_mask(seed_and_predict_rng_state(), P, 3, 4, 9, 13)
         *_, weights = flash_attn_varlen_func(
             q, *arguments, *packing, P, return_attn_probs=True, **options
         )
@@ -128,10 +128,10 @@ class TestFlashAttn:
             ({"batch": 2**63}, ValueError, "batch is 9223372036854775808; it must fit int64"),
         ],
     )
-    def test_mask_refuses(self, changes, error, message):
-        right = {"rng_state": torch.tensor([1, 2]), "dropout_p": P, "batch": 1, "heads": 2}
+    def test_dropout_mask_refuses_invalid_arguments(self, changes, error, message):
+        valid = {"rng_state": torch.tensor([1, 2]), "dropout_p": P, "batch": 1, "heads": 2}
         with pytest.raises(error, match=message):
-            dropout_mask(**(right | {"q_length": 3, "kv_length": 3} | changes))
+            dropout_mask(**(valid | {"q_length": 3, "kv_length": 3} | changes))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -162,7 +162,7 @@ class TestTransformers:
     def test_drops_in_training_only(self):
         module = torch.nn.Module()
         q, k = normal(2, 4, 9, 16), normal(2, 2, 9, 16, seed=1)
-        state = drawn()
+        state = seed_and_predict_rng_state()
         out, _ = metal_attention(module.train(), q, k, k, None, dropout=P)
         expected, _ = attention(q, k, k, dropout_p=P, rng_state=state)
         close(out, expected.transpose(1, 2))
@@ -171,12 +171,12 @@ class TestTransformers:
         with pytest.raises(ValueError, match=r"dropout_p is 1\.5; it must be in 0\.\.1"):
             metal_attention(module.train(), q, k, k, None, dropout=1.5)
 
-    def test_packed(self):
+    def test_packed_sequences_equal_the_reference(self):
         ends = torch.tensor([0, 5, 9]).int()
         bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         bounds |= {"max_length_q": 5, "max_length_k": 5}
         q = normal(1, 4, 9, 16)
-        state = drawn()
+        state = seed_and_predict_rng_state()
         out, _ = metal_attention(torch.nn.Module().train(), q, q, q, None, dropout=P, **bounds)
         operands = *[q[0].transpose(0, 1)] * 3, ends, ends, 5, 5
         expected, _ = varlen_attention(*operands, dropout_p=P, rng_state=state)
@@ -187,12 +187,12 @@ compiled = partial(torch.compile, backend="aot_eager")
 
 
 def checkpointed(function, use_reentrant=False):
-    """The recomputed forward uses the mask of the first one."""
+    """The recomputed forward uses the mask of the first forward."""
     return lambda *qkv: checkpoint(function, *qkv, use_reentrant=use_reentrant)
 
 
 @pytest.mark.parametrize(
-    "way",
+    "transform",
     [
         checkpointed,
         partial(checkpointed, use_reentrant=True),
@@ -201,9 +201,9 @@ def checkpointed(function, use_reentrant=False):
     ],
     ids=["checkpoint", "reentrant", "compiled", "both"],
 )
-def test_gradients(way):
+def test_gradients_use_the_mask_of_the_forward(transform):
     torch._dynamo.reset()
-    options = {"causal": True, "dropout_p": P, "rng_state": drawn()}
+    options = {"causal": True, "dropout_p": P, "rng_state": seed_and_predict_rng_state()}
 
     def attend(q, k, v):
         return flash_attn_func(q, k, v, P, causal=True)
@@ -217,5 +217,5 @@ def test_gradients(way):
         (function(*leaves) * normal(2, 9, 4, 16, seed=5)).sum().backward()
         return [leaf.grad for leaf in leaves]
 
-    for gradient, exact in zip(gradients(way(attend)), gradients(reference), strict=True):
+    for gradient, exact in zip(gradients(transform(attend)), gradients(reference), strict=True):
         close(gradient, exact)

@@ -19,7 +19,7 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_error_does_not_grow_with_the_rows(dtype, device, cores):
-    cores(1)  # long problems then have the tiles of short ones
+    cores(1)  # so that long and short problems have the same tiles
     check_flash_bwd(*make_qkv(1, 1, 1, 2048, 32, 16, dtype=dtype), device=device)
     check_flash_bwd(*make_qkv(1, 1, 1, 32, 2048, 16, dtype=dtype), device=device)
 

@@ -23,7 +23,7 @@ def problem(**shape):
     return q, k, v, *make_gradients(q, v, q.shape[:3])
 
 
-def explained(q, k, v, **options):
+def launch_of(q, k, v, **options):
     lse = torch.zeros(q.shape[:3])
     dout = v.new_empty(1, 1, 1, v.shape[3]).expand(*q.shape[:3], v.shape[3])
     op = torch.ops.metal_attn_explain.flash_bwd_bias
@@ -32,10 +32,10 @@ def explained(q, k, v, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_partial_results_are_linear_in_the_bias(dtype):
-    """Splits keep the GPU busy if the bias is small. A large bias has none."""
+    """A small bias has splits, which keep the GPU busy. A large bias is not split."""
     q, k = torch.empty(2, 64, 16, 1, 64, dtype=dtype).expand(2, 64, 16, 4096, 64)
     for sizes in ((4096, 4096), (4096,), (16, 4096, 1), (1,), (64, 1, 1, 1)):
-        actual = explained(q, k, k, attn_bias=torch.zeros(sizes))
+        actual = launch_of(q, k, k, attn_bias=torch.zeros(sizes))
         columns, rows, depth = actual["grid"]
         assert actual["splits"] == 1 or columns * rows * depth < 2 * 240
         assert columns * rows * depth >= min(240, 64 * 16)
@@ -43,7 +43,7 @@ def test_partial_results_are_linear_in_the_bias(dtype):
 
 @pytest.mark.parametrize("op", ["bias", "slopes"])
 def test_impossible_lengths_are_nan(op, monkeypatch):
-    """On mps only the kernels see the lengths. They read nothing outside and return NaN."""
+    """On mps only the kernels see the lengths. They return NaN and read nothing out of bounds."""
     lengths = ints(60, 30, 65)
     q, k, v, dout, dlse = problem(batch=3, heads=2, q_length=33, kv_length=65)
     options = {"attn_bias": normal(3, 1, 33, 65), "alibi_slopes": normal(3, 2)}
@@ -68,7 +68,7 @@ def test_registration(op):
         run(dout, q, k, v, dlse, dlse, **added).sum().backward()
 
 
-# So many that a split of the walk has tiles of two batches, heads, queries or keys.
+# With so many batches and heads, a split has tiles of two batches, heads, queries or keys.
 MANY = {"batch": 8, "heads": 8, "kv_heads": 8}
 
 
@@ -83,7 +83,7 @@ PROBLEMS = {
     "bias bqk": dense(**MANY, attn_bias="float32 bqk"),
     "bias k": dense(**MANY, attn_bias="float32 k", causal=True),
     "bias q": dense(**MANY, attn_bias="float32 q"),
-    "one number": dense(attn_bias="float32 ", seed=1),  # with this seed it is not -inf
+    "one number": dense(attn_bias="float32 ", seed=1),  # with this seed the bias is not -inf
     "slopes": dense(alibi_slopes="h", causal=True),
     "packed": case(**PACKED | {"dtype": "float32"}, attn_bias="float32 hqk"),
 }

@@ -23,7 +23,7 @@ def test_inner_loop(kernel, head_dim, dtype, loads):
     loop = ours(kernel, head_dim, dtype)
     _, block, slices = tile(kernel, head_dim, dtype)
     assert slices == 1
-    # The scores, the weights' gradients, and dq, or dk and dv.
+    # Products that give the scores, the weights' gradients, and dq, or dk and dv.
     products = 3 if kernel == "flash_bwd_dq" else 4
     assert loop["MMA"] == products * 32 / 8 * head_dim / 8
     assert loop["converts"] == 0
@@ -34,7 +34,7 @@ def test_inner_loop(kernel, head_dim, dtype, loads):
     assert loop["tg loads"] + loop["device loads"] <= loads
 
 
-# Features that change counts are tested alone. The others share a test, where an addition shows.
+# A feature that changes counts is tested alone. Features that change no count share a test.
 TOGETHER = [
     *(("none",), ("chunk", "causal", "window", "seqused_k", "softcap", "ALiBi", "sink")),
     *(("bool mask", "bias"), ("rotary of q and k",)),
@@ -55,13 +55,13 @@ def plain_tiles():
 @pytest.mark.parametrize("features", TOGETHER, ids=" and ".join)
 @pytest.mark.parametrize("kernel", GRADIENTS)
 def test_features(kernel, features):
-    """No feature adds a product, an exponential or a barrier a block."""
+    """No feature adds a product, an exponential or a barrier to a block."""
 
     def options(*problem):
         return {n: x for name in features for n, x in FEATURES[name](*problem).items()}
 
-    # Another tile would change all counts. The tile of the other kernel is forced too, so that its
-    # compiled code is shared with its own case.
+    # Another tile would change all counts. The tiles of both kernels are forced, so that the cases
+    # of dq and of dkv compile the same code.
     with tiles.forced(plain_tiles()):
         plain = ours(kernel, 64, torch.float16)
         loop = ours(kernel, 64, torch.float16, options)
@@ -92,7 +92,7 @@ def exact_and_rounded(offset, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_an_exact_delta_costs_little_where_its_rounding_is_small(causal):
-    """Four shuffles a row fragment and a barrier. Rows that see few keys may walk twice."""
+    """An exact delta adds four shuffles per row fragment, and barriers. Some rows walk twice."""
     exact, rounded = exact_and_rounded(0.0, causal)
     assert exact.matrix_operations <= 1.03 * rounded.matrix_operations
     assert exact.threadgroup_barriers <= rounded.threadgroup_barriers + 4 * 3
@@ -121,13 +121,13 @@ def test_causal_work_is_that_of_the_keys_seen(cores):
     causal = counters(512, 512, causal=True)
     for some, all_ in zip(causal, full, strict=True):
         assert some.matrix_operations <= 0.56 * all_.matrix_operations
-        # The rows of a tile are stored once, whatever they see.
+        # The rows of a tile are stored once, even if they see few keys.
         assert some.stores["threadgroup"] <= 0.65 * all_.stores["threadgroup"]
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_windows_make_work_linear(side, cores):
-    cores(1)  # long problems then have the tiles of short ones
+    cores(1)  # so that long and short problems have the same tiles
     window = {"window_size_left": 40, "window_size_right": 20}
     short, long = (counters(n, n, **window)[side] for n in (256, 512))
     # More than 2, because windows are cut off at the ends.

@@ -104,7 +104,7 @@ def check_sharp(name, dtype, device):
     hold([near(leaf, x, exact[leaf], errors[leaf]) for leaf, x in actual.items()])
 
 
-# Both sizes of elements where other tests have the kernels, else the dtype of the mutants.
+# Two dtypes if other tests compile the same kernels, otherwise only the dtype of the mutants.
 CASES = [
     *((name, dtype) for name in ("values to 9", "offset values") for dtype in DTYPES[:2]),
     ("torch's sample", torch.float32),
@@ -120,7 +120,7 @@ def test_as_exact_as_torch(name, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHARP)
-def test_the_cpu_without_the_simulator(name, dtype):
+def test_as_exact_as_torch_without_the_simulator(name, dtype):
     check_sharp(name, dtype, "cpu")
 
 
@@ -152,7 +152,7 @@ def test_weights_of_huge_scores_add_up(device):
 def test_packed(device):
     sequences = [sharp_qkv(q_length=q, kv_length=k) for q, k in ((21, 70), (0, 3), (5, 1))]
     q, k, v, *packing = pack([x.half() for x in sequence] for sequence in sequences)
-    q = torch.cat([q, q[:2]])
+    q = torch.cat([q, q[:2]])  # the last two rows belong to no sequence
     check_flash_bwd(q, k, v, *packing, run_forward=True, device=device)
 
 

@@ -14,16 +14,16 @@ from tests.attention.flash_bwd_check import (
 from tests.attention.flash_bwd_features import exchanging
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.held_cases import HOME
-from tests.flex.flex_check import block_mask, check_flex_gradients, home, tanh_softcap
+from tests.flex.flex_check import block_mask, check_flex_gradients, rand, tanh_softcap
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.tools.explain.ops import backward_launches
 
 CPU = torch.device("cpu")
-# More cores than any grid here fills. Fewer than 512 keys are never split.
+# More cores than any problem here fills. Problems with fewer than 512 keys are never split.
 MANY = 1000
 SHAPE = {"heads": 8, "kv_heads": 2, "q_length": 40, "kv_length": 520, "head_dim": HOME, "batch": 2}
-# Tensor tiles are split only if a KV head has more work.
+# On tensor tiles, dk and dv are split only if a KV head has more query heads and queries.
 TENSOR_SHAPE = SHAPE | {"kv_heads": 1, "batch": 1, "q_length": 70}
 
 
@@ -36,7 +36,7 @@ def splits(q_heads, kv_heads, length):
 
 
 @pytest.mark.parametrize("name", ["", "Apple M5"], ids=["8x8 tiles", "tensor tiles"])
-def test_only_where_cores_are_idle(name, cores, gpu):
+def test_heads_are_split_only_if_cores_are_idle(name, cores, gpu):
     gpu(name)
     cores(8)
     assert splits(16, 4, 4096) == 1
@@ -45,7 +45,7 @@ def test_only_where_cores_are_idle(name, cores, gpu):
     assert splits(4, 4, 4096) == 1  # no query heads to split
     assert splits(16, 4, 511) == 1
     cores(MANY)
-    assert splits(14, 2, 4096) == 7  # splits divide the heads
+    assert splits(14, 2, 4096) == 7  # the number of splits divides the 7 heads of a KV head
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def split(cores):
 
 
 def dense(device=CPU, shape=SHAPE):
-    """dk has the order of dimensions of k, and is 0 for keys that no query sees."""
+    """dk has k's order of dimensions. Keys that no query sees have a dk of 0."""
     q, k, v = make_qkv(**shape, dtype=torch.float16)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     options = {"causal": True, "q_offset": 300}
@@ -69,7 +69,7 @@ def dense(device=CPU, shape=SHAPE):
 
 
 @pytest.mark.usefixtures("split")
-def test_dense(device):
+def test_dense_gradients_of_split_heads(device):
     with simulate(check=True) as session:
         assert all(map(torch.equal, dense(device), dense(device)))
     kernels = [launch.kernel.removeprefix("flash_bwd_") for launch in session.launches]
@@ -77,7 +77,7 @@ def test_dense(device):
 
 
 @pytest.mark.usefixtures("split", "m5")
-def test_dense_on_tensor_tiles():
+def test_dense_gradients_of_split_heads_on_tensor_tiles():
     with simulate(check=True) as session:
         dense(CPU, TENSOR_SHAPE)
     kernels = [launch.kernel.removeprefix("flash_bwd_") for launch in session.launches]
@@ -85,7 +85,7 @@ def test_dense_on_tensor_tiles():
 
 
 @pytest.mark.usefixtures("split")
-def test_packed(device):
+def test_packed_gradients_of_split_heads(device):
     shape = {"heads": 8, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
     q, k, v, *packing = make_packed([40, 0, 30], [520, 3, 10], **shape)
     k, v = torch.cat([k, k[:5]]), torch.cat([v, v[:5]])
@@ -96,7 +96,7 @@ def test_packed(device):
 
 
 @pytest.mark.usefixtures("split")
-def test_memory_of_the_parts():
+def test_explain_counts_the_memory_of_the_splits():
     q, k, v = make_qkv(**SHAPE, dtype=torch.float16)
     training = explain(q, k, v, backward=True).training
     count = int(training.kernels["flash_bwd_dkv"].specialisation["HEAD_SPLITS"])
@@ -128,8 +128,8 @@ test_tensor_mutant_is_caught, test_the_unchanged_tensor_kernel_passes = mutant_t
     TENSOR_MUTANTS, "flash_bwd_dkv_tensor", fixtures=["split", "m5"]
 )
 
-# SIMD groups that share keys compute and exchange parts of the weights. In BOTH they divide the
-# queries and the keys of a block, in ROWS only the queries.
+# SIMD groups that share keys each compute a part of the weights and exchange the parts. With BOTH
+# they divide the queries and the keys of a block, with ROWS only the queries.
 BOTH = {"block": 16, "row_fragments": 4, "simdgroups": 8, "shared": 4}
 ROWS = {"block": 8, "row_fragments": 2, "simdgroups": 4, "shared": 2}
 
@@ -141,8 +141,8 @@ def test_parts_of_queries_and_of_keys(device, tile):
         check_flash_bwd(*make_qkv(heads=4, kv_heads=2, **shape), causal=True, device=device)
 
 
-# Columns of q and k, of v, and of a slice. After the last column there are a SIMD group's part of
-# the last slice, or a whole slice of v.
+# Columns of q and k, of v, and of a slice. In the first case, one SIMD group's part of the last
+# slice is after the last column. In the second case, a whole slice of v is.
 SLICED = [(40, 40, 16), (64, 40, 16)]
 
 
@@ -154,16 +154,16 @@ def test_slices_after_the_last_column(device, head_dim, v_head_dim, columns):
         check_flash_bwd(*operands, device=device)
 
 
-def test_packed_with_shared_keys(device):
+def test_packed_gradients_where_simd_groups_share_keys(device):
     shape = {"heads": 4, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
     packed = make_packed([40, 0, 77], [50, 3, 64], **shape)
     with exchanging():
         check_flash_bwd(*packed, window_size_left=40, causal=True, device=device)
 
 
-def test_lists_of_blocks():
+def test_block_masks_where_simd_groups_share_keys():
     with exchanging():
-        check_flex_gradients(*home(), tanh_softcap, block_mask(), simulated=False)
+        check_flex_gradients(*rand(), tanh_softcap, block_mask(), simulated=False)
 
 
 SHARED_MUTANTS = {

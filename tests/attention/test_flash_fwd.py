@@ -37,7 +37,7 @@ SLOPES = normal(2, 9).abs()
 
 
 @each_case("slopes", [SLOPES[:, 3:7], SLOPES[:1, 3:7].expand(2, 4), SLOPES[0, 5:], -SLOPES[0, :4]])
-def test_slopes_in_any_memory(slopes, device):
+def test_slopes_may_have_any_strides_and_signs(slopes, device):
     options = {"softcap": 2.0, "alibi_slopes": slopes / 8, "learnable_sink": normal(4)}
     qkv = make_qkv(**SHAPE, dtype=torch.float16)
     check_flash_fwd(*qkv, **options, causal=True, device=device)
@@ -51,18 +51,18 @@ def tables(pairs=8, dtype=torch.float32, **batch):
     return options
 
 
-# All other tests have tables in float32.
+# All other tests have float32 tables.
 @pytest.mark.parametrize("dtype, table_dtype", PAIRS_OF_DTYPES[:2])
-def test_dtypes_of_tables(dtype, table_dtype, device):
+def test_tables_may_have_any_dtype(dtype, table_dtype, device):
     qkv = make_qkv(**SHAPE, dtype=dtype)
     check_flash_fwd(*qkv, **tables(dtype=table_dtype), device=device)
 
 
 @pytest.mark.parametrize("dtype, interleaved", [(torch.float16, False), (torch.float32, True)])
-def test_tables_in_any_memory(dtype, interleaved, device):
-    """Tables off the alignment of 16 bytes, or with NaN around their rows, give the same bits."""
+def test_alignment_and_strides_of_tables_do_not_change_results(dtype, interleaved, device):
+    """Tables that are not 16-byte aligned, or have NaN around their rows, give the same bits."""
     qkv = make_qkv(**SHAPE, dtype=dtype)
-    # The kernels of test_values.py, or of the next test.
+    # With these options, test_values.py or the next test compiles the same kernels.
     options = tables() | {"rotary_interleaved": interleaved, "causal": not interleaved}
     expected = check_flash_fwd(*qkv, **options, device=device)
     for name in ("q_rotary_cos", "k_rotary_sin"):
@@ -97,7 +97,7 @@ def test_rows_outside_the_lengths_are_ignored(device):
 
 @pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES[:2])
 def test_masks_of_the_lowest_float(dtype, mask_dtype, device):
-    """It hides keys, but a row of nothing else is uniform. Hugging Face makes such masks."""
+    """Masks of Hugging Face hide keys by the lowest float. A row with no other value is uniform."""
     q, k, v = make_qkv(**SHAPE, dtype=dtype)
     lowest = torch.finfo(mask_dtype).min
     mask = torch.zeros(2, 1, 35, 70, dtype=mask_dtype)
@@ -118,7 +118,7 @@ def test_masks_of_the_lowest_float(dtype, mask_dtype, device):
     "sink", [(-math.inf, 0.5, 1e4, 9.0), (-1e30, 1e30, 80.0, -80.0), (3e5, -60.0, -1e12, 2e38)]
 )
 def test_sinks(sink, device):
-    """Without a key the output is 0, and the log-sum-exp is the sink."""
+    """If there are no keys, the output is 0 and the log-sum-exp is the sink."""
     qkv, sink = make_qkv(**SHAPE), torch.tensor(sink)
     check_flash_fwd(*qkv, learnable_sink=sink, device=device)
     no_keys = [x[:, :, :0] for x in qkv[1:]]
@@ -128,12 +128,12 @@ def test_sinks(sink, device):
 
 def test_sinks_that_overflow_in_base_2_or_are_infinite(device):
     qkv = make_qkv(**SHAPE)
-    without = run(device, *qkv)
+    without_sink = run(device, *qkv)
     sink = torch.tensor([3e38, -3e38, 3e38, -3e38])
     out, _ = run(device, *qkv, learnable_sink=sink)
     assert (out[:, 0::2] == 0).all()
-    assert torch.equal(out[:, 1::2], without[0][:, 1::2])
-    assert_same(run(device, *qkv, learnable_sink=torch.full((4,), -math.inf)), without)
+    assert torch.equal(out[:, 1::2], without_sink[0][:, 1::2])
+    assert_same(run(device, *qkv, learnable_sink=torch.full((4,), -math.inf)), without_sink)
 
 
 def test_hidden_values_are_ignored_in_rows_with_only_a_sink(device):
@@ -155,7 +155,7 @@ def test_small_weights_next_to_a_large_sink(device):
 
 @each_case("softcap", [0.0, 0.3, 5.0, 30.0])
 def test_large_scores(softcap, device):
-    """tanh of the cap saturates: every score is the cap or its negative."""
+    """With a softcap, tanh saturates, so every score is nearly softcap or -softcap."""
     q, k, v = make_qkv(**SHAPE)
     _, lse = check_flash_fwd(100 * q, 100 * k, v, softcap=softcap, device=device)
     assert not softcap or (lse <= softcap + math.log(70)).all()
@@ -165,8 +165,8 @@ def test_nan_reaches_only_queries_that_see_it(device):
     for name in ("q", "k", "bias"):
         q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=HOME, dtype=torch.float16)
         bias = torch.zeros(65, 65)
-        where = {"q": q, "k": k, "bias": bias[None, None]}[name]
-        where[:, :, 40, 40 if name == "bias" else 0] = math.nan
+        tensor_with_nan = {"q": q, "k": k, "bias": bias[None, None]}[name]
+        tensor_with_nan[:, :, 40, 40 if name == "bias" else 0] = math.nan
         bias[5, 50] = math.inf  # after the diagonal
         out, lse = run(device, q, k, v, attn_bias=bias, causal=True)
         seen = slice(40, None) if name == "k" else slice(40, 41)
@@ -177,7 +177,7 @@ def test_nan_reaches_only_queries_that_see_it(device):
 
 
 def test_infinite_keys_and_values(device):
-    """A score of inf gives NaN, as in softmax. A score of -inf has no weight."""
+    """A score of inf gives NaN, as in softmax. A score of -inf gives a weight of 0."""
     q, k, v = make_qkv(q_length=8, kv_length=33, head_dim=HOME)
     q[:] = 1.0
     k[:, :, 3] = math.inf

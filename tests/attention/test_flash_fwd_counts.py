@@ -24,8 +24,8 @@ def test_inner_loop(head_dim, dtype, q_dtype, loads):
     assert loop["tg loads"] + loop["device loads"] <= loads
     assert loop["converts"] == 0
     assert loop["barriers"] <= 2.7
-    assert loop["shuffles"] <= 2.7, "two a block"
-    assert loop["exps"] <= 8 + 2.7 / 2, "a thread's scores, and one a block"
+    assert loop["shuffles"] <= 2.7, "two per block"
+    assert loop["exps"] <= 8 + 2.7 / 2, "one for each of a thread's scores, and one per block"
 
 
 Q_LENGTH, BLOCK_K = 64, 32  # one threadgroup of eight SIMD groups of 8 queries
@@ -40,7 +40,7 @@ def counters(kv_length, **options):
     return run.counters["flash_fwd"]
 
 
-# Options, and the first and the end of the keys that some query sees.
+# Options, the first key that some query sees, and the end of these keys.
 SEEN = {
     "causal": ({"causal": True, "q_offset": 0}, 0, 64),
     "window": ({"window_size_left": 100, "window_size_right": 50, "q_offset": 700}, 600, 814),
@@ -56,7 +56,7 @@ SEEN = {
 
 @pytest.fixture
 def votes_of_masks(monkeypatch):
-    """Plants a vote where keys are hidden, to count how often a SIMD group runs that code."""
+    """Adds a vote to the code that hides keys, to count how often a SIMD group runs this code."""
     text = shaders.source("flash_fwd")
     begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,"
     start = text.index("const thread {", text.index(begin)) + len("const thread {")
@@ -65,9 +65,9 @@ def votes_of_masks(monkeypatch):
 
 
 @pytest.mark.parametrize("case", SEEN)
-@pytest.mark.usefixtures("votes_of_masks")  # so that both tests have the same kernels
+@pytest.mark.usefixtures("votes_of_masks")  # so that the tests share compiled kernels
 def test_work_is_proportional_to_the_keys_that_are_seen(case):
-    """Blocks that no query of the tile sees are not staged, wherever they are."""
+    """A block is not staged if no query of the tile sees it, wherever the block is."""
     options, first, end = SEEN[case]
     short, long = (counters(n, **options) for n in (1024, 2048))
     assert short == long
@@ -76,9 +76,9 @@ def test_work_is_proportional_to_the_keys_that_are_seen(case):
     keys = blocks * BLOCK_K
     assert short.stores["threadgroup"] * 16 == keys * 2 * 64 * 2, "K and V, 64 columns of 2 bytes"
     loaded = min(end, 1024) - first
-    rest = Q_LENGTH * 64 * 2 + 16 * 128  # q, and a few lengths a thread
+    rest = Q_LENGTH * 64 * 2 + 16 * 128  # q, and a few lengths that each thread loads
     assert short.load_bytes["device"] <= keys * 2 * 64 * 2 + rest
-    # A SIMD group multiplies no block that none of its own queries sees.
+    # A SIMD group skips the products of blocks that its own queries do not see.
     whole = Q_LENGTH / 8 * keys / 8 * (8 + 8)
     assert short.matrix_operations <= whole
     assert loaded == 0 or short.matrix_operations >= whole / 4

@@ -1,6 +1,6 @@
-"""Invalid lengths and indices that only the device sees give NaN, and nothing outside is read.
+"""Invalid lengths and indices that only the device sees give NaN. Nothing is read out of bounds.
 
-On mps the host does not read them. Here they become invalid between the op's checks and the kernel.
+On mps the host does not read lengths. These tests make them invalid after the op's checks.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 def after_the_checks(monkeypatch, tensor, values):
-    """Sets `tensor` to `values` right before the kernel runs."""
+    """Sets `tensor` to `values` just before the kernel runs."""
     run = engine.run
 
     def run_with_bad_values(*arguments, **options):
@@ -30,7 +30,7 @@ def after_the_checks(monkeypatch, tensor, values):
 
 
 def results_of(run, tensor, values):
-    """The results of `run()` with `tensor` set to `values` right before the kernel runs."""
+    """The results of `run()` with `tensor` set to `values` just before the kernel runs."""
     before = tensor.clone()
     with pytest.MonkeyPatch.context() as patch:
         after_the_checks(patch, tensor, values)
@@ -39,7 +39,7 @@ def results_of(run, tensor, values):
     return results
 
 
-# Valid values, the smallest invalid one, and the other options.
+# Valid values, the smallest invalid value above them, and the other options.
 NUMBERS = {
     "seqused_k": ([60, 30, 65], 66, {"leftpad_k": ints(0, 0, 0)}),
     "leftpad_k": ([60, 30, 65], 66, {"seqused_k": ints(65, 65, 65)}),
@@ -49,7 +49,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("bad", [-1, None, INT_MIN, INT_MAX])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_value_of_a_sequence(name, bad):
+def test_an_invalid_number_makes_its_sequence_nan(name, bad):
     qkv = make_qkv(batch=3, head_dim=HOME, dtype=torch.float16)
     valid, first_invalid, others = NUMBERS[name]
     numbers = ints(*valid)
@@ -58,13 +58,13 @@ def test_value_of_a_sequence(name, bad):
         expected = run()
         bad = first_invalid if bad is None else bad
         actual = results_of(run, numbers, [valid[0], bad, valid[2]])
-    for result, right in zip(actual, expected, strict=True):
+    for result, valid_result in zip(actual, expected, strict=True):
         assert result[1].isnan().all()
-        assert torch.equal(result[::2], right[::2])
+        assert torch.equal(result[::2], valid_result[::2])
 
 
 @pytest.mark.parametrize("bad", [-1, 9, INT_MIN, INT_MAX])
-def test_number_of_a_page(bad):
+def test_an_invalid_page_number_makes_its_readers_nan(bad):
     q, k, v = make_qkv(batch=2, q_length=40, kv_length=40, head_dim=32, dtype=torch.float16)
     keys, values, where = paged(k, v, [40, 40], 16)
     table = where["block_table"]
@@ -74,14 +74,14 @@ def test_number_of_a_page(bad):
     run = partial(torch.ops.metal_attn.flash_fwd, q, keys, values, **options)
     with simulate(check=True):
         expected, actual = run(), results_of(run, table, broken.tolist())
-    for result, right in zip(actual, expected, strict=True):
+    for result, valid_result in zip(actual, expected, strict=True):
         assert result[0, :, 16:].isnan().all()
-        assert torch.equal(result[0, :, :16], right[0, :, :16])
-        assert torch.equal(result[1], right[1])
+        assert torch.equal(result[0, :, :16], valid_result[0, :, :16])
+        assert torch.equal(result[1], valid_result[1])
 
 
-# Sequences of 20, 40 and 10 queries, and of 30, 5 and 60 keys. Changed ends, and the first and the
-# end of the rows that must be NaN.
+# There are sequences of 20, 40 and 10 queries, and of 30, 5 and 60 keys. Each case has an argument,
+# its invalid values, and the first and the end of the rows that must be NaN.
 PACKED = {
     "queries past the end": ("cu_seqlens_q", [0, 20, 60, 71], 60, 70),
     "queries far past the end": ("cu_seqlens_q", [0, 20, 60, INT_MAX], 60, 70),
@@ -97,7 +97,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("case", PACKED)
-def test_packed_sequences(case, monkeypatch):
+def test_invalid_cu_seqlens_make_their_sequences_nan(case, monkeypatch):
     name, values, start, end = PACKED[case]
     q, k, v, *packing = make_packed([20, 40, 10], [30, 5, 60], head_dim=HOME, dtype=torch.float16)
     after_the_checks(monkeypatch, packing[name == "cu_seqlens_k"], values)

@@ -1,4 +1,4 @@
-"""Offsets beyond 2**32 elements, in sparse mappings, whose untouched pages cost no memory."""
+"""Offsets of more than 2**32 elements. Tensors are sparse mappings, which need little memory."""
 
 import sys
 
@@ -12,7 +12,7 @@ from tests.helpers.sparse import sparse
 from torch_metal_attn import SimulatorFault, simulate
 from torch_metal_attn.simulator import engine
 
-FAR = 2**32  # elements: an offset that does not fit 32 bits
+FAR = 2**32  # elements; such an offset does not fit 32 bits
 
 pytestmark = pytest.mark.skipif(sys.maxsize < 2**40, reason="needs 64-bit addresses")
 
@@ -36,7 +36,7 @@ DIMS = {"batch": 0, "head": 1, "row": 2}
 
 
 @pytest.mark.parametrize("dim", [*DIMS, "column of a mask"])
-def test_every_operand(dim):
+def test_every_operand_may_be_far(dim):
     q, k, v = make_qkv(2, 4, 2, 5, 34, 16, dtype=torch.float16)
     options = {
         "attn_mask": random_mask(2, 4, 5, 34),
@@ -63,7 +63,7 @@ def test_every_operand(dim):
     assert torch.equal(lse, expected[1])
 
 
-def test_packed_rows():
+def test_packed_rows_may_be_far():
     q, k, v, *packing = make_packed([3, 0, 4], [20, 5, 9], head_dim=16, dtype=torch.float16)
     with simulate():
         expected = torch.ops.metal_attn.flash_varlen_fwd(q, k, v, *packing, causal=True)
@@ -74,8 +74,8 @@ def test_packed_rows():
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_results(dim, monkeypatch):
-    """The op allocates dense results, which are replaced by sparse ones before the kernel runs."""
+def test_results_may_be_far(dim, monkeypatch):
+    """Before the kernel runs, sparse results replace the dense ones that the op allocated."""
     q, k, v = make_qkv(2, 4, 2, 34, 34, 16, dtype=torch.float16)
     params_type = shader_params.struct("FlashFwdParams")
     slots = shader_params.slots("FlashBuffer", "FLASH_")
@@ -108,8 +108,8 @@ def test_results(dim, monkeypatch):
 
 
 @pytest.mark.parametrize("wide", ["int64_t", "int"])
-def test_checked_accesses(wide, monkeypatch):
-    """A storage of more than 2**32 elements is checked, with correct and with faulty offsets."""
+def test_offsets_of_32_bits_are_out_of_bounds(wide, monkeypatch):
+    """The checks of the simulator find 32-bit offsets, and accept 64-bit ones, in a far tensor."""
     q, k, v = make_qkv(1, 1, 1, 34, 34, 16, dtype=torch.float16)
     row = "return first + Offset(row) * row_stride"
     of_width = f"return first + {wide}(row) * {wide}(row_stride)"

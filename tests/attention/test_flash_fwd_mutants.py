@@ -15,7 +15,7 @@ PADDED = {f"{tensor}_layout": ("padded 3",) for tensor in "qkv"}
 
 
 def dense(**fields):
-    """GQA, two query tiles or more, partial blocks of keys."""
+    """A case with GQA, two query tiles or more, and a partial last block of keys."""
     return case(**SIZES | FORWARD | fields)
 
 
@@ -41,7 +41,7 @@ def codes_of_fp8():
 
 
 PROBLEMS = {
-    # A diagonal that does not end in the corner.
+    # The diagonal does not end in the corner.
     "plain": [dense(batch=1, head_dim=64, causal=True, q_offset=30)],
     "windows": [
         dense(window_size_left=left, window_size_right=right, q_offset=offset)
@@ -53,7 +53,7 @@ PROBLEMS = {
         for visible in ({}, {"causal": True, "q_offset": 0})
     ],
     "lengths": [dense(seqused_k=(90, 50), leftpad_k=(5, 35))],
-    # Any strides, and odd and even widths. An even width is read in pairs.
+    # The key stride of the first mask is not 1. Rows of even length are read in pairs.
     "masks": [
         dense(attn_mask="bool bhqk", mask_layout=("order 3210",)),
         *(dense(attn_mask="bool bhqk", kv_length=keys) for keys in (100, 101)),
@@ -73,16 +73,16 @@ PROBLEMS = {
         )
     ],
     "slices of v": [dense(batch=1, v_head_dim=264, causal=True)],
-    # Two SIMD groups share rows: each has half of the columns.
+    # Two SIMD groups share rows, and each group has half of the columns.
     "shared rows": [dense(batch=1, head_dim=208, causal=True)],
-    # Rows with NaN around each.
+    # There is NaN around each row.
     "odd head dims": [
         dense(head_dim=11, v_head_dim=5, **PADDED, **rotary)
         for rotary in ({}, {"rotary": "q", "rotary_columns": 8})
     ],
-    # An empty sequence, spare rows, and options that count from the first row of a sequence.
+    # There are an empty sequence and spare rows. The options count rows from a sequence's start.
     "packed": [case(**PACKED | FORWARD | rotated(8), attn_mask="bool bqk", window_size_left=40)],
-    # Pages of 3 keys: a sequence has more of them than a SIMD group holds. k is rotated.
+    # A sequence has more pages of 3 keys than a SIMD group holds page numbers. k is rotated.
     "pages": [
         dense(
             q_length=20,
@@ -94,7 +94,7 @@ PROBLEMS = {
             rotary_columns=16,
         )
     ],
-    # With a window, so that loops begin after the first pages.
+    # Because of the window, loops begin after the first pages.
     "pages of packed": [
         case(
             **PACKED | FORWARD | {"packed": ((40, 50), (77, 300)), "dtype": "float32"},
@@ -104,7 +104,7 @@ PROBLEMS = {
         )
     ],
     "indices": [dense(cache="indexed")],
-    # Queries in float32 read 4 columns at a time, which is half of a word of codes.
+    # With float32 queries, 4 columns are read at a time: half of a word of codes.
     "halves of words": [dense(**FEW, dtype="float32", head_dim=64, format="q2_g64")],
     "formats": [
         dense(**FEW, head_dim=64, cache="paged", format=kv_format, seqused_k=(90, 50))

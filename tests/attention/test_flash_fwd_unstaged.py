@@ -1,4 +1,4 @@
-"""flash_fwd with tiles that do not stage K and V, which only tables of tuned tiles choose."""
+"""flash_fwd with tiles that do not stage K and V. Only tables of tuned tiles choose such tiles."""
 
 import pytest
 import torch
@@ -18,44 +18,44 @@ def unstaged(v_slice, block_k=16):
     return tiles.forced({"flash_fwd": f"{tile} {UNSTAGED}"})
 
 
-def explained(q, k, v):
+def launch_of(q, k, v):
     return extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, k, v))[-1]
 
 
 def test_the_forced_tile_runs():
     q, k, v = make_qkv(head_dim=64, dtype=torch.float16)
     with unstaged(64):
-        actual = explained(q, k, v)
+        actual = launch_of(q, k, v)
     assert (actual["choice"], actual["defines"]["KV_STAGED"]) == ("forced", "0")
     assert actual["threadgroup_bytes"] == 0
     assert actual["defines"]["BLOCK_K"] == "16"
-    assert "KV_STAGED" not in explained(q, k, v)["defines"], "the chooser stages"
+    assert "KV_STAGED" not in launch_of(q, k, v)["defines"], "the default tile stages K and V"
 
 
 @pytest.mark.parametrize(
     "dtype, head_dim, v_head_dim, v_slice",
     [
-        (torch.float16, 80, 64, 64),  # no whole spans of 64 columns
+        (torch.float16, 80, 64, 64),  # 80 is not a multiple of spans of 64 columns
         (torch.float32, 40, 64, 64),
         (torch.float16, 64, 40, 40),
     ],
 )
-def test_other_head_dims_have_no_such_tile(dtype, head_dim, v_head_dim, v_slice, capfd):
+def test_unstaged_tiles_of_other_head_dims_are_ignored(dtype, head_dim, v_head_dim, v_slice, capfd):
     q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
     with unstaged(v_slice):
-        assert explained(q, k, v)["choice"] == "default"
+        assert launch_of(q, k, v)["choice"] == "default"
     assert "cannot run: it is ignored" in capfd.readouterr().err
 
 
-def test_padded(device):
-    """Two chains of columns. Keys before the first one are NaN."""
+def test_leftpad_k(device):
+    """The columns of k form two chains. Rows of k and v before the first key are NaN."""
     q, k, v = make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64)
     k[:, :, :3], v[:, :, :3] = torch.nan, torch.nan
     with unstaged(64):
         check_flash_fwd(q, k, v, causal=True, leftpad_k=ints(3), device=device)
 
 
-# The columns of a slice, the keys of a block, and the case.
+# The columns of a slice, the keys of a block, and the fields of the case.
 CASES = {
     # The last of six slices is half full. A query tile starts among hidden keys.
     "slices that pass the end of a row": (
@@ -73,7 +73,7 @@ CASES = {
         {"q_length": 9, "head_dim": 64, "v_head_dim": 32, "dtype": "float32"}
         | {"cache_dtype": "float16", "k_layout": ("padded 1",), "v_layout": ("padded 1",)},
     ),
-    # Four chunks of each key are rotated as they are read, and those of q element by element.
+    # Four chunks of each key are rotated as they are read. q is rotated element by element.
     "packed and rotated": (
         *(128, 16),
         {"call": "flash_varlen_fwd", "packed": ((7, 31), (0, 5), (33, 40)), "head_dim": 128}
@@ -92,7 +92,7 @@ def test_values(name, device, capfd):
 
 
 def test_values_that_do_not_exist_count_as_zero(device):
-    """The last key's row is read instead of a missing one, and 0 * inf would be NaN."""
+    """A missing row is replaced by the last key's row, where 0 * inf would be NaN."""
     q, k, v = (x.to(device) for x in make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64))
     v[:, :, -1] = torch.inf
     with unstaged(64):
@@ -104,7 +104,7 @@ MUTANTS = {
     test_values_that_do_not_exist_count_as_zero: """
         missing values: exist[j] = key >= sequence.first_key {~&& key < sequence.kv_length =>~}
     """,
-    test_padded: """
+    test_leftpad_k: """
         values before the first:
             exist[j] = key {~>= sequence.first_key && key =>~} < sequence.kv_length
         key past the end read [out_of_bounds]:

@@ -1,4 +1,4 @@
-"""Packed sequences have the bits of each sequence alone, forward and backward."""
+"""The results of packed sequences are bit for bit those of each sequence alone, also backward."""
 
 import math
 from functools import partial
@@ -26,7 +26,7 @@ def gradients(q, k, v, packing, device, options):
     return backward(q, k, v, *arguments, device, options, packing=packing)[2:]
 
 
-def test_no_sequence(device):
+def test_zero_sequences(device):
     q, k, v = (torch.full((length, 2, 16), math.nan).half() for length in (9, 5, 5))
     nothing = (ints(0), ints(0), 0, 0)
     out, lse = run("flash_varlen_fwd", device, q, k, v, *nothing)
@@ -40,8 +40,8 @@ def test_no_sequence(device):
     assert (out.shape, lse.shape) == ((0, 2, 16), (2, 0))
 
 
-def test_equals_each_sequence_alone(device):
-    """Each has so many queries that it runs flash_fwd alone, too."""
+def test_results_equal_those_of_each_sequence_alone(device):
+    """Each sequence has so many queries that flash_fwd also computes it if it is alone."""
     q, k, v, *packing = packed([33, 0, 37, 70])
     out, lse = run("flash_varlen_fwd", device, q, k, v, *packing, **CAUSAL)
     dq, dk, dv, delta = gradients(q, k, v, packing, device, CAUSAL)
@@ -66,14 +66,14 @@ def test_equals_each_sequence_alone(device):
         assert_same(actual, (*rows(dq), *keys(dk, dv), *statistics(delta)))
 
 
-def test_strides(device):
+def test_strides_do_not_change_results(device):
     q, k, v, *packing = packed([33, 20], [33, 20], kv_heads=4)
     expected = run("flash_varlen_fwd", device, q, k, v, *packing)
-    of_expected = gradients(q, k, v, packing, device, {})
+    expected_gradients = gradients(q, k, v, packing, device, {})
     projection = torch.stack([q, k, v], 1).unbind(1)
     outermost = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v)]
     for views in (projection, outermost):
         actual = run("flash_varlen_fwd", device, *views, *packing)
         assert_same(actual, expected)
         assert actual[0].transpose(0, 1).is_contiguous() == (views is outermost)
-        assert_same(gradients(*views, packing, device, {}), of_expected)
+        assert_same(gradients(*views, packing, device, {}), expected_gradients)

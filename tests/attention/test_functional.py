@@ -37,7 +37,7 @@ WINDOWS = [
     {},
     {"window_size_left": 5, "window_size_right": 2},
     {"window_size_left": 7, "causal": True},
-    {"window_size_right": 9, "causal": True},  # causal wins
+    {"window_size_right": 9, "causal": True},  # causal takes precedence over the right window
 ]
 
 
@@ -116,7 +116,7 @@ WRONG_TYPES = [
 
 class TestFlashAttnFunc:
     @each_case("position, shape", product(range(3), [(), (8,), (5, 2, 8), (1, 1, 5, 2, 8)]))
-    def test_ranks(self, position, shape):
+    def test_wrong_ranks_are_refused(self, position, shape):
         tensors = [normal(1, 5, 2, 8)] * 3
         tensors[position] = normal(*shape)
         message = f"{'qkv'[position]} has shape {shape}; it must be (B, L, H, D)"
@@ -130,13 +130,13 @@ class TestFlashAttnFunc:
             *((arguments, TypeError, message) for arguments, message in WRONG_TYPES),
         ],
     )
-    def test_refused(self, arguments, error, message):
+    def test_invalid_arguments_are_refused(self, arguments, error, message):
         q = normal(1, 5, 2, 8)
         with pytest.raises(error, match=message):
             flash_attn_func(**{"q": q, "k": q, "v": q} | arguments)
 
     @pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
-    def test_a_number_whose_gradient_would_be_lost(self, name):
+    def test_numbers_that_require_grad_are_refused(self, name):
         q, number = normal(1, 5, 2, 8), torch.tensor(0.5, requires_grad=True)
         with pytest.raises(NotImplementedError, match=f"{name} requires grad, .*: detach it"):
             flash_attn_func(q, q, q, **{name: number})
@@ -159,7 +159,7 @@ class TestFlashAttnFunc:
         ],
         ids=str,
     )
-    def test_numbers_of_any_kind(self, options):
+    def test_numbers_may_be_of_any_type(self, options):
         plain = {"causal": bool(options.get("causal", False))}
         plain["dropout_p"] = float(options.get("dropout_p", 0))
         if "window_size" in options:
@@ -175,8 +175,8 @@ class TestFlashAttnFunc:
 
     @pytest.mark.parametrize("shape", [(0, 3), (1, 0), (0, 33), (0, 0)])
     @pytest.mark.parametrize("function", [flash_attn_func, flash_attn_with_kvcache])
-    def test_strides_of_empty_tensors(self, function, shape):
-        """They are ignored if a tensor is empty, as `contiguous` does not change them."""
+    def test_empty_tensors_may_have_any_strides(self, function, shape):
+        """Strides of an empty tensor are ignored, because `contiguous()` does not change them."""
         batch, length = shape
         q, k = normal(batch, length, 2, 16)[..., ::2], normal(batch, 9, 1, 8)
         assert q.stride(-1) == 2
@@ -208,7 +208,7 @@ def packed(q_lengths=(7, 0, 33, 1, 12)):
         (5, 32, ValueError, "cu_seqlens_q has a sequence of 33 rows and max_seqlen_q is 32"),
     ],
 )
-def test_refused_by_flash_attn_varlen_func(index, value, error, message):
+def test_flash_attn_varlen_func_refuses_invalid_arguments(index, value, error, message):
     arguments = list(packed())
     arguments[index] = value
     with pytest.raises(error, match=message):
@@ -232,7 +232,7 @@ class TestPacked:
         assert [t.data_ptr() for t in seen] == [qkv[:, :, i].data_ptr() for i in range(3)] * 2
 
     @pytest.mark.parametrize("shape", [(2, 9, 2, 4, 16), (2, 9, 3, 4), (9, 3, 4, 16)])
-    def test_shapes(self, shape):
+    def test_wrong_shapes_are_refused(self, shape):
         with pytest.raises(ValueError, match=r"qkv has shape .* must be \(B, L, 3, H, D\)"):
             flash_attn_qkvpacked_func(normal(*shape))
         with pytest.raises(ValueError, match=r"kv has shape .* must be \(T, 2, Hkv, D\)"):
@@ -285,7 +285,7 @@ class TestOptions:
         for function, name in product(FUNCTIONS.values(), ScoreOptions.__annotations__):
             assert inspect.signature(function).parameters[name].default == defaults[name]
 
-    def test_arguments_of_flash_attn_3(self):
+    def test_arguments_of_flash_attn_3_must_have_their_defaults(self):
         q = normal(1, 3, 2, 8)
         names = "pack_gqa qv q_descale k_descale v_descale page_table seqused_q scheduler_metadata"
         defaults = dict.fromkeys(names.split()) | {"sm_margin": 0}
@@ -318,8 +318,8 @@ class TestOptions:
             (flex_attention, "bias", "add it in a score_mod"),
         ],
     )
-    def test_unknown_options(self, function, name, advice):
-        """Names of options of torch, flash-attn, MLX and xformers."""
+    def test_unknown_options_are_refused(self, function, name, advice):
+        """For an option of torch, flash-attn, MLX or xformers, the error says what to use."""
         packed = function is flash_attn_qkvpacked_func
         operands = [normal(1, 3, 3, 2, 8)] if packed else [normal(1, 3, 2, 8)] * 3
         message = f"{function.__name__} has no argument {name}; {advice}"

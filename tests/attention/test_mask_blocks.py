@@ -11,8 +11,8 @@ from tests.helpers.mutants import mutant_tests, plant
 from torch_metal_attn import explain, scaled_dot_product_attention, simulate
 
 HEAD_DIM = 16
-# A change after which every block counts as partial. It must not change results.
-ALL_IN_PART = ("state.shows ? (state.hides ? 2 : 1) : 0", "2")
+# This change to the shader makes every block partial, which must not change results.
+EVERY_BLOCK_PARTIAL = ("state.shows ? (state.hides ? 2 : 1) : 0", "2")
 
 
 def seen(q_length, kv_length, window=256):
@@ -26,13 +26,13 @@ def seen(q_length, kv_length, window=256):
 
 
 def per_head():
-    """Two heads see different keys. The mask is read 8 keys at a time."""
+    """Two heads see different keys. 8 keys of the mask are read at a time."""
     mask = seen(264, 2048)
     return torch.stack((mask, mask.roll(-700, 1) & (torch.arange(2048) % 5 > 0)))[None], 1, 2
 
 
 def transposed():
-    """Two sequences see different keys. Queries are contiguous, and lengths are odd."""
+    """Two sequences see different keys. The mask's queries are contiguous, and lengths are odd."""
     mask = torch.zeros(2, 2047, 131, dtype=torch.bool).mT
     mask[0], mask[1] = seen(131, 2047), seen(131, 2047).roll(500, 1)
     return mask[:, None], 2, 2
@@ -81,7 +81,7 @@ def test_skipped_blocks_change_no_bit(name, monkeypatch):
     problem = PROBLEMS[name]()
     actual = simulated(problem, check=True)
     check(actual, problem)
-    plant(monkeypatch, "mask_blocks", *ALL_IN_PART)
+    plant(monkeypatch, "mask_blocks", *EVERY_BLOCK_PARTIAL)
     assert all(map(torch.equal, actual, simulated(problem, check=True)))
 
 
@@ -91,7 +91,7 @@ def expected():
 
 
 @pytest.fixture
-def before_the_fault():
+def expected_before_the_fault():
     expected()
 
 
@@ -106,7 +106,7 @@ def same_results():
     assert all(map(torch.equal, results(*operands(*problem), problem[0]), expected()))
 
 
-# Faults of the kernel that makes the lists, and of those that read them.
+# Faults in mask_blocks, which makes the lists, and in the kernels that read the lists.
 MUTANTS = {
     same_output: """
         mask_blocks: last block dropped: params.blocks - first_block{~=> - 1~})
@@ -130,7 +130,7 @@ MUTANTS = {
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
-    MUTANTS, fixtures=["before_the_fault"]
+    MUTANTS, fixtures=["expected_before_the_fault"]
 )
 
 
@@ -148,9 +148,9 @@ def shown_blocks(mask, queries, keys):
     return int(torch.nn.functional.max_pool2d(mask[None].float(), sizes, ceil_mode=True).sum())
 
 
-def test_work_is_that_of_the_blocks_that_are_shown(cores):
+def test_work_is_proportional_to_the_blocks_that_are_shown(cores):
     """A window of 256 in 4096 keys. The cost of a block is measured with some partial blocks."""
-    cores(1)  # long problems then have the tiles of short ones
+    cores(1)  # so that long and short problems have the same tiles
     window = seen(256, 4096)
     some = torch.zeros_like(window)
     some[::3, 1024:1280] = True
@@ -165,11 +165,11 @@ def test_work_is_that_of_the_blocks_that_are_shown(cores):
     for name in KERNELS:
         sizes = tile(kernels[name].specialisation)
         base = work(result["none"][name])
-        price = (work(result["some"][name]) - base) / shown_blocks(some, *sizes)
+        cost_of_a_block = (work(result["some"][name]) - base) / shown_blocks(some, *sizes)
         visited = shown_blocks(window, *sizes)
         assert visited < window.numel() / (sizes[0] * sizes[1]) / 6
-        assert (work(result["window"][name]) <= 1.05 * (base + visited * price)).all()
-        assert (work(result["window"][name])[2] == visited * price[2]).all()
+        assert (work(result["window"][name]) <= 1.05 * (base + visited * cost_of_a_block)).all()
+        assert (work(result["window"][name])[2] == visited * cost_of_a_block[2]).all()
     # Each of the three kernels has a pre-pass that reads the mask once, 8 elements at a time.
     assert result["window"]["mask_blocks"].loads["device"] == 3 * window.numel() / 8
     assert result["window"]["mask_blocks"].load_bytes["device"] == 3 * window.numel()
@@ -184,7 +184,7 @@ def test_blocks_that_are_shown_in_full_do_not_load_the_mask():
         with simulate(count=True) as run:
             scaled_dot_product_attention(*operands(mask, 1, 1), mask)
         loads.append(run.counters["flash_fwd"].loads["device"])
-    # Two neighbours at a time.
+    # The mask is read two neighbouring elements at a time.
     assert loads[1] - loads[0] == 256 * 64 / 2
 
 
@@ -226,7 +226,7 @@ def test_masks_for_which_a_pre_pass_does_not_pay(mask, options, why):
     assert "mask_blocks" not in actual.training.allocated
 
 
-def test_tensor_tiles(gpu):
+def test_tensor_tiles_read_lists_of_blocks(gpu):
     gpu("Apple M5")
     problem = padded()
     with simulate(check=True) as run:

@@ -32,7 +32,7 @@ def allocations(call):
     return result, [event.nbytes() for event in sorted(events, key=lambda x: x.start_ns())]
 
 
-def test_4096_tokens():
+def test_explain_lists_the_memory_of_4096_tokens():
     training = explain(*shapes(4096), causal=True, backward=True).training
     tensor, statistics = 16 * 4096 * 64 * 2, 16 * 4096 * 4
     assert training.inputs == dict.fromkeys(("q", "k", "v", "dout"), tensor)
@@ -79,10 +79,10 @@ def test_the_ops_allocate_what_is_listed(feature):
     results, changes, _ = step(*qkv, dlse=options.pop("dlse", True), **options)
     listed = explain(*qkv, **options, backward=True).training.allocated
     names = ("out", "softmax_lse", "dq", "dk", "dv", "delta", "normalisers")
-    held = {n: t.nbytes for n, t in zip(names, results, strict=True) if t.numel()}
-    assert held | {"rounded_delta": held["delta"]} == listed
-    taken = [change for change in changes if change > 0]
-    assert sorted(taken) == sorted(listed.values())
+    returned = {n: t.nbytes for n, t in zip(names, results, strict=True) if t.numel()}
+    assert returned | {"rounded_delta": returned["delta"]} == listed
+    allocated = [change for change in changes if change > 0]
+    assert sorted(allocated) == sorted(listed.values())
     assert max(accumulate(changes)) == sum(listed.values())
 
 
@@ -102,7 +102,7 @@ def test_autograd_allocates_no_more():
     assert max(accumulate(changes)) == sum(listed.values())
 
 
-def test_packed():
+def test_packed_ops_allocate_what_is_listed():
     shape = {"heads": 4, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
     arguments = make_packed([40, 0, 77], [50, 3, 64], **shape)
     results, changes, launches = step(*arguments, dlse=False, causal=True)

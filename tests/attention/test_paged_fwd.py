@@ -17,7 +17,7 @@ SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float16}
 
 
 @pytest.mark.parametrize("pages", [0, 5])
-def test_no_keys(pages, device):
+def test_no_page_is_read_if_there_are_no_keys(pages, device):
     q, *_ = make_qkv(batch=2, kv_length=0, **SHAPE)
     caches = [torch.full((pages, 2, 16, 32), math.nan).half() for _ in "kv"]
     for blocks in (0, 3):
@@ -48,10 +48,10 @@ def test_only_differences_of_cu_seqlens_k_count(device):
 
 
 def test_pages_before_the_window_need_not_exist(device):
-    """Pages before a sliding window may be -1 or outside. The table is a part of a wider one."""
+    """Page numbers before a window may be invalid. The table is a slice of a wider table."""
     q, k, v = make_qkv(batch=2, q_length=5, kv_length=200, **SHAPE)
     keys, values, where = paged(k, v, [200, 150], 16)
-    # The first queries are at 195 and 145, and see 50 keys before them.
+    # The first queries are at positions 195 and 145. They see the 50 keys before their position.
     where["block_table"][0, : 145 // 16] = -1
     where["block_table"][1, : 95 // 16] = 10**6
     wider = torch.cat([where["block_table"], torch.full((2, 3), -1).int()], 1)
@@ -66,11 +66,11 @@ def test_pages_before_the_window_need_not_exist(device):
         ({"cache": "paged"}, {}, "block_table"),
         ({"cache": "indexed"}, {}, "cache_batch_idx"),
         ({"format": "q8_0"}, {}, "k_scale"),
-        # Quantised keys without a scale.
+        # Quantised keys in float8 need no scale.
         ({}, dict.fromkeys("kv", torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn)), "k"),
     ],
 )
-def test_no_gradient(fields, changes, name):
+def test_caches_and_quantised_keys_have_no_gradient(fields, changes, name):
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "kv_length": 16, "head_dim": 64}
     options = arguments(case(**sizes, **fields)) | changes
     expected, _ = torch.ops.metal_attn.flash_fwd(**options)
@@ -95,7 +95,7 @@ def device_loads(page, kv_length=1024):
 
 
 def test_paging_costs_few_loads():
-    """At most 6 %. With pages of one key, each of eight SIMD groups loads every page number."""
+    """Paging adds at most 6 %. With pages of one key, each SIMD group loads every page number."""
     plain = device_loads(None)
     for page in (8, 256):
         assert device_loads(page) <= 1.06 * plain

@@ -80,7 +80,7 @@ FP8 = "fp8_e4m3", torch.tensor([0.5, 2.0])
 
 
 @pytest.mark.parametrize("kv_format, scale", [("q4_0", None), FP8])
-def test_packed(kv_format, scale, device):
+def test_packed_keys_are_quantised_after_concatenation(kv_format, scale, device):
     """Keys and values are concatenated, then quantised."""
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 32, "dtype": torch.float16}
     q, k, v, *packing = make_packed([33, 7, 1], [40, 0, 65], batch=1, **sizes)
@@ -92,7 +92,7 @@ def test_packed(kv_format, scale, device):
 
 
 ops = torch.ops.metal_attn
-# float32 queries on keys and values in half precision, as llama.cpp has them by default.
+# The tests below have float32 queries, and keys and values in half precision, as llama.cpp has.
 CHECKS = {"flash_fwd": check_flash_fwd, "flash_decode": check_flash_decode}
 FEW = {"heads": 4, "kv_heads": 2, "q_length": 3, "kv_length": 70, "head_dim": 72}
 
@@ -103,14 +103,14 @@ def operands(**shape):
 
 
 @pytest.mark.parametrize("op", CHECKS)
-def test_as_an_op(op):
+def test_ops_accept_keys_in_half_precision(op):
     q, k, v = operands(head_dim=64)
     run = getattr(ops, op)
     torch.library.opcheck(run, (q, k, v), {"causal": True})
     explained = explain(run, q, k, v)
     assert explained.specialisation["ELEMENT"] == "float"
     assert explained.specialisation["KV_ELEMENT"] == "half"
-    statistics = 4 * 3 * 4  # a float32 number a row of q
+    statistics = 4 * 3 * 4  # one float32 number per row of q
     assert explained.cost.bytes == 2 * q.nbytes + k.nbytes + v.nbytes + statistics
 
 
@@ -125,7 +125,7 @@ def test_gradients_are_refused_in_backward():
 
 
 def test_functions_without_a_cache_need_one_dtype():
-    """As flash-attn's. test_functional.py passes float32 queries to functions with a cache."""
+    """As in flash-attn. test_functional.py passes float32 queries to functions with a cache."""
     q, k, v = (x.transpose(1, 2) for x in operands(head_dim=64))
     for keys, values, name in ((k, v, "k"), (k.float(), v, "v")):
         with pytest.raises(ValueError, match=rf"^{name} has dtype float16 and q float32; .*alike"):

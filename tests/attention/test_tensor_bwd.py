@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 KERNELS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
 
 
-def all_of_scores():
+def every_score_option():
     lengths = "both lengths, causal, rotary, interleaved"
     return problem(lengths, "softcap, all, rotary, odd", head_dim=136, v_head_dim=32)
 
@@ -48,23 +48,23 @@ def causal():
     judge(*map(featured, edges))
 
 
-def home():
+def two_blocks():
     """Two blocks of queries and of keys. Some SIMD groups have no rows."""
     return make_qkv(q_length=45, kv_length=90, head_dim=HOME, dtype=F16)
 
 
 def small():
-    check_flash_bwd(*home(), dlse=False, device=CPU)
+    check_flash_bwd(*two_blocks(), dlse=False, device=CPU)
 
 
 def either_precision():
-    q, k, v = home()
+    q, k, v = two_blocks()
     dout, _ = make_gradients(q, v, q.shape[:3])
     check_either_precision(lambda: backward(q, k, v, dout, None, CPU, {}))
 
 
 def one_key():
-    """The only weight is 1, which 11 bits hold, so dv is dout."""
+    """The only weight is 1, which 11 bits represent exactly, so dv equals dout."""
     q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=HOME, dtype=F16)
     dout, _ = make_gradients(q, v, q.shape[:3])
     *_, dv, _ = backward(q, k, v, dout, None, CPU, {})
@@ -72,8 +72,8 @@ def one_key():
 
 
 def infinite_gradient():
-    """The last query's block of queries is a partial one."""
-    q, k, v = home()
+    """The last query, whose dout is infinite, is in a partial block of queries."""
+    q, k, v = two_blocks()
     dout, _ = make_gradients(q, v, q.shape[:3])
     dout[:, :, -1, 3] = torch.inf
     *_, dv, _ = backward(q, k, v, dout, None, CPU, {})
@@ -81,21 +81,21 @@ def infinite_gradient():
     assert dv[..., :3].isfinite().all()
 
 
-def impossible():
+def invalid_length():
     """An invalid length that only the kernels see makes the gradients of its sequence NaN."""
     (q, k, v), _ = problem("plain")
     _, options = problem("nan outside")
     dout, dlse = make_gradients(q, v, q.shape[:3])
     run = partial(backward, q, k, v, dout, dlse, CPU, options)
     expected, actual = run(), results_of(run, options["seqused_k"], [90, 102])
-    for one, right in zip(actual[2:5], expected[2:5], strict=True):
-        assert torch.equal(one[0], right[0])
-        assert one[1].isnan().all()
+    for gradient, valid in zip(actual[2:5], expected[2:5], strict=True):
+        assert torch.equal(gradient[0], valid[0])
+        assert gradient[1].isnan().all()
 
 
-# Problems without mutants. test_the_unchanged_kernels_pass runs the others.
+# Problems without planted faults. test_the_unchanged_kernels_pass runs the problems with faults.
 def together():
-    qkv, options = all_of_scores()
+    qkv, options = every_score_option()
     check_flash_bwd(*qkv, **options, device=CPU)
 
 
@@ -112,7 +112,7 @@ def sizes():
 
 
 @pytest.mark.parametrize("problem", [together, masked, sizes])
-def test_feature(problem):
+def test_features_run_on_tensor_tiles(problem):
     with simulate(check=True) as run:
         problem()
     assert set(run.counters) >= KERNELS
@@ -120,10 +120,10 @@ def test_feature(problem):
 
 
 def test_the_same_bits_in_any_order():
-    check_the_same_bits(*all_of_scores())
+    check_the_same_bits(*every_score_option())
 
 
-def test_explanations(monkeypatch, gpu):
+def test_explain_says_why_tensor_tiles_are_not_used(monkeypatch, gpu):
     def training(dtype):
         return explain(*make_qkv(head_dim=64, dtype=dtype), backward=True).training
 
@@ -196,7 +196,7 @@ MUTANTS = {
     "nan outside": """
         dq: rows before the first key: source.find({~clamp(key, begin => min(key~}, end - 1))
     """,
-    impossible: """
+    invalid_length: """
         dq, dkv: impossible lengths as clamped: ({~impossible || =>~} batch == params.batch)
     """,
     packed: """

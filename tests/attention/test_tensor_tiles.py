@@ -21,31 +21,31 @@ KERNEL = "flash_fwd_tensor"
 
 
 def wide_rows():
-    """Two chains of scores, Q read twice, and a last slice of V that is a span too long."""
+    """Scores have two chains, Q is read twice, and the last slice of V is a span too long."""
     judge(problems.dense(batch=1, heads=2, head_dim=136, v_head_dim=288, dtype="bfloat16"))
 
 
-def home():
+def few_rows():
     return make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
 
 
 def equal_values():
     """The mean of equal values is exact, although weights are truncated."""
-    q, k, v = home()
+    q, k, v = few_rows()
     out, _ = torch.ops.metal_attn.flash_fwd(4 * q, k, torch.ones_like(v))
     assert (out == 1).all()
 
 
 def infinite_value():
-    """The last key's block of keys is a partial one."""
-    q, k, v = home()
+    """The last key, whose value is infinite, is in a partial block of keys."""
+    q, k, v = few_rows()
     v[:, :, -1, 3] = torch.inf
     out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
     assert (out[..., 3] == torch.inf).all()
 
 
 def either_precision():
-    check_either_precision(lambda: torch.ops.metal_attn.flash_fwd(*home()))
+    check_either_precision(lambda: torch.ops.metal_attn.flash_fwd(*few_rows()))
 
 
 def scores():
@@ -55,21 +55,21 @@ def scores():
 GROUPED, PACKED = SIZES | FORWARD, PACKED | FORWARD
 CASES = {
     "windows": problems.PROBLEMS["windows"],
-    # Partial tiles of queries and keys, and rows that see nothing.
+    # Partial tiles of queries and keys, and rows that see no key.
     "sizes": [
         case(**GROUPED | {"q_length": q, "kv_length": k}, causal=True, q_offset=-2)
         for q, k in ((1, 1), (65, 31), (33, 0), (0, 9))
     ],
     "chunks": [
         case(**GROUPED, **LENGTHS, attention_chunk=21, causal=True, q_offset=0, cache="indexed"),
-        # Rows with NaN after each.
+        # There is NaN after each row.
         case(
             **GROUPED | LENGTHS | {"attention_chunk": 21, "head_dim": 11, "v_head_dim": 5},
             **problems.PADDED | {"rotary": "q", "rotary_columns": 8},
         ),
     ],
-    # An odd width, and an even one, which is read in pairs.
-    "added": [
+    # Masks and biases of odd and of even width. Rows of even width are read in pairs.
+    "masks and biases": [
         case(
             **GROUPED | SCORES | {"kv_length": width, "alibi_slopes": "h", "causal": True},
             attn_mask="bool bhqk",
@@ -87,14 +87,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
-def test_feature(cases):
+def test_features_run_on_tensor_tiles(cases):
     with simulate(check=True) as run:
         hold(cases, CPU)
     assert KERNEL in run.counters
     assert "flash_fwd" not in run.counters
 
 
-def test_formats():
+def test_formats_run_on_tensor_tiles():
     with simulate(check=True) as run:
         for name in ("formats", "scales of fp8"):
             problems.run(name)
@@ -103,12 +103,12 @@ def test_formats():
 
 @pytest.mark.parametrize("lane_map", ["apple9", 7])
 def test_other_lane_maps_are_wrong(lane_map):
-    """Results are finite and wrong, so a probe must notice: tests/runtime/test_tensor_gate.py."""
+    """Results are finite but wrong. tests/runtime/test_tensor_gate.py detects such a lane map."""
     with simulate(lane_map=lane_map), pytest.raises(AssertionError):
-        check_flash_fwd(*home(), device=CPU)
+        check_flash_fwd(*few_rows(), device=CPU)
 
 
-def test_calls_without_tensor_tiles(monkeypatch, gpu):
+def test_calls_that_have_no_tensor_tiles(monkeypatch, gpu):
     q, k, v = make_qkv(head_dim=16, dtype=F16)
     attend, decode = torch.ops.metal_attn.flash_fwd, torch.ops.metal_attn.flash_decode
     with simulate(check=True) as run:
@@ -126,7 +126,7 @@ def test_calls_without_tensor_tiles(monkeypatch, gpu):
     assert run.counters[KERNEL].launches == 1
 
 
-def test_explanations(monkeypatch):
+def test_explain_says_why_tensor_tiles_are_not_used(monkeypatch):
     def reason(dtype):
         q, k, v = make_qkv(head_dim=64, dtype=dtype)
         return extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, k, v))[0]["reason"]
@@ -145,8 +145,8 @@ def test_explanations(monkeypatch):
 
 
 @pytest.mark.parametrize("how, tiles, dtypes", [("on 8x8 tiles", "8x8", 2), ("in TF32", "TF32", 1)])
-def test_verify_has_other_kinds_of_tile(how, tiles, dtypes, gpu):
-    """verify repeats each feature with tensor tiles off, and in TF32 whatever the setting."""
+def test_verify_repeats_features_on_other_tiles(how, tiles, dtypes, gpu):
+    """verify repeats each feature with tensor tiles off, and in TF32 even if it is not allowed."""
     families = {f"flash_fwd {how}", f"flash_bwd {how}"}
     again = [each for each in listed.full() if each.family in families]
     assert {each.family for each in again} == families
@@ -156,7 +156,7 @@ def test_verify_has_other_kinds_of_tile(how, tiles, dtypes, gpu):
         assert running.run(case(dtype="float32" if dtypes == 1 else "float16", tiles=tiles), CPU).ok
         assert {"tensor" in name for name in run.counters if "delta" not in name} == {dtypes == 1}
         with allow_tf32():
-            assert running.run(case(dtype="float32"), CPU).ok  # by the bounds of float32
+            assert running.run(case(dtype="float32"), CPU).ok  # within float32's bounds
         assert "flash_fwd" in run.counters
     gpu("Apple M4")
     assert not families & {each.family for each in listed.full()}

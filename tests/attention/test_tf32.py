@@ -25,9 +25,9 @@ GRADIENTS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
 
 
 def nan_and_infinity():
-    """A NaN of any bits reaches the output of the queries that see it, and no other."""
+    """NaN with any bits reaches the outputs of the queries that see it, and no other output."""
     for bits in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1):
-        q, k, v, _ = home()
+        q, k, v, _ = small_problem()
         v[:, :, -1, 3] = torch.inf
         k.view(torch.int32)[0, 1, 5, 2] = bits
         v.view(torch.int32)[0, 0, 6, 4] = bits
@@ -40,23 +40,23 @@ def nan_and_infinity():
 
 def equal_values():
     """Weights lose low bits in TF32, but the mean of equal values is exact."""
-    q, k, v, _ = home()
+    q, k, v, _ = small_problem()
     out, _ = ops.flash_fwd(4 * q, k, torch.ones_like(v))
     assert ((out - 1).abs() <= ACCUMULATION).all()
 
 
-def home(q_length=45, kv_length=90):
+def small_problem(q_length=45, kv_length=90):
     q, k, v = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME)
     return q, k, v, make_gradients(q, v, q.shape[:3], dlse=False)[0]
 
 
 def either_precision():
-    check_either_precision(lambda: backward(*home(), None, CPU, {}, run_forward=True))
+    check_either_precision(lambda: backward(*small_problem(), None, CPU, {}, run_forward=True))
 
 
 def one_key():
     """The only weight is 1, so the output is the value, rounded to 11 bits."""
-    q, k, v, dout = home(33, 1)
+    q, k, v, dout = small_problem(33, 1)
     dout[:, :, 1:] = 0
     out, *_, dv, _ = backward(q, k, v, dout, None, CPU, {}, run_forward=True)
     assert torch.equal(out, rounded_to_tf32(v).expand_as(out))
@@ -64,8 +64,8 @@ def one_key():
 
 
 def other_statistics():
-    """The log-sum-exp comes from a forward in another precision."""
-    q, k, v, dout = home()
+    """The log-sum-exp is that of a forward in another precision."""
+    q, k, v, dout = small_problem()
     out, lse = exact_forward(q, k, v, {})
     lse += 0.25 * torch.arange(45.0).sin()
     results = ops.flash_bwd(dout, None, q, k, v, out, lse, exact_delta=True)[:3]
@@ -73,8 +73,8 @@ def other_statistics():
 
 
 def second_pass():
-    """Values of 11 bits with a large mean: only dout is rounded, and delta lacks that error."""
-    q, k, v, dout = home(21, 70)
+    """Values of 11 bits have a large mean. Only dout is rounded, and delta lacks this error."""
+    q, k, v, dout = small_problem(21, 70)
     v = rounded_to_tf32(v + 1000)
     _, _, dq, *_ = backward(q, k, v, dout, None, CPU, {})
     leaf = q.double().requires_grad_()
@@ -92,7 +92,7 @@ ADDED = {"attn_mask": "bool bhqk", "attn_bias": "float16 qk", "alibi_slopes": "h
 CHUNKED = {"attention_chunk": 21, "q_offset": 0, "causal": True}
 FORWARDS = [
     case(**SIZES, **CHUNKED, **LENGTHS, cache="indexed", cache_dtype="bfloat16"),
-    # Two chains of scores, Q read twice, and a last slice of V that is a span too long.
+    # Scores have two chains, Q is read twice, and the last slice of V is a span too long.
     case(
         **SIZES | SCORES | ADDED | FORWARD,
         causal=True,
@@ -104,7 +104,7 @@ FORWARDS = [
     case(**PACKED, cache="paged", page=24, cache_dtype="float16", window_size_left=30),
 ]
 BACKWARDS = [
-    # Rows that two SIMD groups share, and slices.
+    # Two SIMD groups share rows, and gradients have slices.
     case(
         **SIZES | SCORES | LENGTHS | CHUNKED | rotated(14),
         head_dim=200,
@@ -137,8 +137,8 @@ def test_gradients_of_a_bias_are_in_float32():
     assert not GRADIENTS & set(run.counters)
 
 
-def test_bound():
-    """The bound of docs/numerics.md, for each element. Rows are sharp, so that rounding matters."""
+def test_every_element_is_within_the_bound():
+    """The bound is in docs/numerics.md. Rows are sharp, so that rounding matters."""
     q, k, v = (x.double() for x in make_qkv(heads=4, q_length=45, kv_length=90, head_dim=64))
     q *= 3
     scale = 64**-0.5
@@ -162,7 +162,7 @@ def test_bound():
 
 def results():
     with simulate(check=True) as run:
-        actual = backward(*home(), None, CPU, {}, run_forward=True)
+        actual = backward(*small_problem(), None, CPU, {}, run_forward=True)
     return actual, set(run.counters)
 
 
@@ -170,7 +170,7 @@ def same(actual, others):
     return all(map(torch.equal, actual, others))
 
 
-def test_only_the_caller_allows_it(gpu, monkeypatch):
+def test_allow_tf32_alone_decides(gpu, monkeypatch):
     tf32, kernels = results()
     assert kernels >= FORWARD_KERNELS | GRADIENTS
     gpu("Apple M4")
@@ -188,9 +188,9 @@ def test_only_the_caller_allows_it(gpu, monkeypatch):
     assert same(results()[0], tf32)
 
 
-def test_the_setting(monkeypatch):
-    by_setting = -1
-    before = extension.load().metal_attn_allow_tf32(by_setting)
+def test_the_environment_variable_is_the_default(monkeypatch):
+    by_environment = -1  # the environment variable decides
+    before = extension.load().metal_attn_allow_tf32(by_environment)
     try:
         assert not tf32_allowed()
         monkeypatch.setenv("TORCH_METAL_ATTN_TF32", "on")
@@ -198,13 +198,13 @@ def test_the_setting(monkeypatch):
         assert "float32 is rounded to 11 bits, as TORCH_METAL_ATTN_TF32 is on" in reason()
         monkeypatch.setenv("TORCH_METAL_ATTN_TF32", "yes")
         wrong = "TORCH_METAL_ATTN_TF32 is 'yes'; it must be off or on"
-        for asked in (tf32_allowed, reason, results):
+        for function in (tf32_allowed, reason, results):
             with pytest.raises(ValueError, match=wrong):
-                asked()
+                function()
         assert wrong in tensor_tiles.description()
         with tensor_tiles.off():
             assert wrong in tensor_tiles.description()
-        # A call in the process has priority.
+        # allow_tf32 has priority over the environment variable.
         with allow_tf32(False):
             assert not tf32_allowed()
         for off in ("off", ""):
@@ -214,7 +214,7 @@ def test_the_setting(monkeypatch):
         extension.load().metal_attn_allow_tf32(before)
 
 
-def test_blocks_nest():
+def test_allow_tf32_blocks_nest():
     with allow_tf32(False):
         assert not tf32_allowed()
         with allow_tf32():
@@ -234,7 +234,7 @@ def reason(**more):
     return extension.launches(packed)[-1]["reason"]
 
 
-def test_explanations():
+def test_explain_says_why_float32_is_rounded():
     assert reason().startswith("tensor tiles: ")
     rounded = "float32 is rounded to 11 bits, as allow_tf32 allows TF32"
     assert rounded in reason()
@@ -263,15 +263,15 @@ def test_tuned_tables_have_rows_for_tf32():
         assert not tf32 & keys()
 
 
-def test_autograd_and_compiled_graphs_follow(gpu):
-    """The setting is read when a kernel is chosen: by all threads, and at each call of a graph."""
+def test_autograd_and_compiled_graphs_follow_allow_tf32(gpu):
+    """Every thread reads the setting when it chooses a kernel, also in a compiled graph."""
 
     @torch.compile(backend="aot_eager")
     def attend(q, k, v):
         return ops.flash_fwd(q, k, v)[0].sum()
 
     def kernels():
-        qkv = [x.requires_grad_() for x in home()[:3]]
+        qkv = [x.requires_grad_() for x in small_problem()[:3]]
         with simulate(check=True) as run:
             attend(*qkv).backward()
         return set(run.counters)

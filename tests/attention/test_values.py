@@ -1,8 +1,8 @@
 """Values and gradients of attention, by subject, within the policy of docs/numerics.md.
 
-A row is a case of torch_metal_attn.testing: keys that do not exist are NaN, and no byte outside the
-results may change. Gradients are those of q, k, v and of all that is added to the scores, through
-out and the log-sum-exp.
+A subject is a list of cases of torch_metal_attn.testing. Keys that do not exist are NaN, and no
+byte outside the results may change. The gradients of q, k, v and of everything that is added to the
+scores are checked. The loss depends on out and on the log-sum-exp.
 """
 
 from itertools import product
@@ -17,7 +17,7 @@ CAUSAL = (False, True)
 # Lengths of queries and keys that do not fill tiles.
 ODD = [(1, 1), (1, 65), (7, 31), (31, 33), (33, 1), (33, 33), (31, 64), (65, 7), (65, 65)]
 BANDED = {"q_length": 65, "kv_length": 97}
-# First keys and ends of four sequences of 97 keys.
+# The first key of each of four sequences, and the end of its keys. The tensors have 97 keys.
 LENGTHS = [
     ((0, 0, 0, 0), (97, 40, 0, 1)),
     ((0, 33, 97, 96), (97, 97, 97, 97)),
@@ -50,7 +50,7 @@ EVERYTHING = (
     | {"q_length": 77, "kv_length": 101, "causal": True, "q_offset": 20, "window_size_left": 50}
     | {"attention_chunk": 60, "seqused_k": (90, 101), "leftpad_k": (0, 20), "softcap": 2.0}
     | {"attn_mask": "bool bqk", "learnable_sink": "float16", "softmax_scale": 0.4}
-    # Rows and tensors with NaN between them.
+    # There is NaN between rows and between tensors.
     | {"q_layout": ("padded 3",), "k_layout": ("order 021", "padded 3"), "v_layout": ("padded 8",)}
 )
 FEW = FORWARD | {"heads": 4, "kv_heads": 2, "q_length": 9, "kv_length": 35}
@@ -61,8 +61,8 @@ DENSE = {
         case(q_length=1023, kv_length=129, heads=1, causal=True, q_offset=-894),
         case(q_length=129, kv_length=1023, head_dim=64, heads=1, causal=True),
     ],
-    # Each kind of tile and slice once. Head dims differ in loads of rows, row fragments, sizes of
-    # blocks, slices of results, and in what stays in registers. float16 and bfloat16 have the same
+    # Each kind of tile and slice occurs once. Kinds differ in loads of rows, row fragments, sizes
+    # of blocks, slices of results, and in what stays in registers. float16 and bfloat16 share
     # tiles. "everything" and "pages" have the remaining kinds.
     "head dims": [
         *(
@@ -78,7 +78,7 @@ DENSE = {
         *(
             case(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, causal=True, **options)
             for head_dim, v_head_dim, dtype, options in (
-                # The last slice of gradients is narrower, or many are empty.
+                # The last slice of gradients is narrower, or many slices are empty.
                 *((576, 512, "float16", {}), (192, 128, "bfloat16", {}), (40, 385, "bfloat16", {})),
                 (575, 3, "float16", INTERLEAVED | {"rotary": "k", "rotary_columns": 6}),
                 (448, 448, "float32", {}),  # float32 has the smallest blocks
@@ -91,7 +91,7 @@ DENSE = {
         case(batch=2, kv_heads=2, causal=True, q_layout=layout, k_layout=layout, v_layout=layout)
         for layout in (("repeated 0",), ("repeated 1",), ("repeated 2",))
     ],
-    # Rows in any order, unaligned, and with NaN around each.
+    # Rows are in any order, unaligned, or surrounded by NaN.
     "memory": [
         *(
             case(**GROUPED, **laid_out(*LAYOUTS[i:], *LAYOUTS[:i]), causal=True)
@@ -179,7 +179,7 @@ DENSE = {
         case(**GROUPED | lengths, **SCORES, causal=True, q_offset=-5)
         for lengths in ({}, {"kv_length": 0}, {"kv_length": 1})
     ],
-    # An even number of keys is read in pairs, also if the keys of a sequence end within a pair.
+    # Masks of an even number of keys are read in pairs, even if a sequence ends within a pair.
     "masks of every shape": [
         case(
             **GROUPED | {"q_length": 35, "kv_length": 70} | lengths,
@@ -213,7 +213,7 @@ DENSE = {
             case(**GROUPED, q_length=77, kv_length=101, attn_bias=f"float32 {dims}", causal=True)
             for dims in ("k", "q", "qk", "h", "hk", "hq", "hqk", "b", "bk", "bq", "bhq", "bhqk")
         ),
-        # One number, which is not -inf with this seed.
+        # The bias is one number. With this seed it is not -inf.
         case(**GROUPED, attn_bias="float32 ", causal=True, seed=1),
         *(
             case(**GROUPED, attn_bias="float32 bhqk", causal=True, mask_layout=layout)
@@ -223,7 +223,7 @@ DENSE = {
             case(q_length=q, kv_length=k, attn_bias=f"float32 {dims}", causal=True)
             for (q, k), dims in product(((2, 1), (2, 65), (33, 1), (65, 33)), ("hqk", "k", "q"))
         ),
-        # One row of keys for many queries: splits are added up, always in the same order.
+        # Many queries share one row of the bias. Its splits are always added in the same order.
         case(q_length=513, kv_length=33, attn_bias="float32 k", causal=True, q_offset=0, threads=1),
     ],
     "rotations": [
@@ -265,7 +265,7 @@ DENSE = {
     ],
 }
 
-# Queries and keys of each sequence.
+# The numbers of queries and keys of each sequence.
 SEQUENCES = [
     ((33, 65),),
     ((33, 65), (7, 31), (70, 40)),
@@ -318,15 +318,15 @@ PACKED = {
     ],
 }
 
-# Queries and keys of sequences whose first tokens are already in the cache.
+# The numbers of queries and keys of sequences whose first tokens are already in the cache.
 PREFILLED = ((16, 100), (1, 33), (0, 5), (70, 300), (9, 0))
 USED_OF_PREFILLED = {"seqused_k": (90, 33, 2, 300, 0), "causal": True}
 CACHED = {"heads": 4, "kv_heads": 2, "head_dim": 32, "batch": 3, "kv_length": 300, "causal": True}
 USED = {"seqused_k": (300, 65, 0)}
-ONE_OF_ALL = {"batch": 1, "seqused_k": (300,), "v_head_dim": 32}
+ONE_BATCH = {"batch": 1, "seqused_k": (300,), "v_head_dim": 32}
 UNALIGNED = {"k_layout": ("padded 1",), "v_layout": ("padded 1",)}
 ROWS_FIRST = {"k_layout": ("order 021",), "v_layout": ("order 021",)}
-OF_CACHES = (
+CACHE_FEATURES = (
     {"window_size_left": 90, "softcap": 5.0, "alibi_slopes": "h", "learnable_sink": "float32"}
     | {"rotary": "q", "rotary_columns": 16},
     {"attn_mask": "bool bqk", "attn_bias": "float16 hqk", "leftpad_k": (3, 40, 0)}
@@ -334,25 +334,25 @@ OF_CACHES = (
 )
 
 
-def stored(cache="paged", **fields):
+def in_cache(cache="paged", **fields):
     return case(cache=cache, **CACHED | USED | fields)
 
 
-STORED = {
+CACHED_CASES = {
     "pages": [
-        stored(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, page=page, **options)
+        in_cache(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, page=page, **options)
         for head_dim, v_head_dim, dtype, page, layouts in (
             (104, 104, "float32", 1, ({"seqused_k": None, "q_length": 65}, ROWS_FIRST)),
             (8, 257, "bfloat16", 256, ({"q_length": 70}, ROWS_FIRST)),
             (11, 5, "float16", 3, ({"q_length": 70}, ROWS_FIRST)),  # no wide loads
-            # Values in slices, and a tile that the number of threads does not divide.
+            # Values have slices, and the number of threads does not divide a tile.
             (20, 264, "float16", 16, ({"q_length": 70},)),
         )
         for options in layouts
     ],
     "features in a cache": [
-        stored(**OF_CACHES[0] | {"rotary": "qk"}),
-        stored("indexed", **OF_CACHES[1], seed=1),
+        in_cache(**CACHE_FEATURES[0] | {"rotary": "qk"}),
+        in_cache("indexed", **CACHE_FEATURES[1], seed=1),
     ],
     "packed queries in a cache": [
         packed(PREFILLED, cache=cache, spare_rows=9, window_size_left=150, **USED_OF_PREFILLED)
@@ -360,38 +360,38 @@ STORED = {
     ],
     "formats": [
         *(
-            stored("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype)
+            in_cache("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype)
             for kv_format, dtype in (("q8_0", "float32"), ("fp8_e4m3", "bfloat16"))
         ),
         *(
-            stored(format=kv_format, head_dim=head_dim, v_head_dim=v_head_dim, page=5, **layout)
+            in_cache(format=kv_format, head_dim=head_dim, v_head_dim=v_head_dim, page=5, **layout)
             for (kv_format, head_dim, v_head_dim), layout in product(
                 (("q4_0", 64, 32), ("fp8_e4m3", 11, 5)), ({}, ROWS_FIRST)
             )
         ),
         # A block of NaN reaches the queries that see it.
-        stored("", format="q8_0", head_dim=64, dtype="float32", poison="inf in k", **ONE_OF_ALL),
+        in_cache("", format="q8_0", head_dim=64, dtype="float32", poison="inf in k", **ONE_BATCH),
         # Rows that are not aligned are read byte by byte.
         *(
-            stored("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype, **UNALIGNED)
+            in_cache("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype, **UNALIGNED)
             for kv_format, dtype in (("q8_0", "float16"), ("q4_0", "float32"))
         ),
-        stored(format="q8_0", head_dim=64, page=5, **OF_CACHES[1]),
-        stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0], seed=1),
+        in_cache(format="q8_0", head_dim=64, page=5, **CACHE_FEATURES[1]),
+        in_cache("indexed", format="q4_0", head_dim=64, **CACHE_FEATURES[0], seed=1),
     ],
     "packed keys in half precision": [
         packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True)
     ],
     "half precision under float32": [
-        stored(cache, cache_dtype=cache_dtype, dtype="float32", head_dim=head_dim, **options)
+        in_cache(cache, cache_dtype=cache_dtype, dtype="float32", head_dim=head_dim, **options)
         for cache, cache_dtype, head_dim, options in (
             ("", "float16", 136, {"v_head_dim": 264}),
-            ("paged", "float16", 64, {"v_head_dim": 32, "page": 5} | OF_CACHES[0]),
-            ("indexed", "bfloat16", 11, {"v_head_dim": 5} | OF_CACHES[1]),
+            ("paged", "float16", 64, {"v_head_dim": 32, "page": 5} | CACHE_FEATURES[0]),
+            ("indexed", "bfloat16", 11, {"v_head_dim": 5} | CACHE_FEATURES[1]),
         )
     ],
 }
-SUBJECTS = DENSE | PACKED | STORED
+SUBJECTS = DENSE | PACKED | CACHED_CASES
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
@@ -408,5 +408,5 @@ def test_values(subject, device):
     ],
 )
 def test_values_without_the_simulator(subject):
-    """The CPU kernels, which use torch's operations and have gradients of their own."""
+    """The CPU kernels use torch's operations and have their own gradients."""
     hold(SUBJECTS[subject], torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Caches that hold given keys and values in pages, also quantised."""
+"""Helpers that store keys and values in pages, also quantised."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch_metal_attn.quantisation import dequantise, quantise
 
 FORMATS = ("q8_0", "q4_0", "fp8_e4m3")
-SPARE = 3  # pages
+SPARE = 3  # pages that belong to no sequence
 
 
 def paged(k, v, lengths, page):

@@ -21,7 +21,7 @@ CLASSES = {
     "paged latent": (LatentCache, 40, 16, 64, 32),
 }
 TREES = ("parents", "tree_mask")
-# For float32 results near 1, compared with attention to the rows as they are stored.
+# The absolute error allowed in float32 results near 1. The reference attends to the stored rows.
 TOLERANCE = 4e-6
 
 
@@ -30,7 +30,7 @@ def tables(columns):
 
 
 class Sequences:
-    """Rows are appended in float32, in whatever format the cache stores them."""
+    """Appends float32 rows to a cache of any format."""
 
     def __init__(self, kind, device="cpu", **options):
         self.paged, self.latent = "paged" in kind, "latent" in kind
@@ -43,7 +43,7 @@ class Sequences:
         self.hadamard = options.get("hadamard", 0)
         self.recent = options.get("recent", 0)
         self.room = self.recent + VERIFY_QUERIES if self.recent else 0
-        self.exact = [0, 0]  # the first row of each that must be in full precision
+        self.exact = [0, 0]  # the first row of each sequence that must be in full precision
         windows = options.get("windows")
         self.window = {"window_size_left": windows[0]} if windows else {}
 
@@ -154,9 +154,9 @@ class Sequences:
         most = VERIFY_QUERIES if self.recent else longest
         for start in range(0, longest, most):
             part = slice(start, start + most)
-            here = [min(max(n - start, 0), most) for n in counts]
-            self.add(k[:, :, part], v[:, :, part], here)
-            self.check(out[:, :, part], q[:, :, part], step_options, here)
+            part_counts = [min(max(n - start, 0), most) for n in counts]
+            self.add(k[:, :, part], v[:, :, part], part_counts)
+            self.check(out[:, :, part], q[:, :, part], step_options, part_counts)
         assert not self.recent or self.first() == self.exact
         assert self.cache.seqlens(*self.ids_or_none()).tolist() == self.lengths()
 
@@ -185,11 +185,11 @@ class Sequences:
         self.cache.advance(*self.ids_or_none(), length)
         self.add(k, v)
         assert self.cache.seqlens(*self.ids_or_none()).tolist() == self.lengths()
-        self.exact = self.lengths()  # these rows were not kept in full precision
+        self.exact = self.lengths()  # the function keeps no row in full precision
         self.check(out.transpose(1, 2), q, STEP)
 
     def accept(self, paths, trees):
-        """Accepts a path of each sequence's tree. Trees that were not exact leave no exact row."""
+        """Accepts a path of each tree. If a row of a tree is not exact, no row stays exact."""
         self.cache.accept(self.ids[::-1], paths[::-1], trees[::-1])
         for b, (path, tree) in enumerate(zip(paths, trees, strict=True)):
             old = self.lengths()[b] - len(tree)
@@ -205,7 +205,7 @@ class Sequences:
     def swap_out(self, b):
         copied = self.cache.export_sequence(self.ids[b])
         self.cache.free(self.ids[b])
-        other = self.cache.allocate()  # so that its recent rows are in another slot
+        other = self.cache.allocate()  # takes the freed slot, so that recent rows change slots
         self.ids[b] = self.cache.import_sequence(copied)
         self.cache.free(other)
 

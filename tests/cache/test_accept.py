@@ -13,6 +13,7 @@ from torch_metal_attn.simulator import simulate
 
 # 0 is a root with the children 1 and 2; 2 has 3 and 4, 4 has 5; 6 is another root.
 TREE = [-1, 0, 0, 2, 2, 4, -1]
+# For each step: the trees of both sequences, as parents, and the paths to accept.
 STEPS = (
     ((TREE, TREE), ([0, 2, 4, 5], [0, 2, 3])),
     ((TREE, [-1, 0, 1, 0, -1, 4, 5]), ([6], [4, 5, 6])),
@@ -34,60 +35,60 @@ CACHES = [
 
 
 @pytest.mark.parametrize("kind, options", CACHES)
-def test_paths(kind, options):
+def test_accepted_paths_are_kept(kind, options):
     accept_paths(kind, options)
 
 
 @pytest.mark.parametrize(
     "kind, options, form", [(*CACHES[3], "tree_mask"), (*CACHES[1], "parents")]
 )
-def test_paths_of_the_device(kind, options, form, device):
+def test_accepted_paths_are_kept_on_the_device(kind, options, form, device):
     accept_paths(kind, options, form, device)
 
 
 def accept_paths(kind, options, form="parents", device="cpu"):
     """Accepts paths in forks, which share pages. Rows are rotated by their depth in the tree."""
-    held, rotary = Sequences(kind, device, **options), tables(32)
+    sequences, rotary = Sequences(kind, device, **options), tables(32)
     rotary |= {"rotary_first_column": 64}
-    held.append(13, 0, **rotary)
-    held.swap([0, 0])
-    held.swap([1, 0])
+    sequences.append(13, 0, **rotary)
+    sequences.swap([0, 0])
+    sequences.swap([1, 0])
     for number, (parents, paths) in enumerate(STEPS):
         tree_options = {"parents": torch.tensor(parents).int()}
         if form == "tree_mask":
             tree_options = {"tree_mask": torch.stack([mask_of(tree) for tree in parents])}
-        held.step(7, 20 * number, rotary | tree_options)
-        held.accept(paths, parents)
-        held.step(3, 20 * number + 10, rotary)
+        sequences.step(7, 20 * number, rotary | tree_options)
+        sequences.accept(paths, parents)
+        sequences.step(3, 20 * number + 10, rotary)
 
 
 OLD = {0: [1] * (PAGE - 2 + len(TREE))}
 
 
-def started(num_pages=12):
+def cache_with_a_tree(num_pages=12):
     cache = make(num_pages)
     append(cache, {cache.allocate(): []}, OLD, known=False)
     return cache
 
 
 @pytest.mark.parametrize("kind", ["paged", "static"])
-def test_a_second_accept(kind):
-    """The tree is gone after the first accept, so a second one would remove accepted rows."""
-    held = Sequences(kind)
-    held.append(9, 0)
+def test_a_second_accept_is_refused(kind):
+    """The tree is gone after the first accept, so a second accept would remove accepted rows."""
+    sequences = Sequences(kind)
+    sequences.append(9, 0)
     for path in ([0, 2, 4, 5], [0, 1]):
-        held.step(7, 5, {"parents": torch.tensor(TREE).int()})
-        held.accept([path] * 2, [TREE] * 2)
-        if held.paged:
-            held.swap_out(0)
+        sequences.step(7, 5, {"parents": torch.tensor(TREE).int()})
+        sequences.accept([path] * 2, [TREE] * 2)
+        if sequences.paged:
+            sequences.swap_out(0)
         for tree in (TREE, [-1]):
             with pytest.raises(ValueError, match=rf"\[0\] has {len(tree)} tokens?, and .* 0 rows"):
-                held.cache.accept(held.ids, [[0]] * 2, [tree] * 2)
-    held.step(1, 9)
+                sequences.cache.accept(sequences.ids, [[0]] * 2, [tree] * 2)
+    sequences.step(1, 9)
 
 
-def test_no_page_for_a_copy_changes_nothing():
-    cache = started(2)
+def test_a_full_cache_is_not_changed():
+    cache = cache_with_a_tree(2)
     fork = cache.fork(0)
     with pytest.raises(CacheFull, match="3 new rows of 1 sequence need 2 more pages, and 0 of 2"):
         cache.accept([0], [[0, 2, 4, 5]], [TREE])
@@ -95,15 +96,15 @@ def test_no_page_for_a_copy_changes_nothing():
 
 
 def test_accepted_tokens_match_prefixes():
-    """In a layout where the heads of a row are apart."""
+    """In the HND layout, the heads of a row are not next to each other."""
     cache, old = make(layout="HND"), [1] * (PAGE - 2)
     id = cache.allocate()
     append(cache, {id: []}, {id: old})
-    held = verify(cache, {id: old}, {id: (TREE, [*range(100, 107)])}, {id: [0, 2]}, known=True)
-    assert held[id] == [*old, 100, 102]
-    copied, matched = cache.match_prefix(held[id])
+    accepted = verify(cache, {id: old}, {id: (TREE, [*range(100, 107)])}, {id: [0, 2]}, known=True)
+    assert accepted[id] == [*old, 100, 102]
+    copied, matched = cache.match_prefix(accepted[id])
     assert matched == PAGE
-    check(cache, held | {copied: held[id]})
+    check(cache, accepted | {copied: accepted[id]})
     assert cache.match_prefix([*old, 100, 101])[1] == 0
 
 
@@ -119,9 +120,9 @@ def test_latent_rows_move_once(kind):
     assert cache.layers[0].k_cache[0, :4, 0, 31].tolist() == [0, 2, 4, 5]
 
 
-def test_dispatches():
-    """One for each tensor, layer and round, for all sequences. None if no row moves."""
-    cache = started()
+def test_sequences_share_dispatches():
+    """All sequences share a launch per tensor, layer and round. Without a move there is none."""
+    cache = cache_with_a_tree()
     append(cache, {cache.allocate(): [], cache.allocate(): []}, {1: OLD[0], 2: OLD[0]})
     with simulate() as run:
         cache.accept([0, 1], [[0, 2, 4, 5], [6]], [TREE] * 2)
@@ -146,20 +147,20 @@ REFUSED = [
 
 
 @each_case("arguments, message", REFUSED)
-def test_refused(arguments, message):
-    cache = started()
+def test_invalid_arguments_are_refused(arguments, message):
+    cache = cache_with_a_tree()
     with pytest.raises((TypeError, ValueError), match=message):
         cache.accept(*arguments)
     check(cache, OLD)
 
 
-def test_a_refused_tree_takes_no_page():
-    held, free = Sequences("paged"), 40
+def test_a_refused_tree_allocates_no_page():
+    sequences, free = Sequences("paged"), 40
     for parents, message in (([-1, 1], "parents is 1 for token 1 of"), ([-1], "parents has shape")):
         with pytest.raises(ValueError, match=message):
-            held.step(2, 0, {"parents": torch.tensor(parents).int()})
-        assert held.cache.num_free_pages == free
-        assert held.cache.seqlens(held.ids).tolist() == [0, 0]
+            sequences.step(2, 0, {"parents": torch.tensor(parents).int()})
+        assert sequences.cache.num_free_pages == free
+        assert sequences.cache.seqlens(sequences.ids).tolist() == [0, 0]
 
 
 @each_case(
@@ -171,7 +172,7 @@ def test_a_refused_tree_takes_no_page():
         (([0], [[0]], [TREE]), "sequence 0 has layers of 7 and of 8 rows"),
     ],
 )
-def test_refused_by_static_caches(arguments, message):
+def test_static_caches_refuse_invalid_arguments(arguments, message):
     cache = StaticKVCache(3, 16, HEADS, HEAD_DIM, num_layers=LAYERS)
     for layer, lengths in enumerate(([8, 7, 7], [7, 7, 7])):
         cache.advance(lengths, layer)

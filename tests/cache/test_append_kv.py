@@ -19,7 +19,7 @@ LAYOUTS = ((), ("order 021",))
 ROUNDED = [{"dtype": "float32", "cache_dtype": dtype} for dtype in DTYPES[1:]]
 HALVES = {"length": 5, "lengths": (3, 11), "rotary_columns": 64}
 LAST = {"length": 5, "lengths": (3, 0), "heads": 6, "rotary_last": True}
-# Other tests have formats with other dtypes: in pages, unaligned and rotated.
+# Other tests check formats with other dtypes, in pages, unaligned and rotated.
 STORED = [*(("", dtype) for dtype in DTYPES), *((format, "float32") for format in FORMATS)]
 CASES = {
     **{
@@ -35,7 +35,7 @@ CASES = {
         {"head_dim": 1, "v_head_dim": 7, "length": 5},
         {"head_dim": 33, "v_head_dim": 7, "length": 5, "format": "fp8_e4m3"},
     ],
-    # test_grouped.py has unaligned codes.
+    # test_grouped.py checks unaligned codes.
     "unaligned rows": [{"cache_layout": ("padded 3",), "v_head_dim": 32, "length": 5}],
     "strides of new rows": [
         {"layout": layout, "length": 5} for layout in (("order 021",), ("padded 8",))
@@ -53,19 +53,19 @@ CASES = {
         | {"cache_layout": layout}
         for layout in LAYOUTS
     ],
-    # Rounded once, after rotation.
+    # Rows are rounded once, after the rotation.
     "half-precision caches": [
         ROUNDED[1] | HALVES | {"cache": "paged", "page": 16, "rotary_interleaved": True}
     ],
     "lengths": [{"length": n, "capacity": 32, "lengths": (0, 32 - n, 0)} for n in (1, 7, 31, 32)],
-    # More rows than a threadgroup takes, in more pages than a SIMD group holds.
+    # There are more new rows than a threadgroup writes, in more pages than a SIMD group holds.
     "many blocks": [{"length": 301, "lengths": (3,), "cache": "paged", "page": 3, "capacity": 321}],
     "indices": [{"cache": "indexed", "length": 5, "lengths": (1, 2, 3)}],
-    # The bits of rope and then append.
+    # Results are bit for bit those of rope and then append.
     "rotary": [
         LAST | {"dtype": "bfloat16", "rotary_columns": 32},
         LAST | {"dtype": "float32", "rotary_columns": 18, "rotary_interleaved": True},
-        # Positions include the padding, and every token of q has the same one.
+        # Positions include the padding, and all tokens of q have the same position.
         HALVES | {"leftpad_k": (2, 11), "by_token": False, "rotary_from_leftpad": False},
         HALVES | {"leftpad_k": (2, 11), "format": "q8_0", "cache": "paged"},
     ],
@@ -84,7 +84,7 @@ def test_values(name):
 @pytest.mark.parametrize(
     "fields", [*({"format": format, "dtype": "float32"} for format in FORMATS), *ROUNDED], ids=str
 )
-def test_values_that_are_special(fields):
+def test_special_values(fields):
     check_special(**fields)
 
 
@@ -93,7 +93,7 @@ OPERANDS = ("k", "v", "k_cache", "v_cache", "cache_seqlens")
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_no_sequences_or_heads(dim):
+def test_zero_sequences_or_heads_are_accepted(dim):
     call = arguments(append(length=5, **ROWS))
     for x in OPERANDS[: 5 if dim == 0 else 4]:
         call[x] = call[x].narrow(dim, 0, 0)
@@ -118,8 +118,8 @@ def test_scales_of_fp8(scales):
     # Entries of pages that are not written are not checked.
     [{"cache_batch_idx": ints(1, 1)}, {"block_table": ints(1, -1, 1, 10**9).view(2, 2)}],
 )
-def test_sequences_that_share_a_batch_or_page(where):
-    """Two sequences may share one if they do not write the same rows."""
+def test_sequences_may_share_a_batch_or_a_page(where):
+    """Two sequences may share a batch or a page if they write different rows."""
     call = arguments(append(length=5, **ROWS)) | {"cache_seqlens": ints(3, 8)} | where
     append_kv(**call)
     for b, first in enumerate((3, 8)):
@@ -136,16 +136,17 @@ def with_tables_in_half_precision(call):
 
 
 @pytest.mark.parametrize("change", [in_one_tensor, with_tables_in_half_precision])
-def test_forms_of_operands(change):
-    """Operands by position, in the order of the schema, and by name, in another form."""
-    one, other = (arguments(append(**HALVES)) for _ in range(2))
-    for call in (one, other):
+def test_forms_of_operands_do_not_change_results(change):
+    """Operands by position, and operands of another form by name, give the same results."""
+    by_position, by_name = (arguments(append(**HALVES)) for _ in range(2))
+    for call in (by_position, by_name):
         call |= {n: x.float() for n, x in with_tables_in_half_precision(call).items()}
-    other |= change(other)
-    append_kv(*(one[n] for n in OPERANDS), **{n: x for n, x in one.items() if n not in OPERANDS})
-    append_kv(**other)
+    by_name |= change(by_name)
+    options = {n: x for n, x in by_position.items() if n not in OPERANDS}
+    append_kv(*(by_position[n] for n in OPERANDS), **options)
+    append_kv(**by_name)
     for written in ("q", "k_cache", "v_cache"):
-        assert torch.equal(one[written].nan_to_num(), other[written].nan_to_num())
+        assert torch.equal(by_position[written].nan_to_num(), by_name[written].nan_to_num())
 
 
 def test_many_queries():
@@ -156,7 +157,7 @@ def test_many_queries():
     judge(case)
 
 
-def test_nothing_launches_nothing():
+def test_zero_rows_launch_no_kernel():
     with simulate() as run:
         append_kv(**arguments(append(length=0)))
     assert run.launches == []

@@ -1,4 +1,4 @@
-"""append_kv has no gradients. It raises only if one is asked for."""
+"""append_kv has no gradients. It raises an error only if a gradient is needed."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def graph_size(node):
     [("k", ["k_cache"]), ("v", ["v_cache"]), ("q", ["q"]), ("rotary_cos", ["k_cache", "q"])],
 )
 def test_written_tensors_require_grad(name, changed):
-    """Their backward raises: tests/common/test_every_op.py."""
+    """tests/common/test_every_op.py checks that the backward of the written tensors raises."""
     plain, call = (arguments(append(length=5, rotary_columns=64)) for _ in range(2))
     leaf = call[name].detach().requires_grad_()
     call[name] = leaf * 1 if name == "q" else leaf
@@ -39,11 +39,11 @@ def test_a_cache_keeps_no_graph_of_its_steps():
     for _ in range(3):
         append_kv(**call | {"k": leaf * 2})
         sizes.append(graph_size(call["k_cache"].grad_fn))
-    assert sizes == [3, 3, 3]  # the view, the write, and the leaf
+    assert sizes == [3, 3, 3]  # the nodes of the view, the write and the leaf
 
 
 @pytest.mark.parametrize("how", ["leaf", "unbind", "no_grad", "compiled"])
-def test_writes_that_autograd_cannot_record(how):
+def test_writes_that_autograd_cannot_record_are_refused(how):
     call = arguments(append())
     call["k"].requires_grad_()
     cache = call["k_cache"]

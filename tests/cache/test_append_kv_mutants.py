@@ -23,8 +23,8 @@ MUTANTS = {
     "no room": """
         rows that do not fit [out_of_bounds]: {~min(end, params.capacity - place.first) => end~}
     """,
-    "below nothing": """
-        lengths below nothing [out_of_bounds]: {~place.first < 0 ? 0 : =>~}
+    "negative lengths": """
+        negative lengths used [out_of_bounds]: {~place.first < 0 ? 0 : =>~}
     """,
     "paged": """
         wrong stride of pages [race]: cache_batch_stride = cache_strides.{~batch => head~}
@@ -87,7 +87,7 @@ MUTANTS = {
         scale and minimum swapped: Scale(numbers[{~=> NUMBERS - 1 -~}i])
         the group's last value unseen:
             high = max(high, simd_shuffle_xor(high, {~distance => min(distance, ushort(1))~}))
-        the least of a lane: {~low = min(low, simd_shuffle_xor(low, distance)) =>~}
+        the minimum of one lane: {~low = min(low, simd_shuffle_xor(low, distance)) =>~}
         NaN unseen in a group: {~isnan(values[i]) ? INFINITY : =>~} values[i]
         a minimum that is not rounded: (values[i] - {~float(minimum) => low~}) / float(scale)
         zero's sign kept: low {~== 0.0f ? 0.0f : low =>~}
@@ -103,10 +103,10 @@ MUTANTS = {
 }
 
 
-def after(name, values, **fields):
+def with_impossible_values(name, values, **fields):
     """Calls the op with impossible values of argument `name`, set after the op's checks."""
     call = arguments(append(**{"length": 5, "lengths": (0, 1), "capacity": 32} | fields))
-    # No memory follows the caches.
+    # No memory follows a cloned cache, so that rows after it are out of bounds.
     call |= {cache: call[cache].clone() for cache in ("k_cache", "v_cache")}
     before = call["k_cache"].view(torch.int16).clone()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -115,8 +115,8 @@ def after(name, values, **fields):
     return call, before
 
 
-def nothing_written(name, values, **fields):
-    call, before = after(name, values, **fields)
+def check_unwritten(name, values, **fields):
+    call, before = with_impossible_values(name, values, **fields)
     assert torch.equal(call["k_cache"].view(torch.int16), before)
 
 
@@ -142,7 +142,7 @@ SPECIAL = {
 
 def no_table_row():
     """Missing rows of the tables give NaN in k and q, and are not read."""
-    call, _ = after("leftpad_k", [9, -70], **ROTATED | {"leftpad_k": (0, 0)})
+    call, _ = with_impossible_values("leftpad_k", [9, -70], **ROTATED | {"leftpad_k": (0, 0)})
     k, v = call["k_cache"], call["v_cache"]
     assert k[0, :, 3:8].isnan().all()
     assert k[1, :, 11:16].isnan().all()
@@ -153,10 +153,10 @@ def no_table_row():
 CHECKS = {
     **{name: partial(judge, append(**SIZES | fields)) for name, fields in CASES.items()},
     **{name: partial(check_special, **fields) for name, fields in SPECIAL.items()},
-    "no room": lambda: nothing_written("cache_seqlens", [32, 2**31 - 1]),
-    "below nothing": lambda: nothing_written("cache_seqlens", [-40, -(2**31)]),
-    "no page": lambda: nothing_written("block_table", [[-1] * 4, [11] * 4], cache="paged", page=8),
-    "no batch": lambda: nothing_written("cache_batch_idx", [-7, 9], cache="indexed"),
+    "no room": lambda: check_unwritten("cache_seqlens", [32, 2**31 - 1]),
+    "negative lengths": lambda: check_unwritten("cache_seqlens", [-40, -(2**31)]),
+    "no page": lambda: check_unwritten("block_table", [[-1] * 4, [11] * 4], cache="paged", page=8),
+    "no batch": lambda: check_unwritten("cache_batch_idx", [-7, 9], cache="indexed"),
     "no table row": no_table_row,
 }
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
@@ -166,7 +166,7 @@ test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
 
 def test_rows_that_fit_are_written():
     with simulate(check=True):
-        call, before = after("cache_seqlens", [30, 29])
+        call, before = with_impossible_values("cache_seqlens", [30, 29])
     k, cache = call["k"], call["k_cache"]
     assert torch.equal(cache[0, :, 30:], k[0, :, :2])
     assert torch.equal(cache[1, :, 29:], k[1, :, :3])

@@ -1,4 +1,4 @@
-"""flash_fwd and flash_varlen_fwd refuse an invalid cache: the ValueError says what and why."""
+"""flash_fwd and flash_varlen_fwd refuse an invalid cache. The ValueError says what is wrong."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ TABLE = pages(0, 1, 2, 3, 4, 0)
 
 
 def paged():
-    """Two sequences of 16 queries, and of up to 3 of the 5 pages of 8 keys."""
+    """Two sequences of 16 queries. A page has 8 keys. A sequence has up to 3 of the 5 pages."""
     operands = {"q": half(2, 4, 16, 32), "k": half(5, 2, 8, 32), "v": half(5, 2, 8, 64)}
     return operands | TABLE
 
@@ -37,7 +37,7 @@ def half_precision():
 
 
 def packed():
-    """Two sequences of 16 and 4 queries, and of 10 and 24 keys in pages."""
+    """A sequence of 16 queries and 10 keys, and one of 4 queries and 24 keys. Keys are in pages."""
     ends = {"cu_seqlens_q": ints(0, 16, 20), "cu_seqlens_k": ints(0, 10, 34)}
     return paged() | {"q": half(20, 4, 32)} | ends | {"max_seqlen_q": 16, "max_seqlen_k": 24}
 
@@ -78,7 +78,7 @@ OPERANDS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_
 GOOD = (paged, indexed, half_precision, packed, q8_0, q4_0, q4_g32, fp8, float8)
 
 OUTSIDE = pages(0, 1, 7, 9, 4, 0)
-BAD = [
+INVALID = [
     (paged, {"block_table": torch.zeros(2, 3)}, r"block_table has dtype .*float32; .* int32"),
     (paged, {"block_table": ints(0, 1, 2)}, r"block_table has shape \(3,\); it must be \(2, max_b"),
     (
@@ -133,22 +133,22 @@ BAD = [
 
 
 def arguments(make, changes):
-    made = make()
-    tensors = {name: made.pop(name) for name in OPERANDS if name in made}
-    tensors, options = split(lambda: tensors, made | changes)
+    options = make()
+    tensors = {name: options.pop(name) for name in OPERANDS if name in options}
+    tensors, options = split(lambda: tensors, options | changes)
     return tensors, options
 
 
-@each_case("make, changes, message", BAD)
-def test_refused(make, changes, message):
+@each_case("make, changes, message", INVALID)
+def test_invalid_caches_are_refused(make, changes, message):
     with refused(rf"^{message}"):
         call("op", *arguments(make, changes))
 
 
 @pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", GOOD)
-def test_valid_caches(make):
-    """Each error above is therefore caused by its single change."""
+def test_valid_caches_are_accepted(make):
+    """The base of each case in INVALID is valid, so the change of the case causes the error."""
     tensors, options = arguments(make, {})
     results = call("op", tensors, options)
     fake = call("op", without_data(tensors), without_data(options))
@@ -156,7 +156,7 @@ def test_valid_caches(make):
 
 
 def test_unread_pages_are_not_checked():
-    """Pages after a sequence's keys, and of sequences without queries or keys."""
+    """No query sees the keys of these pages, or the pages are after the keys of their sequence."""
     anything = ints(0, 77, -5, 1, 2, 3).view(2, 3)
     call("op", *arguments(paged, {"block_table": anything, "seqused_k": ints(8, 24)}))
     call("op", *arguments(paged, {"block_table": anything - 100, "seqused_k": ints(0, 0)}))

@@ -1,4 +1,4 @@
-"""PagedKVCache and StaticKVCache refuse invalid arguments by name, and stay unchanged."""
+"""PagedKVCache and StaticKVCache name the invalid argument that they refuse, and stay unchanged."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ ROWS, TABLE = some_rows(), torch.ones(40, 2)
 TABLES = {"rotary_cos": TABLE, "rotary_sin": TABLE}
 PACKED = ROWS[0].transpose(0, 1)
 SMALL = {"num_pages": 4, "page_size": 4, "num_kv_heads": 2, "head_dim": 64}
-MADE = [
+CONSTRUCTOR_ARGUMENTS = [
     *(
         ({size: 2**31}, f"{size} is 2147483648; .*in 1")
         for size in (*SMALL, "v_head_dim", "num_layers")
@@ -54,7 +54,7 @@ MADE = [
     ({"page_size": 4.5}, "page_size is 4.5; it must be an int"),
     ({"format": "fp8_e4m3", "v_scale": 2.0}, "v_scale is a float; it must be a tensor"),
 ]
-APPENDED = [
+APPEND_ARGUMENTS = [
     ({"ids": [7]}, "there is no sequence 7"),
     ({"ids": 0}, "ids is 0; it must be a sequence of int"),
     ({"layer": 2}, "layer is 2; it must be in 0"),
@@ -70,7 +70,7 @@ APPENDED = [
 ]
 THREE = {"q": PACKED, "k": PACKED, "v": PACKED, "length": 3}
 NO_ROWS = {"q": PACKED[:0], "k": PACKED[:0], "v": PACKED[:0], "length": [0]}
-STEPS = [
+STEP_ARGUMENTS = [
     *(
         ({name: None}, f"decode_step of a cache has no argument {name}: the cache sets it")
         for name in ("block_table", "cache_seqlens", "k_scale", "hadamard")
@@ -122,20 +122,20 @@ CALLS = [
         "beam_idx has 2147483648 numbers; it may have up to 134217728",
     ),
 ]
-REFUSED = [
-    *((lambda c, x=x: PagedKVCache(**SMALL | x), message) for x, message in MADE),
+INVALID_CALLS = [
+    *((lambda c, x=x: PagedKVCache(**SMALL | x), message) for x, message in CONSTRUCTOR_ARGUMENTS),
     *(
         (lambda c, x=x: c.append(**{"ids": [0], "k": ROWS, "v": ROWS} | x), message)
-        for x, message in APPENDED
+        for x, message in APPEND_ARGUMENTS
     ),
     *(
         (lambda c, x=x: c.decode_step(**{"ids": [0], "q": ROWS, "k": ROWS, "v": ROWS} | x), message)
-        for x, message in STEPS
+        for x, message in STEP_ARGUMENTS
     ),
     *CALLS,
 ]
 
-WRONG = [
+INVALID_OPERANDS = [
     ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
     ({"v": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "v has strides"),
     (dict.fromkeys(TABLES, torch.ones(40, 5)), "rotary_cos has 5 columns and k a head dim of 8"),
@@ -152,7 +152,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, iter], ids=lambda kind: kind.__name__)
-def test_ids_of_any_kind(kind):
+def test_ids_may_be_of_any_type(kind):
     cache = make()
     ids = [cache.allocate(), cache.allocate()]
     rows = some_rows(batch=2)
@@ -166,36 +166,36 @@ def test_ids_of_any_kind(kind):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@each_case("changes, message", WRONG)
+@each_case("changes, message", INVALID_OPERANDS)
 def test_a_refused_append_changes_nothing(changes, message, shared):
     operands = {"k": some_rows(), "v": some_rows()} | changes
-    cache, other = make(), StaticKVCache(1, 10, HEADS, HEAD_DIM, dtype=torch.float32)
+    cache, plain = make(), StaticKVCache(1, 10, HEADS, HEAD_DIM, dtype=torch.float32)
     id, ones, tokens = cache.allocate(), some_rows(length=PAGE) + 1, list(range(PAGE))
     for layer in range(LAYERS):
         cache.append([id], ones, ones, layer, token_ids=[tokens])
-    other.append(ones, ones)
+    plain.append(ones, ones)
     if shared:
         cache.fork(id)
     cache.truncate(id, PAGE - 1)
-    other.truncate(0, PAGE - 1)
+    plain.truncate(0, PAGE - 1)
 
     def state():
-        stored = (x.clone() for c in (cache, other) for one in c.layers for x in one.by_block())
+        stored = (x.clone() for c in (cache, plain) for one in c.layers for x in one.by_block())
         same, matched = cache.match_prefix(tokens)
         cache.free(same)
         numbers = torch.tensor([cache.num_free_pages, matched])
-        return [*stored, cache.block_table([id]), cache.seqlens([id]), other.seqlens(), numbers]
+        return [*stored, cache.block_table([id]), cache.seqlens([id]), plain.seqlens(), numbers]
 
     before = state()
     assert before[-1][1] == PAGE
-    for one, arguments in ((cache, ([id],)), (other, ())):
+    for one, arguments in ((cache, ([id],)), (plain, ())):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
             one.append(*arguments, **operands)
     assert all(map(torch.equal, state(), before))
 
 
 def test_an_append_is_checked_without_a_launch():
-    """The check runs before a page is taken, so that an error changes nothing."""
+    """The check runs before a page is allocated, so that an error changes nothing."""
     called = []
 
     class Record(TorchDispatchMode):
@@ -212,8 +212,8 @@ def test_an_append_is_checked_without_a_launch():
 
 
 @pytest.mark.parametrize("shared_by", ["a fork", "its tokens"])
-def test_rows_that_were_not_reserved(shared_by):
-    """The last page belongs to a fork too, or can be matched by the tokens of truncated rows."""
+def test_advance_refuses_rows_that_were_not_reserved(shared_by):
+    """The last page is shared with a fork, or the tokens of truncated rows can still match it."""
     cache, rows = make(), some_rows(length=PAGE)
     id = cache.allocate()
     for layer in range(LAYERS):
@@ -230,8 +230,8 @@ def test_rows_that_were_not_reserved(shared_by):
     assert cache.match_prefix(range(PAGE))[1] == 0
 
 
-@each_case("call, message", REFUSED)
-def test_refused(call, message):
+@each_case("call, message", INVALID_CALLS)
+def test_invalid_calls_are_refused(call, message):
     cache = make()
     cache.allocate()
     with pytest.raises((TypeError, ValueError), match=message):

@@ -1,4 +1,4 @@
-"""CascadePlan reads shared pages once, and gives the results of each sequence alone."""
+"""CascadePlan reads shared pages once. Its results are those of each sequence alone."""
 
 import pickle
 import random
@@ -25,7 +25,7 @@ def caches(pages, page=PAGE, head_dim=D, kv_heads=KV_HEADS, dtype=torch.float16)
     return (normal(pages, page, kv_heads, head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
 
 
-# A block table and lengths, the sequences and pages of each level, and the number of keys read.
+# Block table, lengths, levels of (sequences, first page, end page), and number of keys to read.
 TREES = {
     "one prefix": (
         *([[5, 6, 0, 0], [5, 6, 1, 0], [5, 6, 2, 3]], [9, 12, 14]),
@@ -41,15 +41,15 @@ TREES = {
         *([[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 8]], [9, 9, 12, 10]),
         *([[((0, 2), 0, 2), ((1, 3), 0, 2)]], 8 + 1 + 4 + 8 + 1 + 2),
     ),
-    "nothing": ([[1, 2], [3, 4]], [8, 7], [], 15),
-    "one of no keys": ([[1, 2], [1, 3], [1, 2]], [0, 8, 8], [[((1, 2), 0, 1)]], 4 + 4 + 4),
+    "no shared page": ([[1, 2], [3, 4]], [8, 7], [], 15),
+    "a sequence without keys": ([[1, 2], [1, 3], [1, 2]], [0, 8, 8], [[((1, 2), 0, 1)]], 4 + 4 + 4),
     "a page that is not full": ([[1, 2], [1, 2]], [6, 7], [[((0, 1), 0, 1)]], 4 + 2 + 3),
     "the same sequence twice": ([[1, 2], [1, 2]], [8, 8], [[((0, 1), 0, 2)]], 8),
 }
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_plan(name):
+def test_levels_and_keys_of_a_plan(name):
     table, lengths, levels, keys = TREES[name]
     plan = CascadePlan(torch.tensor(table), torch.tensor(lengths), PAGE)
     actual = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
@@ -66,7 +66,7 @@ VALUES = {
     "one prefix": {"shared": 2, "branched": 0, "own": (1, 4, 6)},
     "a branch with one sequence": {"own": (1, 4, 6)},
     "two prefixes": {"shared": 0, "branched": 2, "own": (1, 1, 4, 2)},
-    "nothing": {"shared": 0, "branched": 0, "own": (8, 7)},
+    "no shared page": {"shared": 0, "branched": 0, "own": (8, 7)},
     "the same sequence twice": {"branched": 0, "own": (0, 0)},
     "several queries": {"q_length": 7},
     "not causal": {"q_length": 7, "causal": False},
@@ -95,12 +95,12 @@ def test_pages_that_a_window_hides_are_not_shared(left, shared):
     assert bool(plan.levels) == shared
 
 
-def test_drawn_cases():
+def test_random_cases():
     hold([draw_of(Cascade, random.Random(seed)) for seed in range(60)], torch.device("cpu"))
 
 
 def test_rounded_parts():
-    """A case of `fuzz`: the roundings of two parts in bfloat16 add up in one column."""
+    """`fuzz` found this case: in one column, the rounding errors of two parts add up."""
     sizes = {"page": 1, "shared": 6, "own": (5, 0, 1), "q_length": 2, "causal": True}
     hold([Cascade(dtype="bfloat16", seed=1631031350, **sizes)], torch.device("cpu"))
 
@@ -110,39 +110,39 @@ def test_rounded_parts():
     [("paged", {"format": "q3_g32", "layout": "HND"}), ("paged latent", {"dtype": torch.float16})],
 )
 def test_forks_of_a_paged_cache(kind, options, device):
-    held = Sequences(kind, device, **options)
-    held.append(34, 0)
-    held.swap([0, 0])
-    held.append(5, 1)
-    plan = held.cache.cascade(held.ids, q_length=2)
+    sequences = Sequences(kind, device, **options)
+    sequences.append(34, 0)
+    sequences.swap([0, 0])
+    sequences.append(5, 1)
+    plan = sequences.cache.cascade(sequences.ids, q_length=2)
     assert [[(s.sequences, s.end) for s in level] for level in plan.levels] == [[((0, 1), 2)]]
-    (layer,), q = held.cache.layers, judge.normal(2, 2, 2, 96, seed=9)
+    (layer,), q = sequences.cache.layers, judge.normal(2, 2, 2, 96, seed=9)
     scores = {"softmax_scale": 0.1, "k_scale": layer.k_scale, "v_scale": layer.v_scale}
     out = plan.attend(q.transpose(1, 2).to(device), layer.k_cache, layer.v_cache, **scores)
-    held.check(out.transpose(1, 2), q, {"softmax_scale": 0.1, "causal": True})
+    sequences.check(out.transpose(1, 2), q, {"softmax_scale": 0.1, "causal": True})
 
 
 STALE = [
-    (lambda held: held.append(1, 3), "is for 39 rows of sequence 2, and now it has 40; make a"),
-    (lambda held: held.truncate(1, 38), "is for 39 rows of sequence 3, and now it has 38"),
-    (lambda held: held.cache.free(held.ids[0]), "there is no sequence 2"),
+    (lambda both: both.append(1, 3), "is for 39 rows of sequence 2, and now it has 40; make a"),
+    (lambda both: both.truncate(1, 38), "is for 39 rows of sequence 3, and now it has 38"),
+    (lambda both: both.cache.free(both.ids[0]), "there is no sequence 2"),
 ]
 
 
 @each_case("change, message", STALE)
-def test_a_stale_plan(change, message):
-    held = Sequences("paged")
-    held.append(34, 0)
-    held.swap([0, 0])
-    held.append(5, 1)
-    (layer,), plan = held.cache.layers, held.cache.cascade(held.ids)
+def test_a_stale_plan_is_refused(change, message):
+    sequences = Sequences("paged")
+    sequences.append(34, 0)
+    sequences.swap([0, 0])
+    sequences.append(5, 1)
+    (layer,), plan = sequences.cache.layers, sequences.cache.cascade(sequences.ids)
     q = judge.normal(2, 1, 2, 96)
-    change(held)
+    change(sequences)
     with pytest.raises(ValueError, match=message):
         plan.attend(q, layer.k_cache, layer.v_cache)
 
 
-def test_a_plan_by_layer():
+def test_a_plan_is_valid_for_layers_of_its_length():
     """A plan is valid for a layer once the layer has as many rows as the plan."""
     cache = PagedKVCache(9, 4, 1, 8, num_layers=2)
     ids = [cache.allocate(), cache.allocate()]
@@ -178,10 +178,10 @@ def test_plans_of_layers_with_windows():
     assert copied._storage._stored[1].k_cache.data_ptr() == copied.layers[3].k_cache.data_ptr()
 
 
-def read(shared, sequences, heads, with_plan, short=0):
+def bytes_read(shared, sequences, heads, with_plan, short=0):
     """Bytes that flash_decode loads for sequences with `shared` common pages and 5 other keys.
 
-    short: this many more sequences share another page.
+    short: the number of further sequences, which share another page.
     """
     page, batch = 16, sequences + short
     k_cache, v_cache = caches(shared + 1 + batch, page, 64, 1)
@@ -202,11 +202,11 @@ def read(shared, sequences, heads, with_plan, short=0):
 
 @pytest.mark.parametrize("sequences, heads", [(2, 4), (8, 4)])
 def test_a_prefix_is_read_once(sequences, heads):
-    """256 more keys of a KV head are 64 kB. Without a plan, each sequence reads them."""
+    """K and V of 256 more keys are 64 kB. Without a plan, each sequence reads them."""
     keys = 2 * 256 * 64 * 2
 
     def added(with_plan):
-        longer, shorter = (read(n, sequences, heads, with_plan) for n in (32, 16))
+        longer, shorter = (bytes_read(n, sequences, heads, with_plan) for n in (32, 16))
         return longer - shorter
 
     assert keys <= added(True) <= 1.05 * keys
@@ -214,13 +214,13 @@ def test_a_prefix_is_read_once(sequences, heads):
 
 
 def test_a_prefix_is_read_only_for_its_queries():
-    """The 448 rows of another prefix's queries would read it three times."""
+    """Otherwise, 448 query rows of another prefix would read this prefix three times."""
     keys = 2 * 256 * 64 * 2
-    longer = read(32, 2, 32, True, short=14) - read(16, 2, 32, True, short=14)
+    longer = bytes_read(32, 2, 32, True, short=14) - bytes_read(16, 2, 32, True, short=14)
     assert keys <= longer <= 1.05 * keys
 
 
-def test_explained():
+def test_explain_lists_the_calls_of_a_plan():
     table, lengths, _, _ = TREES["one prefix"]
     plan = CascadePlan(table, lengths, PAGE)
     explained = explain(plan.attend, normal(3, 1, HEADS, D), *caches(8))
@@ -234,7 +234,7 @@ def test_explained():
 
 
 def test_min_pages():
-    """A prefix that is too short is read as a part of longer ones."""
+    """A prefix of fewer pages than min_pages is read as a part of longer prefixes."""
     table = [[5, 6, 1, 0], [5, 6, 1, 2], [5, 7, 3, 0], [5, 7, 4, 0]]
     plan = CascadePlan(table, [16] * 4, PAGE, min_pages=2)
     actual = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
@@ -266,7 +266,7 @@ PLANS = [
     ({"q_length": 0}, "q_length is 0; it must be at least 1"),
     (WIDE | {"q_length": 2**30}, r"q_length is 1073741824; it must be in 1\.\.1073741823"),
 ]
-REFUSED = [
+INVALID_CALLS = [
     *((partial(plan_of, **changes), message) for changes, message in PLANS),
     (lambda: attend(q=(3, 2)), r"q has shape \(3, 2, 4, 64\); the plan is for \(3, 1, H, D\)"),
     (lambda: attend(page=5), "k_cache has pages of 5 keys; the plan is for 4"),
@@ -276,7 +276,7 @@ REFUSED = [
 ]
 
 
-@each_case("call, message", REFUSED)
-def test_refused(call, message):
+@each_case("call, message", INVALID_CALLS)
+def test_invalid_calls_are_refused(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()

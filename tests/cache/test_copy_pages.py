@@ -17,7 +17,7 @@ copy_pages = torch.ops.metal_attn.copy_pages
 
 
 def cache_of(shape, dtype=torch.float16, offset=0):
-    """Random bytes, in a storage that has more of them on both sides."""
+    """A tensor of random bytes in a larger storage, which has random bytes too."""
     numel = torch.Size(shape).numel()
     size = ((numel + offset + 5) * dtype.itemsize,)
     memory = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0)).byte()
@@ -26,8 +26,8 @@ def cache_of(shape, dtype=torch.float16, offset=0):
 
 def check(cache, src, dst, stride=1):
     after = same_memory(cache)
-    for one, other in zip(src, dst, strict=True):
-        after[other] = cache[one]
+    for source, destination in zip(src, dst, strict=True):
+        after[destination] = cache[source]
     pages = (torch.tensor(x).int().repeat_interleave(stride)[::stride] for x in (src, dst))
     assert copy_pages(cache, *pages) is None
     assert torch.equal(memory_of(cache), memory_of(after))
@@ -50,7 +50,7 @@ CASES = {
         for index in ("int32", "int64")
     ],
     "odd bytes": [{"shape": (5, 3, 7), "dtype": "uint8", "copies": ((4, 1), (0, 2))}],
-    # More words than a threadgroup copies, and more copies than one.
+    # A page has more words than a threadgroup copies, and there are several copies.
     "large pages": [{"shape": (9, 4, 64, 65), "copies": ((0, 1), (2, 3), (4, 5))}],
     "one source for many": [{"copies": ((2, 0), (2, 5), (2, 3))}],
     "empty pages": [{"shape": (6, 0, 8), "copies": ((1, 2),)}],
@@ -69,13 +69,13 @@ LAYOUTS = {
     "some rows": lambda c: c[:, :, 1:6],
     "some columns": lambda c: c[..., 3:20],
     "every second column": lambda c: c[..., ::2],
-    "numbers": lambda c: c.flatten()[:6],
+    "pages of one number": lambda c: c.flatten()[:6],
     "complex numbers": lambda c: c.view(torch.complex64),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_of_a_cache(layout, backend):
+def test_pages_of_views_are_copied(layout, backend):
     check(LAYOUTS[layout](cache_of((6, 2, 8, 32))), [0], [2])
 
 
@@ -83,14 +83,14 @@ def test_parts_of_a_cache(layout, backend):
     "offset, columns, word",
     [(0, 16, "uint4"), (4, 16, "uint2"), (2, 16, "uint"), (1, 16, "ushort"), (0, 9, "uint4")],
 )
-def test_words(offset, columns, word, backend):
+def test_the_word_is_as_wide_as_the_alignment_allows(offset, columns, word, backend):
     cache = cache_of((6, 2, 8, columns), offset=offset)
-    if cache.data_ptr() % 16 == 2 * offset:
+    if cache.data_ptr() % 16 == 2 * offset:  # if the storage is 16-byte aligned
         assert word_of(cache) == word
     check(cache, [3], [4])
 
 
-def test_nothing_launches_nothing():
+def test_zero_copies_launch_no_kernel():
     assert word_of(cache_of((5, 3, 7), torch.uint8)) == "uchar"
     with simulate() as run:
         check(cache_of((3,)), [], [])
@@ -102,7 +102,7 @@ def test_strided_indices(step, backend):
     check(cache_of((8, 2, 8, 16)), [1, 2], [5, 6], step)
 
 
-def test_a_cache_with_a_graph():
+def test_gradients_are_refused():
     cache = torch.zeros(6, 4, requires_grad=True) * 1
     copy_pages(cache, torch.tensor([0, 1]), torch.tensor([4, 5]))
     with pytest.raises(NotImplementedError, match="copy_pages has no gradient, and cache requires"):
@@ -114,12 +114,12 @@ def small_cache():
     return cache_of((6, 2, 8, 16)).clone()
 
 
-def pages_inside():
+def copies_with_valid_pages():
     check(small_cache(), [1, 5], [2, 3])
 
 
-def pages_outside():
-    """Invalid page numbers that only the device sees are skipped, of sources and destinations."""
+def copies_with_invalid_pages():
+    """A copy is skipped if only the device sees that its source or destination is invalid."""
     for name, bad in product(("src", "dst"), (7, -1, 6, -(2**62), 2**62)):
         cache, after = small_cache(), small_cache()
         after[5] = after[1]
@@ -130,21 +130,21 @@ def pages_outside():
         assert torch.equal(cache.view(torch.int16), after.view(torch.int16))
 
 
-def test_pages_outside():
+def test_copies_with_invalid_pages_are_skipped():
     with simulate(check=True):
-        pages_outside()
+        copies_with_invalid_pages()
 
 
 MUTANTS = {
-    pages_inside: """
+    copies_with_valid_pages: """
         the page itself: cache + {~from => to~} * params.page_stride
         the page before: {~from => (from - 1)~} * params.page_stride
-        the other way [race]: {~to_page[offset] = from_page => cache[offset] = to_page~}[offset]
+        dst copied to src [race]: {~to_page[offset] = from_page => cache[offset] = to_page~}[offset]
         first copy for all: src[{~copy * params.src_stride => 0~}]
         wrong stride: to * {~=> (~} params.page_stride{~=> + 1)~}
         last words left out: word {~=> + 1~} < params.page_words
     """,
-    pages_outside: """
+    copies_with_invalid_pages: """
         pages outside read [out_of_bounds]: {~from < 0 || from >= params.pages => false~}
         pages outside written [out_of_bounds]: {~to < 0 || to >= params.pages => false~}
     """,

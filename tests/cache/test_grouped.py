@@ -18,7 +18,7 @@ SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128}
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("number", (0, 1, 2, 3, 5, 8))
 def test_append(number):
-    """The first three pairs have all grouped formats, the others each size of code and group."""
+    """Three pairs have all grouped formats. The other pairs have each size of code and group."""
     format, v_format = PAIRS[number]
     dtype = "float32" if number < 3 else "float16"
     pages = {"cache": "paged", "page": 5, "capacity": 65}
@@ -29,11 +29,11 @@ def test_append(number):
 
 @pytest.mark.parametrize("number", (1, 4, 7))
 def test_prefill(number, device):
-    """Each size of code and group. test_hadamard.py decodes the other pairs."""
+    """These pairs have each size of code and group. test_hadamard.py decodes the other pairs."""
     format, v_format = PAIRS[number]
     case = SIZES | {"format": format, "v_format": v_format, "dtype": DTYPES[number // 3]}
-    kept = {"kv_length": 75, "seqused_k": (75, 33), "batch": 2, "cache": "paged", "page": 5}
-    held_cases.hold([held_cases.case(call="flash_fwd", q_length=40, **case, **kept)], device)
+    cache = {"kv_length": 75, "seqused_k": (75, 33), "batch": 2, "cache": "paged", "page": 5}
+    held_cases.hold([held_cases.case(call="flash_fwd", q_length=40, **case, **cache)], device)
 
 
 @pytest.mark.parametrize("number", (0, 4, 8))

@@ -17,13 +17,13 @@ flash_decode = torch.ops.metal_attn.flash_decode
 
 
 def matrix(size):
-    """Sylvester's, orthonormal, in float64."""
+    """Sylvester's orthonormal Hadamard matrix in float64."""
     signs = [[(-1) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]
     return torch.tensor(signs, dtype=torch.float64) / size**0.5
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_formula(size):
+def test_hadamard_multiplies_by_the_matrix(size):
     x = normal(7, 3 * 128)
     exact = (x.double().unflatten(-1, (-1, size)) @ matrix(size)).flatten(-2)
     rotated = hadamard(x, size)
@@ -37,7 +37,7 @@ def test_the_formula(size):
 
 # Formats of K and V, the size of the rotation, and other fields.
 PAGES = {"cache": "paged", "page": 5, "capacity": 65}
-APPENDED = [
+APPEND_CASES = [
     ("q8_0", "q4_0", 32, PAGES | {"head_dim": 96, "v_head_dim": 32}),
     ("q2_g32", "q3_g64", 64, {"v_head_dim": 128, "rotary_columns": 32}),
     ("q4_g64", "fp8_e4m3", 128, PAGES | {"head_dim": 128, "v_head_dim": 256}),
@@ -46,14 +46,14 @@ APPENDED = [
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("format, v_format, hadamard, fields", APPENDED)
+@pytest.mark.parametrize("format, v_format, hadamard, fields", APPEND_CASES)
 def test_append(format, v_format, hadamard, fields):
     check_special(format=format, v_format=v_format, hadamard=hadamard, dtype="float32", **fields)
 
 
-# The rows of q and the columns decide how rows are rotated: by lanes, or in matrix fragments of
-# SIMD groups with different keys or different columns. The formats are pairs of test_grouped.py.
-DECODED = {
+# The numbers of rows of q and of columns decide how rows are rotated: by SIMD lanes, or in matrix
+# fragments of SIMD groups with different keys or columns. Formats are pairs of test_grouped.py.
+DECODE_CASES = {
     "one row": ("q2_g32", "q3_g64", 64, {"v_head_dim": 128}),
     "one row, wide": ("q4_g32", "q2_g64", 128, {"hadamard": 128}),
     "lanes without columns": ("q8_0", "q4_g32", 64, {"v_head_dim": 96, "hadamard": 32}),
@@ -64,25 +64,25 @@ DECODED = {
 }
 
 
-def decoded_fields(name):
-    format, v_format, head_dim, fields = DECODED[name]
+def decode_fields(name):
+    format, v_format, head_dim, fields = DECODE_CASES[name]
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": head_dim, "v_head_dim": head_dim}
     return sizes | {"format": format, "v_format": v_format, "hadamard": 64} | fields
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", DECODE_CASES)
 def test_attention(name, device):
-    number = list(DECODED).index(name)
+    number = list(DECODE_CASES).index(name)
     dtype = ("float16", "bfloat16", "float32")[number % 3]
-    case = {"kv_length": 75, "causal": True, "q_length": 1, "dtype": dtype} | decoded_fields(name)
+    case = {"kv_length": 75, "causal": True, "q_length": 1, "dtype": dtype} | decode_fields(name)
     where = [{}, {"cache": "paged", "page": 5}, {"cache": "indexed"}]
     kept = {"batch": 2, "seqused_k": (75, 33), "call": "flash_decode"}
     split = {"num_splits": 2, "learnable_sink": "float32"} if number % 2 else {}
     held_cases.hold([held_cases.case(**case, **kept, **split, **where[number % 3])], device)
 
 
-def test_function(device):
-    """`flash_attn_with_kvcache` with few queries, and with as many as flash_fwd takes."""
+def test_flash_attn_with_kvcache(device):
+    """One call has few queries, and two have so many that flash_fwd computes them."""
     common = {"call": "flash_attn_with_kvcache", "format": "q4_0", "hadamard": 64, "heads": 2}
     common |= {"kv_heads": 1, "head_dim": 64, "dtype": "float32", "causal": True}
     sizes = {"lengths": (3, 20), "capacity": 96, "rotary_columns": 32}
@@ -92,18 +92,18 @@ def test_function(device):
 
 
 def test_rows_that_fill_threadgroup_memory(device):
-    """20 rows of latents in float32. The rotation has memory for fewer at a time."""
+    """There are 20 float32 rows of latents, and memory to rotate fewer rows at a time."""
     latents = {"values_in_keys": True, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
     fields = {"length": 5, "lengths": (7, 11), "capacity": 25, "dtype": "float32", "causal": True}
     held_cases.hold([step(**latents, **fields, format="q3_g64", hadamard=64)], device)
 
 
-def appended(hadamard, **fields):
+def call_append(hadamard, **fields):
     call = arguments(append(**{"format": "q4_0", "length": 2, "lengths": (0, 0)} | fields))
     torch.ops.metal_attn.append_kv(**call | {"hadamard": hadamard})
 
 
-def decoded(size, columns=64, format="q8_0"):
+def call_decode(size, columns=64, format="q8_0"):
     k = torch.zeros(1, 1, 3, columns)
     data, scale = quantise(k, format) if format else (k, None)
     flash_decode(k, data, data, k_scale=scale, v_scale=scale, hadamard=size)
@@ -123,35 +123,35 @@ def prefill(**options):
         (lambda: hadamard(torch.zeros(()), 32), "x has 0 columns"),
         (lambda: hadamard(torch.zeros(64).int(), 32), "x has dtype torch.int32"),
         (lambda: quantise(torch.zeros(3, 64), "q8_0", hadamard=16), "hadamard is 16; it must be 0"),
-        (lambda: appended(hadamard=48), "hadamard is 48; it must be 0 .off., 32, 64 or 128"),
-        (lambda: appended(hadamard=128), "k_cache has a head dim of 64; with hadamard of 128 it"),
-        (lambda: appended(v_head_dim=96, hadamard=64), "v_cache has a head dim of 96; with hadam"),
-        (lambda: appended(format="", hadamard=64), "hadamard is 64 and k_cache is not quantised"),
-        (lambda: decoded(-32), "hadamard is -32; it must be 0"),
-        (lambda: decoded(2**40), "hadamard is 1099511627776; it must be 0"),
-        (lambda: decoded(64, 96), "k has a head dim of 96; with hadamard of 64"),
-        (lambda: decoded(64, format=None), "hadamard is 64 and k is not quantised"),
+        (lambda: call_append(hadamard=48), "hadamard is 48; it must be 0 .off., 32, 64 or 128"),
+        (lambda: call_append(hadamard=128), "k_cache has a head dim of 64; with hadamard of 128"),
+        (lambda: call_append(v_head_dim=96, hadamard=64), "v_cache has a head dim of 96; with"),
+        (lambda: call_append(format="", hadamard=64), "hadamard is 64 and k_cache is not quant"),
+        (lambda: call_decode(-32), "hadamard is -32; it must be 0"),
+        (lambda: call_decode(2**40), "hadamard is 1099511627776; it must be 0"),
+        (lambda: call_decode(64, 96), "k has a head dim of 96; with hadamard of 64"),
+        (lambda: call_decode(64, format=None), "hadamard is 64 and k is not quantised"),
         (lambda: prefill(hadamard=64), "hadamard is 64 and k_cache is not quantised"),
     ],
 )
-def test_refused(call, message):
+def test_invalid_arguments_are_refused(call, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         call()
 
 
-def planted(name):
+def run_problem(name):
     if name == "append":
         formats = {"format": "q8_0", "v_format": "q4_0", "hadamard": 64}
         judge(append(**formats, v_head_dim=128, length=5, lengths=(3, 9)))
         return
-    case = {"call": "flash_decode", "kv_length": 40, "dtype": "float16"} | decoded_fields(name)
+    case = {"call": "flash_decode", "kv_length": 40, "dtype": "float16"} | decode_fields(name)
     with simulate(check=True):
-        made = testing.Attention(**case)
-        result = testing.run(made, torch.device("cpu"))
+        attention_case = testing.Attention(**case)
+        result = testing.run(attention_case, torch.device("cpu"))
     assert result.status == "ok", result
 
 
-test_mutants, test_unchanged = mutant_tests(
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     {
         "append": """
             append_kv: not rotated: if ({~HADAMARD => false~}) {
@@ -185,5 +185,5 @@ test_mutants, test_unchanged = mutant_tests(
         """,
     },
     "{}",
-    planted,
+    run_problem,
 )

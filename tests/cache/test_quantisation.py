@@ -26,8 +26,8 @@ from torch_metal_attn.testing.tensors import DTYPES as NAMES
 
 BLOCKED = ["q8_0", "q4_0"]
 GROUPED = [format for format in FORMATS if "_g" in format]
-# Scales for 64 columns.
-HALVES = torch.ones(2, 3, 4, 2).half()
+# The scales of q8_0 for rows of 64 columns, which are two blocks.
+Q8_SCALES = torch.ones(2, 3, 4, 2).half()
 
 
 def quantised_in_python(group, format):
@@ -40,7 +40,7 @@ def quantised_in_python(group, format):
         first, last, zero = (-127, 127, 0) if format == "q8_0" else (0, 15, 8)
         if scale == 0:
             return [zero] * BLOCK, [scale], 0.0
-        # Rounds to even. 53 bits suffice here.
+        # round() rounds ties to even. A Python float has enough bits for this quotient.
         codes = [round(x / float(scale)) + zero for x in values]
         return [max(first, min(last, n)) for n in codes], [scale], -zero * float(scale)
     last = 2 ** int(format[1]) - 1
@@ -62,8 +62,8 @@ def unpacked(data, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_bounds(format):
-    """Down to scales below float16's normal numbers. fp8 also has numbers beyond its largest."""
+def test_errors_are_within_the_bounds(format):
+    """Some scales are subnormal in float16. Some numbers are beyond fp8's largest."""
     judge(
         *(
             Quantised(format, dtype=dtype, rows=40, columns=128, exponent=exponent, scale=scale)
@@ -84,7 +84,7 @@ def test_the_documented_rounding_bit_for_bit(format):
         groups = [quantised_in_python(part, format) for part in x.split(shared_columns(format))]
         assert unpacked(data, format) == [code for codes, _, _ in groups for code in codes]
         assert torch.equal(scale, torch.stack([n for _, numbers, _ in groups for n in numbers]))
-        values = [least + float(numbers[0]) * n for codes, numbers, least in groups for n in codes]
+        values = [zero + float(numbers[0]) * n for codes, numbers, zero in groups for n in codes]
         expected = torch.tensor(values, dtype=torch.float64).float()
         assert torch.equal(dequantise(data, scale, torch.float32), expected)
         assert format_of(data, scale) == format
@@ -93,7 +93,7 @@ def test_the_documented_rounding_bit_for_bit(format):
 
 
 def ggml_row(format, steps, codes):
-    """A row packed by hand from ggml's block_q4_0 and block_q8_0: a half, then the codes."""
+    """A row of ggml's block_q4_0 or block_q8_0, packed by hand: a float16 scale, then the codes."""
     row = b""
     for step, block in zip(steps, codes, strict=True):
         if format == "q8_0":
@@ -104,7 +104,7 @@ def ggml_row(format, steps, codes):
 
 
 @pytest.mark.parametrize("format, zero", [("q8_0", 0), ("q4_0", 8)])
-def test_ggmls_blocks(format, zero):
+def test_blocks_of_ggml_are_converted(format, zero):
     steps = [0.5, -0.125]
     codes = [[(5 * j + 3) % 16 for j in range(32)], [(11 * j + 6) % 16 for j in range(32)]]
     rows = ggml_row(format, steps, codes).repeat(2, 3, 1)
@@ -113,7 +113,7 @@ def test_ggmls_blocks(format, zero):
     expected = (torch.tensor(codes) - zero) * torch.tensor(steps)[:, None]
     assert torch.equal(dequantise(data, scale, torch.float32), expected.flatten().expand(2, 3, 64))
     assert torch.equal(to_ggml(data, scale), rows)
-    # Rows of any strides that begin at an odd byte, and no rows.
+    # Rows may have any strides and begin at an odd byte. There may be zero rows.
     strided = torch.nn.functional.pad(rows, (1, 2))[:, ::2, 1:-2]
     for x, whole in zip(from_ggml(strided, format), (data, scale), strict=True):
         assert torch.equal(x, whole[:, ::2])
@@ -124,7 +124,7 @@ def test_ggmls_blocks(format, zero):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_zeros(format, dtype):
+def test_zeros_are_exact(format, dtype):
     x = torch.zeros(2, 3, 4, 64, dtype=dtype)
     x[..., 1::2] = -0.0
     data, scale = quantise(x, format)
@@ -137,15 +137,15 @@ def test_zeros(format, dtype):
 
 
 @pytest.mark.parametrize("format", [*BLOCKED, *GROUPED])
-def test_groups_that_no_scale_holds(format):
-    """Such a group is NaN and its codes are 0, so that nothing depends on the cast of a NaN."""
+def test_groups_without_a_finite_scale_are_nan(format):
+    """The group is NaN and its codes are 0, so that nothing depends on the cast of a NaN."""
     x = torch.full((6, 64), 0.75)
     x[1] = 0.0
     x[1, ::2] = -0.0
     x[2, 3], x[3, 40], x[4, 63], x[5, 0] = torch.nan, -torch.inf, 3e38, torch.inf
     data, scale = quantise(x, format)
     back = dequantise(data, scale, torch.float32)
-    if format in GROUPED:  # constant rows are the constant
+    if format in GROUPED:  # rows of equal values are exact
         assert torch.equal(back[:2], x[:2])
     group = shared_columns(format)
     bad = (~x.isfinite() | (x.abs() > 65504)).unflatten(-1, (-1, group)).any(-1)
@@ -155,7 +155,7 @@ def test_groups_that_no_scale_holds(format):
 
 
 def test_the_largest_scale():
-    """65504 is float16's largest number; up to 65519.99 rounds to it."""
+    """65504 is float16's largest number. Numbers up to 65519.99 round to it."""
     for largest, finite in ((65504.0, True), (65519.0, True), (65520.0, False)):
         assert quantise(torch.full((32,), 127 * largest), "q8_0")[1].isfinite() == finite
         assert quantise(torch.full((32,), 8 * largest), "q4_0")[1].isfinite() == finite
@@ -174,7 +174,7 @@ def test_fp8_of_every_float16_is_torchs_cast():
 
 
 def test_fp8_rounds_a_quotient_once():
-    """Near the middle between two codes, where rounding by way of a shorter type would go wrong."""
+    """Near the middle between two codes, rounding to a shorter type first would change the code."""
     codes = torch.arange(0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
     x = torch.stack((middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])))
@@ -191,7 +191,7 @@ def test_fp8_as_bytes():
     back = dequantise(data.view(torch.uint8), scale, torch.bfloat16)
     assert torch.equal(back, dequantise(data, scale, torch.bfloat16))
     assert format_of(data.view(torch.uint8), scale) == "fp8_e4m3"
-    with torch.device("meta"):  # a default device is not used
+    with torch.device("meta"):  # dequantise ignores the default device
         actual = dequantise(data.view(torch.uint8), scale, torch.float32)
     assert torch.equal(actual, dequantise(data, scale, torch.float32))
 
@@ -227,7 +227,7 @@ def test_values_are_rounded_once(format, dtype):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_strides(format):
+def test_strides_do_not_change_results(format):
     x = normal(4, 3, 64, 2).transpose(-1, -2)
     data, scale = quantise(x, format)
     expected, expected_scale = quantise(x.contiguous(), format)
@@ -258,10 +258,10 @@ def test_strides(format):
         (lambda x: quantise(x, "fp8_e4m3", 2.0), "scale is a float; it must be a tensor"),
         (lambda x: quantise(x.to("meta"), "fp8_e4m3", torch.ones(3)), "scale is on cpu and x on m"),
         (lambda x: quantise(resized(x, 6143), "q3_g32"), "x has .* must hold 1536 elements"),
-        (lambda x: dequantise(resized(x.char(), 0), HALVES, x.dtype), "data has .* of 0 bytes"),
-        (lambda x: dequantise(x.char()[0, 0, 0, 0], HALVES, x.dtype), "data has no dimensions"),
+        (lambda x: dequantise(resized(x.char(), 0), Q8_SCALES, x.dtype), "data has .* of 0 bytes"),
+        (lambda x: dequantise(x.char()[0, 0, 0, 0], Q8_SCALES, x.dtype), "data has no dimensions"),
     ],
 )
-def test_refusals(call, message):
+def test_invalid_arguments_are_refused(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call(normal(2, 3, 4, 64))

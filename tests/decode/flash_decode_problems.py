@@ -19,12 +19,12 @@ from torch_metal_attn.simulator import engine
 from torch_metal_attn.testing.judge import ints
 
 ops = torch.ops.metal_attn
-# GQA, two and a half steps over the keys, and a partial span of columns.
+# This shape has GQA, two and a half steps over the keys, and a partial span of columns.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 3, "kv_length": 300, "head_dim": 72}
 HALF = {"dtype": torch.float16}
-ONE = {"batch": 1, "q_length": 1}
+ONE_QUERY = {"batch": 1, "q_length": 1}
 SHARED_COLUMNS = {"heads": 32, "kv_heads": 1, "head_dim": 128}
-# Scales that differ by key and span, and are NaN for missing keys.
+# Scales differ by key and by span, and are NaN for missing keys.
 CODES = {"batch": 1, "kv_length": 45, "head_dim": 64, "format": "q8_0"}
 CODES |= {"leftpad_k": (3,), "seqused_k": (40,)}
 PAGED = {"cache": "paged", "q_length": 1, "kv_length": 600, "seqused_k": (31, 600)}
@@ -42,20 +42,20 @@ def attend(fields, *changes):
 
 # Arguments of `attend`, or a function.
 PROBLEMS = {
-    # SIMD groups with different keys.
+    # SIMD groups have different keys.
     "plain": ({"causal": True}, {}, {"q_offset": 30}),
-    # Two splits with keys and one without.
+    # Two splits have keys, and one has no keys.
     "splits": ({"num_splits": 3, "causal": True},),
-    # SIMD groups with different columns of the same keys.
-    "columns": (ONE | SHARED_COLUMNS,),
-    # Four SIMD groups with different rows. The last one has few.
+    # SIMD groups have different columns of the same keys.
+    "columns": (ONE_QUERY | SHARED_COLUMNS,),
+    # Four SIMD groups have different rows. The last group has few rows.
     "row_groups_of_codes": (CODES | {"heads": 25, "kv_heads": 1, "q_length": 4, "v_head_dim": 96},),
     "vector_scales": (CODES | {"heads": 2, "q_length": 1},),
-    # Eleven spans of three SIMD groups; fifteen and eight of four.
+    # Three SIMD groups have eleven spans. Four have fifteen spans of keys and eight of values.
     "columns_unevenly": (
-        *(ONE | {"kv_length": 70}, {"head_dim": 352}, {"head_dim": 480, "v_head_dim": 256}),
+        *(ONE_QUERY | {"kv_length": 70}, {"head_dim": 352}, {"head_dim": 480, "v_head_dim": 256}),
     ),
-    # Four tiles of rows, with keys divided among SIMD groups, and with columns divided.
+    # Four tiles of rows. SIMD groups divide the keys in the first case, then the columns.
     "tiles": (
         {"batch": 1, "heads": 8, "kv_heads": 1, "q_length": 16, "kv_length": 150, "causal": True},
         {"head_dim": 32, "window_size_left": 20},
@@ -69,9 +69,9 @@ PROBLEMS = {
         {"window_size_left": 3, "window_size_right": 2, "q_offset": 100},
         {"window_size_left": 40, "window_size_right": 0, "q_offset": 5},
     ),
-    # Queries before the first key.
-    "nothing": ({"q_length": 5, "causal": True, "q_offset": -3},),
-    # Heads of one KV head have different sinks. Splits are merged with them too.
+    # Some queries are before the first key.
+    "no_visible_key": ({"q_length": 5, "causal": True, "q_offset": -3},),
+    # Query heads of one KV head have different sinks, which are also used to merge splits.
     "sinks": (
         {"dtype": "float32", "softmax_scale": 0.01, "learnable_sink": "float32"},
         *({}, {"num_splits": 2}),
@@ -80,9 +80,9 @@ PROBLEMS = {
         *make_qkv(**SHAPE), op=partial(ops.flash_decode, num_splits=1), device="cpu"
     ),
     "rules": ({}, {"attn_bias": "float32 bhqk"}, {"alibi_slopes": "bh"}),
-    # MLA: values in the rows of keys, which are NaN if they do not exist. Columns shared or not.
+    # MLA: values are in the rows of keys. Missing rows are NaN. Columns are shared or not.
     "latent": (
-        ONE
+        ONE_QUERY
         | {"kv_heads": 1, "kv_length": 60, "values_in_keys": True}
         | {"seqused_k": (37,), "leftpad_k": (5,)},
         {"head_dim": 64, "v_head_dim": 48},
@@ -92,7 +92,7 @@ PROBLEMS = {
     "rotary": (
         {"dtype": "float32", "rotary": "q", "rotary_columns": 16, "rotary_by_sequence": True},
     ),
-    # A sequence has more pages than a SIMD group holds numbers.
+    # A sequence has more pages than a SIMD group holds page numbers.
     "pages": (PAGED, {"page": 1, "head_dim": 64}, SHARED_COLUMNS | {"page": 3}),
     # Eight neighbouring keys are always in one page.
     "whole_pages": (
@@ -100,20 +100,20 @@ PROBLEMS = {
     ),
     "scales_of_spans": (CODES | {"q_length": 2},),
     # fp8: after the last column another row begins, or the memory ends.
-    "codes_of_odd_rows": (ONE | {"kv_length": 45, "head_dim": 20, "format": "fp8_e4m3"},),
-    # Lists for two queries, of which the second one sees more. The last block is partial.
+    "codes_of_odd_rows": (ONE_QUERY | {"kv_length": 45, "head_dim": 20, "format": "fp8_e4m3"},),
+    # A list is for two queries, and the second query sees more keys. The last block is partial.
     "lists_of_blocks": (
         {"listed": 60, "kv_block_size": 8, "q_block_size": 2},
         *({"causal": True}, {"window_size_left": 40, "q_offset": 150}),
     ),
-    # Sequences of different lengths, with NaN in all other rows.
+    # Sequences have different lengths. All rows that belong to no sequence are NaN.
     "lists_in_pages": (
         {"cache": "paged", "seqused_k": (31, 290), "listed": 40, "list_dims": "b"},
         *({"page": 3}, {"page": 16}),
     ),
-    # Different numbers of queries, also none, and rows of no sequence.
+    # Sequences have different numbers of queries, also zero. Some rows belong to no sequence.
     "packed": (PACKED | {"causal": True, "learnable_sink": "float32"}, {}, {"num_splits": 3}),
-    # More rows than a threadgroup has at once.
+    # There are more rows than a threadgroup has at once.
     "step_of_tiles": lambda: check_step(**CAUSAL, **MANY_ROWS, length=16, rotary_columns=32),
     "step_in_pages": lambda: check_step(**CAUSAL, **PAGES_OF_5, length=3, lengths=(6, 23)),
     "step_of_indices": lambda: check_step(**CAUSAL, length=3, cache="indexed"),
@@ -129,22 +129,22 @@ def run(problem):
 
 
 def row_groups():
-    """SIMD groups with all, some and none of their rows, and partial spans of columns."""
+    """SIMD groups have all, some or none of their rows. Some spans of columns are partial."""
     many = {"kv_length": 75, "causal": True, "learnable_sink": "float32"}
     attend(many, {"heads": 2, "q_length": 40}, {"heads": 8, "q_length": 33})
     attend({"heads": 16, "kv_heads": 1, "q_length": 4, "kv_length": 70, "num_splits": 2})
-    # One SIMD group has a span of values, but none of keys.
+    # One SIMD group has a span of values, but no span of keys.
     attend({"heads": 2, "q_length": 33, "kv_length": 20, "head_dim": 32, "v_head_dim": 33})
 
 
 def vectors():
-    """One and two rows, summed by lanes, with some units of values missing."""
-    attend(ONE)
+    """SIMD lanes sum the values of one or two rows. Some units of values are missing."""
+    attend(ONE_QUERY)
     q, k, v = make_qkv(1, 2, 2, 1, 70, 128, **HALF)
     v[:, :, :5] = v[:, :, 60:] = math.inf
     options = {"leftpad_k": ints(5), "seqused_k": ints(60)}
     check_flash_decode(q, k, v, **options, device="cpu", num_splits=1)
-    # Missing keys after the last one read its values with weight 0.
+    # Missing keys read the values of the last key, with weight 0.
     v[:, :, 5:60] = math.inf
     out, _ = ops.flash_decode(q, k, v, **options, num_splits=1)
     assert (out == math.inf).all()
@@ -160,7 +160,7 @@ def vectors():
 
 
 def infinite_value():
-    """The value of the last key. Missing keys after it read it with weight 0: 0 * inf is NaN."""
+    """The last value is infinite. Missing keys read it with weight 0, and 0 * inf would be NaN."""
     q, k, v = make_qkv(**SHAPE, **HALF)
     v[:, :, -1] = math.inf
     out, _ = ops.flash_decode(q, k, v, num_splits=1)
@@ -168,9 +168,9 @@ def infinite_value():
 
 
 def missing_pages():
-    """Missing pages before a window, in its first block, and pages that only the kernel sees.
+    """Pages are missing before a window, in its first block, and where only the kernel sees it.
 
-    Also with latents, where a row that is masked as a key is still multiplied as a value.
+    With latents, a row that is masked as a key is still multiplied as a value.
     """
     used = [400, 300]
     latents = {"heads": 12, "kv_heads": 1, "head_dim": 96}
@@ -199,14 +199,14 @@ def missing_pages():
             cache[0] = 0.0
         bad = table[1].clone()
         bad[299 // page] = -1
-        check_alone(run, table, bad.tolist())
+        check_1_is_nan(run, table, bad.tolist())
 
 
 def no_pages():
     q, *_ = make_qkv(2, 2, 2, 1, 1, 64, **HALF)
     cache, used = torch.empty(0, 2, 16, 64, **HALF), ints(0, 0)
     options = {"block_table": torch.full((2, 3), 7).int(), "seqused_k": used}
-    check_alone(partial(ops.flash_decode, q, cache, cache, **options), used, 5)
+    check_1_is_nan(partial(ops.flash_decode, q, cache, cache, **options), used, 5)
 
 
 def lists():
@@ -214,7 +214,7 @@ def lists():
     by_head = {"listed": 70, "list_dims": "bh"}
     attend(by_head | {"causal": True, "q_offset": 200})
     attend({"heads": 2, "num_splits": 2, "listed": 2})
-    # A SIMD group has two fragments of keys, and a list more rows than a tile.
+    # A SIMD group has two fragments of keys, and a list has more rows than a tile.
     attend(by_head, {"heads": 32}, {"heads": 104, "head_dim": 200})
 
 
@@ -231,7 +231,7 @@ def lists_of_hidden_keys():
 
 
 def impossible_entries():
-    """An invalid entry that only the kernel sees makes the rows of its list NaN, and no others."""
+    """An invalid entry that only the kernel sees makes only the rows of its list NaN."""
     q, k, v = make_qkv(**SHAPE, **HALF)
     entries = torch.randint(0, 38, (1, 1, 3, 9)).int()
     for num_splits in (1, 2):
@@ -260,8 +260,8 @@ def step_of_splits():
             check_step(**sizes, causal=True, num_splits=num_splits)
 
 
-def check_alone(run, tensor, bad):
-    """Checks that an invalid value that only the kernel sees makes sequence 1 NaN, and no other."""
+def check_1_is_nan(run, tensor, bad):
+    """Checks that an invalid value, which only the kernel sees, makes only sequence 1 NaN."""
     expected = run()
     results = results_of(run, tensor, [tensor[0].tolist(), bad])
     for result, right in zip(results, expected, strict=True):
@@ -269,8 +269,8 @@ def check_alone(run, tensor, bad):
         assert torch.equal(result[0], right[0])
 
 
-def results_of_zeros(patch):
-    """Fills results with 0 before the kernel runs, so that NaN must have been written."""
+def zero_results(patch):
+    """Fills results with 0 before the kernel runs, so that the kernel must write NaN."""
     slots = shader_params.slots("FlashDecodeBuffer", "FLASH_DECODE_")
     run = engine.run
 
@@ -284,7 +284,7 @@ def results_of_zeros(patch):
 
 
 def packed_q(lengths, used, shape=None, **options):
-    """Packed q, and dense keys that are NaN after the used ones, as flash_decode's arguments."""
+    """flash_decode's arguments: packed q, and dense keys and values that are NaN after `used`."""
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16} | (shape or {})
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     q, *_ = make_qkv(1, **shape, q_length=int(ends[-1]), kv_length=1)
@@ -296,7 +296,7 @@ def packed_q(lengths, used, shape=None, **options):
 
 
 def packed_lists():
-    """A list of keys or blocks for each query, by KV head, with rows of no sequence at the end."""
+    """Each query and KV head has a list of keys or blocks. The last rows are of no sequence."""
     attend(PACKED | {"listed": 30, "list_dims": "h"}, {"causal": True}, {"num_splits": 2})
     attend(PACKED | {"heads": 80, "causal": True, "listed": 5, "kv_block_size": 8})
 
@@ -325,7 +325,7 @@ def packed_steps():
 
 
 def impossible_packed_step():
-    """Invalid ends of new rows that only the kernel sees make the sequence NaN."""
+    """Invalid ends of new rows that only the kernel sees make their sequence NaN."""
     tensors = tensors_of(packed=((3, 3), (0, 1), (5, 5), (1, 1)), **PACKED_STEP)
     step = partial(ops.decode_step, **tensors, max_seqlen_q=5, causal=True)
     for bad in ([0, 3, 4, 900, 901], [0, 3, 4, -1, 10], [0, 3, 5, 4, 10]):
@@ -338,17 +338,17 @@ def impossible():
     q, k, v = make_qkv(**SHAPE | {"q_length": 80, "head_dim": 32}, **HALF)
     used, first, batches = ints(290, 50), ints(5, 35), ints(1, 0)
     with pytest.MonkeyPatch.context() as patch:
-        results_of_zeros(patch)
+        zero_results(patch)
         for num_splits in (1, 2):
             decode = partial(ops.flash_decode, q, k, v, num_splits=num_splits)
             padded = partial(decode, seqused_k=used, leftpad_k=first)
             for tensor, bad in ((used, 301), (used, -1), (first, 400)):
-                check_alone(padded, tensor, bad)
-            check_alone(partial(decode, cache_batch_idx=batches), batches, 2)
+                check_1_is_nan(padded, tensor, bad)
+            check_1_is_nan(partial(decode, cache_batch_idx=batches), batches, 2)
 
 
 def impossible_step():
-    """New keys that do not fit, or for which the tables have no row."""
+    """New keys do not fit the cache, or the tables have no row for them."""
     plain = tensors_of(length=3, capacity=32)
     rotated = tensors_of(length=3, capacity=32, rotary_columns=32, leftpad_k=(0, 0))
     for table in ("rotary_cos", "rotary_sin"):
@@ -360,4 +360,4 @@ def impossible_step():
         (rotated, "cache_seqlens", 22),
         (rotated, "leftpad_k", 30),
     ):
-        check_alone(partial(ops.decode_step, **tensors, causal=True), tensors[name], bad)
+        check_1_is_nan(partial(ops.decode_step, **tensors, causal=True), tensors[name], bad)

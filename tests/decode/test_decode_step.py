@@ -19,12 +19,12 @@ VALUES = {
     "one row": {"length": 1, "rotary_columns": 32, "rotary_interleaved": True},
     "splits": {"length": 5, "rotary_columns": 32, "num_splits": 3}
     | {"lengths": (13, 170), "capacity": 192},
-    # 256 rows of a KV head: the tile loops over the keys twice, and appends once.
+    # A KV head has 256 rows, so the tile loops over the keys twice, and appends once.
     "more rows than a tile": {"length": 16, "heads": 16, "kv_heads": 1, "num_splits": 2}
     | {"rotary_columns": 32, "rotary_interleaved": True},
-    # New keys that cross the ends of pages.
+    # New keys cross the ends of pages.
     "pages": ROWS_FIRST | {"page": 3, "capacity": 66, "lengths": (6, 23), "rotary_columns": 64},
-    # Each format of a cache, in each dtype of the rows.
+    # Each format of a cache, and each dtype of the rows.
     "q8_0": ROWS_FIRST | {"format": "q8_0", "dtype": "float32", "rotary_columns": 64},
     "q4_0": ROWS_FIRST | {"format": "q4_0", "dtype": "bfloat16", "rotary_columns": 64},
     "fp8_e4m3": {"format": "fp8_e4m3", "rotary_columns": 64},
@@ -55,8 +55,8 @@ def test_values(name, device):
     hold([step(**length | {"causal": True} | VALUES[name])], device)
 
 
-def test_as_three_ops(device):
-    """The bits of append_kv and flash_decode, with options of scores that no `Step` has."""
+def test_a_step_equals_append_kv_and_flash_decode(device):
+    """Results have the bits of append_kv and flash_decode. Some options are not in `Step`."""
     options = {"window_size_left": 7, "causal": True, "attention_chunk": 8}
     options |= {"softcap": 2.0, "softmax_scale": 0.4, "num_splits": 1}
     options |= {"learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0])}
@@ -80,7 +80,7 @@ def test_as_three_ops(device):
 
 
 @pytest.mark.parametrize("num_splits, launches", [(1, 1), (4, 2)])
-def test_dispatches(num_splits, launches):
+def test_splits_need_a_second_dispatch(num_splits, launches):
     tensors = tensors_of(length=1, rotary_columns=32, capacity=200, lengths=(100, 170))
     with simulate(record=True) as run:
         ops.decode_step(**tensors, num_splits=num_splits, causal=True, rotary_interleaved=True)
@@ -89,7 +89,7 @@ def test_dispatches(num_splits, launches):
 
 
 @pytest.mark.parametrize("name", ["q", "k"])
-def test_gradients(name):
+def test_gradients_are_refused(name):
     plain, tensors = tensors_of(length=5), tensors_of(length=5)
     tensors[name].requires_grad_()
     results = ops.decode_step(**tensors)

@@ -12,11 +12,11 @@ from tests.tuning.explained import launch_of
 from torch_metal_attn import simulate
 
 decode = torch.ops.metal_attn.flash_decode
-HOME_SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+DEFAULT_SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 
 
 def case(**fields):
-    return held_cases.case(call="flash_decode", **HOME_SIZES | {"q_length": 1} | fields)
+    return held_cases.case(call="flash_decode", **DEFAULT_SIZES | {"q_length": 1} | fields)
 
 
 FEATURES = (
@@ -68,7 +68,7 @@ SUBJECTS = {
         case(heads=1, dtype="float32", num_splits=2, **LATENT),
         # 32 tiles of rows.
         case(heads=16, q_length=64, kv_length=70, causal=True, dtype="bfloat16", **LATENT),
-        # Missing rows, which are both keys and values.
+        # Missing rows are both keys and values.
         case(batch=2, heads=16, seqused_k=(20, 65), cache="paged", format="fp8_e4m3", **LATENT),
         *(
             case(seqused_k=(37,), leftpad_k=(5,), **LATENT | ROWS_OF_96 | options)
@@ -79,7 +79,7 @@ SUBJECTS = {
         case(**{"batch": 2, "q_length": 5, "kv_length": 101, "num_splits": 1} | feature)
         for feature in FEATURES
     ],
-    # Heads inside rows, a broadcast head, and rows that are not aligned.
+    # Heads are inside rows, v's head is broadcast, or rows are not aligned.
     "strides": [
         case(
             q_length=3,
@@ -100,7 +100,7 @@ SUBJECTS = {
         case(**LENGTHS, q_length=2, cache="paged", page=page, num_splits=splits, **layout)
         for (page, splits), layout in product(((1, 1), (16, 3), (100, 1)), ({}, ROWS_FIRST))
     ],
-    # Different numbers of queries: tiles that some sequences do not fill, and a single row.
+    # Sequences have different numbers of queries. Some do not fill a tile, or have a single row.
     "packed queries": [
         case(**PACKED | {"seqused_k": (9, 3, 40)}, heads=2, q_lengths=(1, 0, 1), num_splits=1),
         case(**PACKED, q_lengths=(33, 2, 20), window_size_left=30, causal=True, num_splits=1),
@@ -109,11 +109,11 @@ SUBJECTS = {
     "caches": [
         # SIMD groups that divide the columns each read the page numbers.
         case(heads=32, kv_heads=1, head_dim=128, kv_length=300, cache="paged", page=8),
-        # tests/cache/test_grouped.py has every format.
+        # tests/cache/test_grouped.py checks every format.
         case(**LENGTHS, **ROWS_FIRST, format="fp8_e4m3", dtype="bfloat16", cache="paged"),
         case(cache="paged", page=5, cache_dtype="float16", dtype="float32", q_length=3),
     ],
-    # Lists of keys or blocks, for one query or several, with one row in a tile or many.
+    # Lists of keys or of blocks, for one or several queries. A tile has one row or many.
     "lists": [
         case(
             **{"batch": 2, "kv_length": 101, "num_splits": 1, "backward": False}
@@ -149,7 +149,7 @@ def test_values(subject, device):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_any_order_of_lanes(seed):
+def test_lanes_may_run_in_any_order(seed):
     with simulate(check=True, seed=seed):
         for heads, head_dim in ((32, 128), (4, 64)):
             q, k, v = make_qkv(1, heads, 1, 1, 80, head_dim, dtype=torch.float16)
@@ -172,7 +172,7 @@ def test_pages_cost_few_loads(kv_heads, head_dim, page):
 
 
 @pytest.mark.parametrize("num_splits, is_long", [(16, False), (1024, True)])
-def test_partial_results_of_many_elements(num_splits, is_long):
+def test_partial_results_of_2_to_32_elements_have_long_offsets(num_splits, is_long):
     """out has 2^22 elements, so 1024 splits have 2^32."""
     q = torch.empty(1, 1, 1, 128).expand(16, 32, 64, 128)
     k = torch.empty(1, 1, 1, 128).expand(16, 4, 4096, 128)

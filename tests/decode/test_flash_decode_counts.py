@@ -1,4 +1,4 @@
-"""flash_decode reads each key and value once a KV head, and only those that are seen."""
+"""flash_decode reads each key and value that is seen once per KV head, and reads no others."""
 
 from itertools import product
 
@@ -18,7 +18,7 @@ from torch_metal_attn.testing.judge import ints
     [(1, (64, 64)), (1, (256, 256)), (2, (576, 512)), (8, (128, 128)), (32, (64, 64))],
 )
 def test_keys_and_values_are_read_once(kv_heads, head_dims):
-    """For 32 query heads, also with MLA's values inside the keys."""
+    """There are 32 query heads. In one case, MLA's values are inside the keys."""
     assert 1 < read_share(kv_heads, head_dims, 1024) <= 1.05
 
 
@@ -29,8 +29,8 @@ def test_keys_and_values_of_several_rows_are_read_once(queries, heads, head_dim)
     assert read_a_key == 1
 
 
-def test_more_rows_read_no_more_codes_and_scales():
-    """For 96 rows three SIMD groups share the keys. For 32 rows there is one."""
+def test_more_rows_do_not_read_more_codes_and_scales():
+    """96 rows have three SIMD groups, which share the keys. 32 rows have one SIMD group."""
     read = {}
     for rows, length in product((32, 96), (64, 192)):
         data, scale = quantise(torch.randn(1, 1, length, 128), "q4_g32")
@@ -43,7 +43,7 @@ def test_more_rows_read_no_more_codes_and_scales():
 
 @pytest.mark.parametrize("rows, head_dim", [(1, 64), (2, 64)])
 def test_values_of_few_rows_need_no_products(rows, head_dim):
-    """4 fragments of 32 keys need them. A value is loaded and converted once for all rows."""
+    """Only 4 fragments of 32 keys need products. Values are converted once for all rows."""
     counts = row(HEADS // rows, (head_dim, head_dim))
     assert counts["MMA"] == 4 * head_dim / 8
     assert counts["device loads"] == 2 * 32 * head_dim * 2 / 16 / 32, "16 bytes each"
@@ -71,7 +71,7 @@ def test_keys_under_float32_queries_are_converted_once():
 
 
 def test_codes_are_not_converted_one_by_one():
-    """The scale of 32 columns is converted, by each lane that has a unit of them."""
+    """Only scales are converted: each lane with a unit of 32 columns converts their scale."""
     short, long = (
         counters(
             n,
@@ -84,31 +84,32 @@ def test_codes_are_not_converted_one_by_one():
     assert long.converts - short.converts == 256 * 2 * 2 * 4
 
 
+# Options, the first key that is seen, and the end of these keys.
 SEEN = {
     "window": ({"window_size_left": 99, "causal": True, "q_offset": 799}, 700, 800),
     "chunk": ({"attention_chunk": 256, "q_offset": 600}, 512, 768),
     "leftpad_k": ({"leftpad_k": ints(700), "seqused_k": ints(1000)}, 700, 1000),
-    "nothing": ({"causal": True, "q_offset": -1}, 0, 0),
+    "no key": ({"causal": True, "q_offset": -1}, 0, 0),
 }
 
 
 @pytest.mark.parametrize("case, num_splits", [*((case, 1) for case in SEEN), ("window", 2)])
-def test_only_what_is_seen_is_read(case, num_splits):
+def test_only_keys_that_are_seen_are_read(case, num_splits):
     options, first, end = SEEN[case]
     short, long = (counters(n, num_splits=num_splits, **options) for n in (1024, 4096))
     assert short == long
-    step = 128  # keys that a threadgroup takes at a time
+    step = 128  # keys that a threadgroup reads at a time
     keys = -(-(end - first // 8 * 8) // step) * step
     queries = num_splits * 4 * 8 * 64 * 2 + 64 * 128 * num_splits
     assert short.load_bytes["device"] <= keys * 2 * 64 * 2 + queries
 
 
-def test_splits_read_no_more_than_one():
+def test_splits_read_no_more_keys_than_one_split():
     one, four = (counters(2048, num_splits=n).load_bytes["device"] for n in (1, 4))
     assert four - one <= 3 * 4 * 8 * 64 * 2 * 1.1
 
 
-def explained(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
+def launch_of(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_dim=128, **options):
     q, k, v = (
         torch.empty(1, 1, 1, head_dim, dtype=torch.float16).expand(batch, *size, head_dim)
         for size in ((heads, q_length), (kv_heads, kv_length), (kv_heads, kv_length))
@@ -117,7 +118,7 @@ def explained(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_d
 
 
 def splits(**options):
-    return explained(**options)["splits"]
+    return launch_of(**options)["splits"]
 
 
 def test_splits_make_whole_waves(cores):
@@ -151,16 +152,16 @@ def test_each_tile_of_rows_has_its_threadgroup(cores):
     """512 rows of a KV head are 6 tiles of 96, which fill cores before keys are split."""
     cores(8)
     shape = {"kv_heads": 1, "q_length": 16, "kv_length": 4096}
-    assert explained(**shape, num_splits=1)["grid"] == [1, 6, 1]
+    assert launch_of(**shape, num_splits=1)["grid"] == [1, 6, 1]
     assert splits(**shape) == 4, "24 threadgroups are three waves of 8"
-    assert "6 passes over its keys, each by threadgroups of its own" in explained(**shape)["reason"]
-    assert explained(**shape | {"q_length": 1})["grid"][1] == 1
+    assert "6 passes over its keys, each by threadgroups of its own" in launch_of(**shape)["reason"]
+    assert launch_of(**shape | {"q_length": 1})["grid"][1] == 1
     many = {"heads": 2**24, "kv_heads": 2**24, "q_length": 2**13, "head_dim": 1}
-    assert explained(**many, kv_length=1)["grid"] == [1, 2**24, 1], "256 times as many are 0"
+    assert launch_of(**many, kv_length=1)["grid"] == [1, 2**24, 1], "2**32 would wrap to 0"
 
 
 def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):
-    """Only it sees the new keys. The cost of splits includes a read of the keys for each tile."""
+    """Only this threadgroup sees the new keys. The cost of splits counts a read per tile."""
     cores(8)
     q, cache = torch.zeros(1, 32, 16, 128).half(), torch.zeros(1, 1, 4096, 128).half()
     new = torch.zeros(1, 1, 16, 128).half()

@@ -159,7 +159,7 @@ MUTANTS = {
             block.first < seen_by_last.begin || block.first + BLOCK_K > {~seen_by_first =>
             seen_by_last~}.end
     """,
-    "nothing": """
+    "no_visible_key": """
         nothing seen, something shared: {~row_sums[i] == 0.0f => false~};
     """,
     "sinks": """
@@ -318,7 +318,7 @@ MUTANTS = {
             {~first_rotary + rotary_rows > params.append.table_rows => false~}
         one row after the tables [out_of_bounds]:
             first_rotary + rotary_rows > params.append.table_rows{~=> + 1~}
-        lengths below nothing counted from: {~used < 0 ? used : =>~}
+        negative lengths counted from: {~used < 0 ? used : =>~}
     """,
     problems.step_of_splits: """
         last split does not take the rest: {~split == splits - 1 ? keys.end : =>~} min

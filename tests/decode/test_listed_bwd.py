@@ -1,4 +1,4 @@
-"""Gradients of listed keys, with memory linear in the lists, for any number gathered at once."""
+"""Gradients of listed keys. Their memory is linear in the lists."""
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from torch_metal_attn.ops import listed_bwd
 
 
 @pytest.mark.parametrize("gathered", [1, 2**13, 2**24])
-def test_some_lists_at_a_time(gathered, monkeypatch):
+def test_any_number_of_keys_is_gathered_at_once(gathered, monkeypatch):
     """The last list has fewer queries, and keys outside the lengths are NaN."""
     monkeypatch.setattr(listed_bwd, "GATHERED", gathered)
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 17, "kv_length": 50}
     lists = {"listed": 4, "list_dims": "bh", "kv_block_size": 5, "q_block_size": 3}
     options = {"causal": True, "window_size_left": 40, "softcap": 2.0, "dtype": "float32"}
     used = {"seqused_k": (50, 33), "leftpad_k": (0, 2)}
-    made = case(call="flash_decode", **sizes, **lists, **options, **used)
-    hold([made], torch.device("cpu"))
+    listed_case = case(call="flash_decode", **sizes, **lists, **options, **used)
+    hold([listed_case], torch.device("cpu"))
 
 
 def test_memory_is_linear():
@@ -45,7 +45,7 @@ def test_memory_is_linear():
 @pytest.mark.parametrize(
     "batch, lists, entries, keys", [(0, 3, 2, 5), (1, 0, 2, 5), (1, 3, 0, 5), (1, 3, 2, 0)]
 )
-def test_nothing_listed(batch, lists, entries, keys):
+def test_gradients_of_empty_lists_are_zero(batch, lists, entries, keys):
     q, k, v = make_qkv(batch, heads=2, kv_heads=1, q_length=lists, kv_length=keys, head_dim=8)
     indices = torch.full((batch, 1, lists, entries), -1).int()
     leaves = [x.requires_grad_() for x in (q, k, v)]

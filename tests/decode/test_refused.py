@@ -25,8 +25,8 @@ CALLS = {
 }
 LISTS, TREE = {"indices": torch.zeros(1, 1, 4, 4).int()}, {"parents": ints(-1, 0, 0, 1)}
 SEEN = torch.eye(4, dtype=torch.bool)
-# Token 2 sees 1, but only one of the two sees 0.
-NO_FORESTS = [SEEN.flatten().index_fill(0, ints(9, n).long(), True).view(4, 4) for n in (4, 8)]
+# Token 2 sees token 1, but only one of these tokens sees token 0.
+INVALID_FORESTS = [SEEN.flatten().index_fill(0, ints(9, n).long(), True).view(4, 4) for n in (4, 8)]
 CODES = {f"{n}_cache": torch.zeros(2, 2, 32, 64, dtype=torch.int8) for n in "kv"}
 CODES |= {f"{n}_scale": torch.zeros(2, 2, 32, 2).half() for n in "kv"}
 NO_ROWS = {n: torch.zeros(2, 2, 0, 64).half() for n in "kv"}
@@ -112,7 +112,7 @@ VALUES = [
     ("dense", TREE | {"leftpad_k": ints(57, 3)}, "sequence 0 has 4 queries in q and 3 keys; with"),
     *(
         ("dense", {"tree_mask": x}, "tree_mask is no forest: token 2 of sequence 0 sees token 1, ")
-        for x in NO_FORESTS
+        for x in INVALID_FORESTS
     ),
     ("packed", {"parents": ints(-1, 0, 0, -1, 3, 0, 1)}, "parents is 3 for token 1 of sequence 1"),
     ("step", {"cache_seqlens": ints(13, 30)}, r"cache_seqlens\[1\] is 30"),
@@ -147,13 +147,13 @@ def calls(name, changes):
 
 
 @each_case("name, changes, message", SHAPES)
-def test_refused(name, changes, message):
+def test_invalid_shapes_and_dtypes_are_refused(name, changes, message):
     _, with_data, without = calls(name, changes)
     refused_alike(message, with_data, without)
 
 
 @each_case("name, changes, message", VALUES)
-def test_refused_values(name, changes, message):
+def test_invalid_values_are_refused(name, changes, message):
     tensors, call, _ = calls(name, changes)
     written = [tensors[n] for n in ("k_cache", "v_cache") if n in tensors]
     before = [same_memory(x) for x in written]
@@ -166,13 +166,13 @@ def test_refused_values(name, changes, message):
 @each_case(
     "table, left",
     [
-        # Full pages before the new rows, pages outside of the window or after the last key.
+        # Shared pages are full and before the new rows, outside of the window, or after the keys.
         ((4, 1, 7, 5, 4, 9, 0, 8), -1),
         ((4, 1, 7, 5, 1, 9, 0, 8), 3),
         ((4, 1, 7, 5, 3, 9, 0, 1), -1),
     ],
 )
-def test_pages_that_two_sequences_may_have(table, left):
+def test_pages_that_two_sequences_may_share(table, left):
     changes = {"block_table": ints(*table).view(2, 4), "window_size_left": left}
     calls("step in pages", changes)[1]()
 
@@ -189,14 +189,14 @@ def test_pages_that_two_sequences_may_have(table, left):
         ),
     ],
 )
-def test_refused_memory(changes, message):
+def test_overlapping_memory_is_refused(changes, message):
     tensors = arguments(CALLS["step"])
     with pytest.raises((ValueError, NotImplementedError), match=message):
         torch.ops.metal_attn.decode_step(**tensors | changes(tensors))
 
 
-def test_more_rows_than_the_shader_counts():
-    """Also if all rows fit in 32 bits, but not one step more."""
+def test_more_rows_than_the_shader_counts_are_refused():
+    """In the second case all rows fit in 32 bits, but one more step does not."""
     k = torch.zeros(1, 1, 1, 8)
     for queries in (2**25, 2**25 - 512):
         q = k.expand(1, 64, queries, 8)

@@ -1,4 +1,4 @@
-"""Decoding with trees of new tokens, as speculation drafts them."""
+"""Decoding with trees of new tokens, as in speculative decoding."""
 
 import torch
 
@@ -13,14 +13,14 @@ from torch_metal_attn.tuned import tiles
 ops = torch.ops.metal_attn
 
 
-def test_rules():
+def test_sinks_caps_and_biases_with_trees():
     """test_the_unchanged_kernels_pass runs the other problems."""
     with simulate(check=True):
         problems.rules()
 
 
-def test_reference():
-    """The CPU kernels, which compute trees by masks."""
+def test_trees_on_the_cpu_kernels():
+    """Without the simulator, the CPU kernels compute trees by masks."""
     problems.trees()
     problems.windows()
     problems.rules()
@@ -33,21 +33,21 @@ def test_many_rows_of_a_kv_head(device):
     problems.check_tree(both, (70, 90), device, shape=shape, num_splits=2)
 
 
-def test_room_in_threadgroup_memory(device):
-    """A tree and the keys that SIMD groups exchange would need 28 bytes too many."""
+def test_trees_fit_in_threadgroup_memory(device):
+    """A tree and the keys that SIMD groups exchange would need 28 bytes more than there are."""
     tile = "ROW_FRAGMENTS=2 KEY_FRAGMENTS=2 SPANS=1 VECTOR_ROWS=0"
     shape = {"heads": 8, "kv_heads": 1, "head_dim": 128, "dtype": torch.float32}
     with tiles.forced({"flash_decode": tile}):
         problems.check_tree((problems.FORK,), (20,), device, shape=shape)
 
 
-def test_latents(device):
+def test_trees_of_latents(device):
     shape = {"heads": 16, "kv_heads": 1, "head_dim": 192, "dtype": torch.bfloat16}
     both = (problems.FORK, problems.FOREST)
     problems.check_tree(both, (50, 6), device, shape=shape, latent=True)
 
 
-def test_strides(device):
+def test_strides_of_trees_do_not_change_results(device):
     (q, k, v), options = problems.packed_q((6, 6), (60, 70))
     q = q.unflatten(0, (2, 6)).transpose(1, 2)
     tensors = {"q": q, "k": k, "v": v, "seqused_k": options["seqused_k"]}
@@ -62,7 +62,7 @@ def test_strides(device):
         assert all(map(torch.equal, actual, expected))
 
 
-def test_no_queries(device):
+def test_zero_queries(device):
     for lengths, used in (((0, 0), (5, 6)), ((), ())):
         q, (k, v) = torch.zeros(0, 4, 64), torch.zeros(2, len(lengths), 2, 8, 64)
         packing = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
@@ -71,7 +71,7 @@ def test_no_queries(device):
             assert (out.shape, lse.shape) == (q.shape, (4, 0))
 
 
-def test_explain():
+def test_explain_mentions_trees():
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "q_length": 4, "num_splits": 1}
     tensors = arguments(case(call="flash_decode", **sizes))
     text = str(explain(ops.flash_decode, **tensors, parents=ints(*problems.FORK[:4])))

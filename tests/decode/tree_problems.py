@@ -1,6 +1,6 @@
 """Small problems that notice faults of flash_decode and decode_step with trees of new tokens.
 
-The oracle has no trees. It computes a token's row as attention to the old keys and its path.
+The oracle has no trees. A token's row is attention to the old keys and to the token's path.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 
 from tests.attention.flash_fwd_check import hold
 from tests.attention.test_flash_fwd_device_lengths import results_of
-from tests.decode.flash_decode_problems import check_alone, packed_q, results_of_zeros
+from tests.decode.flash_decode_problems import check_1_is_nan, packed_q, zero_results
 from tests.helpers.judged import arguments
 from tests.helpers.steps import check_step, step, tensors_of
 from torch_metal_attn.reference import attention
@@ -108,7 +108,7 @@ USED = 60, 5, 70, 1
 
 
 def trees():
-    """Different trees, roots and no old keys, as parents and as masks."""
+    """Sequences have different trees, several roots or no old keys. A tree is parents or a mask."""
     for form in ("parents", "tree_mask"):
         check_tree(TREES, USED, form=form)
         for layout in ("each", "shared"):
@@ -118,11 +118,11 @@ def trees():
 
 
 def large_trees():
-    """More tokens than a word has bits, in partial tiles."""
+    """Trees have more tokens than a word has bits. Tiles are partial."""
     both = random_tree(64, 1), random_tree(40, 2)
     for form in ("parents", "tree_mask"):
         check_tree(both, (100, 60), form=form, causal=True)
-    # Paths with more tokens than a word has bits. A window hides the first ones.
+    # Paths have more tokens than a word has bits. A window hides the first tokens of a path.
     deep = [-1, *(max(i - 1 - i % 5 // 4, 0) for i in range(1, 64))]
     check_tree((deep,), (70,), window_size_left=9)
 
@@ -153,7 +153,7 @@ def rotated_steps():
 
 
 def impossible_trees():
-    """Invalid trees that only the kernel sees: rows of tokens in no tree are NaN, and no others."""
+    """If only the kernel sees that trees are invalid, only rows of tokens in no tree are NaN."""
     (q, k, v), options = packed_q((6, 3), (60, 70))
     two = (FORK, FORK[:3])
     for form, changes in (
@@ -168,7 +168,7 @@ def impossible_trees():
             broken = tree.clone()
             broken[place] = value
             out, lse = results_of(run, tree, broken.tolist())
-            bad = [2, 4, 5] if form == "parents" else [2]  # and its descendants
+            bad = [2, 4, 5] if form == "parents" else [2]  # 4 and 5 are children of 2
             others = [i for i in range(9) if i not in bad]
             assert out[bad].isnan().all()
             assert lse[:, bad].isnan().all()
@@ -180,13 +180,13 @@ def impossible_lengths():
     q = q.unflatten(0, (2, 6)).transpose(1, 2)
     used = options["seqused_k"]
     with pytest.MonkeyPatch.context() as patch:
-        results_of_zeros(patch)
+        zero_results(patch)
         run = partial(ops.flash_decode, q, k, v, seqused_k=used, parents=ints(*FORK))
-        check_alone(run, used, 5)
+        check_1_is_nan(run, used, 5)
 
 
 def impossible_step():
-    """A token in no tree has no position, so its key is NaN, and no other key is."""
+    """A token in no tree has no position, so only its key is NaN."""
     tensors = tensors_of(length=6, rotary_columns=32)
     lengths = tensors["cache_seqlens"].tolist()
     tree = ints(*FORK)

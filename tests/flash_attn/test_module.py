@@ -20,7 +20,7 @@ from torch_metal_attn.flash_attn import bert_padding
 from torch_metal_attn.flash_attn.layers import rotary
 from torch_metal_attn.testing.judge import normal
 
-# The parameters of flash-attn 2.8.4, read from its release; ours may add keyword-only ones.
+# The parameters of flash-attn 2.8.4, read from its release. We may add keyword-only ones.
 TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
@@ -105,7 +105,7 @@ def test_functions_are_the_librarys():
 
 
 HIDDEN, MASK = normal(2, 3, 4), torch.ones(2, 3)
-REFUSED = [
+INVALID_CALLS = [
     ("unpad_input", (HIDDEN, None), "^attention_mask is None; it must be a tensor"),
     ("unpad_input", (HIDDEN, MASK.T), r"^attention_mask has shape \(3, 2\); it must be \(2, 3\)"),
     ("unpad_input", (HIDDEN[0, 0], MASK), r"^hidden_states has shape \(4,\); .*\(B, L, \.\.\.\)"),
@@ -167,18 +167,18 @@ class TestPadding:
         there = (marked != 0).reshape(batch, seqlen, *(1 for _ in trailing))
         assert torch.equal(padded, torch.where(there, hidden, 0.0))
 
-    def test_gradients(self):
+    def test_gradients_of_padding(self):
         mask = torch.tensor([[1, 0, 1], [0, 1, 1]])
 
-        def there_and_back(hidden):
+        def unpad_and_pad(hidden):
             packed, indices, *_ = bert_padding.unpad_input(hidden, mask)
             return bert_padding.pad_input(packed**2, indices, 2, 3)
 
         hidden = normal(2, 3, 2).double().requires_grad_()
-        assert torch.autograd.gradcheck(there_and_back, hidden)
+        assert torch.autograd.gradcheck(unpad_and_pad, hidden)
 
     @given(data=st.data(), batch=st.integers(0, 3), seqlen=st.integers(1, 9))
-    def test_several_sequences_a_row(self, data, batch, seqlen):
+    def test_several_sequences_per_row(self, data, batch, seqlen):
         lengths = torch.zeros(batch, seqlen, dtype=torch.int64)
         for row in lengths:
             parts = data.draw(st.lists(st.integers(1, seqlen), max_size=seqlen))
@@ -195,8 +195,8 @@ class TestPadding:
         assert cu_seqlens.dtype == torch.int32
         assert longest == max(each, default=0)
 
-    @each_case("function, arguments, message", REFUSED)
-    def test_refused(self, function, arguments, message):
+    @each_case("function, arguments, message", INVALID_CALLS)
+    def test_invalid_calls_are_refused(self, function, arguments, message):
         with pytest.raises((TypeError, ValueError), match=message):
             getattr(bert_padding, function)(*arguments)
 
@@ -218,7 +218,7 @@ class TestInstall:
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("flash_attn")
 
-    def test_installed_twice(self):
+    def test_install_may_be_called_twice(self):
         with install_flash_attn():
             with install_flash_attn():
                 pass
@@ -232,12 +232,12 @@ class TestInstall:
             "from flash_attn.bert_padding import unpad_input"
         )
 
-    def test_refuses_an_imported_one(self, monkeypatch):
+    def test_an_imported_flash_attn_is_refused(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
         with pytest.raises(RuntimeError, match=r"already imported: <module .*; call install_flash"):
             install_flash_attn()
 
-    def test_refuses_an_installed_one(self, monkeypatch, tmp_path):
+    def test_an_installed_flash_attn_is_refused(self, monkeypatch, tmp_path):
         (tmp_path / "flash_attn").mkdir()
         (tmp_path / "flash_attn" / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)

@@ -15,7 +15,7 @@ ENDS = torch.tensor([0, 3, 3, 12], dtype=torch.int32)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 @pytest.mark.parametrize("packed", [False, True])
 def test_forward_and_backward(packed, dropout_p):
-    """As ring attention calls them: the results and gradients are those of the public function."""
+    """Ring attention makes such calls. Results and gradients are those of the public function."""
     lead = (12,) if packed else (2, 7)
     q, dout = normal(*lead, 4, 16), normal(*lead, 4, 16, seed=3)
     k, v = normal(*lead, 2, 16, seed=1), normal(*lead, 2, 16, seed=2)
@@ -48,7 +48,7 @@ def test_forward_and_backward(packed, dropout_p):
     torch.testing.assert_close(softmax_d, expected)
 
 
-def test_caches():
+def test_caches_equal_the_public_functions():
     q, cache = normal(2, 1, 4, 16), normal(2, 8, 2, 16, seed=1)
     new, used = normal(2, 1, 2, 16, seed=2), torch.tensor([3, 5]).int()
     caches = [cache.clone() for _ in range(4)]
@@ -76,7 +76,7 @@ def test_caches():
         torch.testing.assert_close(paged[b], alone[0, 0])
 
 
-def test_refused():
+def test_unsupported_arguments_are_refused():
     q = normal(1, 5, 2, 16)
     features = (None, 0.0, SCALE, False, -1, -1, 0.0, False)
     with pytest.raises(NotImplementedError, match=r"out is a .* tensor .*; it must be None"):

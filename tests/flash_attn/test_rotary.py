@@ -35,8 +35,8 @@ OFFSETS = {
 
 @pytest.mark.parametrize("offsets, interleaved", OFFSETS.values(), ids=OFFSETS)
 @pytest.mark.parametrize("form", FORMS)
-def test_dense(form, offsets, interleaved, device):
-    """v and the columns after those of the tables do not change."""
+def test_dense_tensors_are_rotated(form, offsets, interleaved, device):
+    """v does not change, nor do the columns after those that the tables rotate."""
     function, shape, options, parts = FORMS[form]
     cos, sin = make_tables(30, 16)
     x = normal(*shape)
@@ -58,7 +58,7 @@ def test_dense(form, offsets, interleaved, device):
 class TestPacked:
     @pytest.mark.parametrize("inplace", [False, True])
     @pytest.mark.parametrize("offsets", [0, 4, torch.tensor([3, 0, 1, 9])], ids=str)
-    def test_sequences(self, offsets, inplace, device):
+    def test_packed_sequences_are_rotated(self, offsets, inplace, device):
         cos, sin = make_tables(30, 16)
         cu_seqlens = torch.tensor([0, 5, 5, 16, 17], dtype=torch.int32)
         x = normal(17, 3, 24)
@@ -72,7 +72,7 @@ class TestPacked:
             part, mine = (rows[start:end].transpose(0, 1)[None] for rows in (x, out.cpu()))
             check_close(mine, part, cos, sin, seqlen_offset=offset)
 
-    def test_tokens_after_the_last_sequence(self):
+    def test_tokens_of_no_sequence_are_rotated_at_position_0(self):
         cos, sin = make_tables(8, 16)
         x = normal(6, 2, 16)
         out = EMB(x, cos, sin, cu_seqlens=torch.tensor([0, 4]), seqlen_offsets=2)
@@ -90,7 +90,7 @@ LEAVES = {
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("case", LEAVES)
-def test_in_place_in_a_leaf(case, view, device):
+def test_leaves_are_rotated_in_place(case, view, device):
     """flash-attn's functions write to leaves that require grad, and gradients reach the leaves."""
     function, shape, options = LEAVES[case]
     options = on(device, options)
@@ -109,7 +109,7 @@ def test_in_place_in_a_leaf(case, view, device):
     assert not torch.equal(leaf.grad, weight)
 
 
-def test_compiled_in_a_leaf():
+def test_compiled_functions_rotate_leaves_in_place():
     torch._dynamo.reset()
     compiled = torch.compile(rotary.apply_rotary_emb_qkv_, backend="eager")
     x, weight = normal(2, 17, 3, 3, 24), normal(2, 17, 3, 3, 24, seed=1)
@@ -124,7 +124,7 @@ def test_compiled_in_a_leaf():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("batch", [(), (2,)])
-def test_flash_attns_composition_is_the_oracle(batch, interleaved):
+def test_flash_attns_composition_equals_the_oracle(batch, interleaved):
     cos, sin = make_tables(17, 16)
     x = normal(2, 17, 3, 24).double()
     expected = rotated(x, cos, sin, interleaved=interleaved)
@@ -154,7 +154,7 @@ def ends(*values):
 
 LONG = ends(0, 5) | {"max_seqlen": 29, "seqlen_offsets": 2}
 EXPANDED = {"x": X[:1].expand(2, 17, 3, 24), "inplace": True}
-REFUSED = [
+INVALID_CALLS = [
     (EMB, {"x": PACKED}, r"x has shape \(5, 3, 16\); it must be \(B, L, H, D\)"),
     (EMB, ends(0, 2) | {"x": X}, r"x has shape \(2, 17, 3, 24\); with cu_seqlens .* \(T, H, D\)"),
     (EMB, {"seqlen_offsets": 14}, "seqlen_offsets is 14 and x has a length of 17"),
@@ -201,9 +201,9 @@ REFUSED = [
 ]
 
 
-@each_case("function, changes, message", REFUSED)
-def test_refused(function, changes, message):
-    """Errors have the caller's names and shapes, whose order differs from the op's."""
+@each_case("function, changes, message", INVALID_CALLS)
+def test_invalid_calls_are_refused(function, changes, message):
+    """Errors have the caller's names and shapes. The op has another order of dimensions."""
     cos, sin = make_tables(30, 16)
     defaults = {EMB: {"x": X}, TORCH: {"x": X}, QKV: {"qkv": normal(2, 17, 3, 4, 24)}}
     tables = {"cos": cos, "sin": sin} if function in (EMB, TORCH, QKV, KV) else {}
@@ -221,7 +221,7 @@ class TestRotaryEmbedding:
 
     @pytest.mark.parametrize("interleaved", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_qkv(self, dtype, interleaved, device):
+    def test_qkv_is_rotated(self, dtype, interleaved, device):
         module = rotary.RotaryEmbedding(16, base=100.0, interleaved=interleaved).to(device)
         x = normal(2, 17, 3, 4, 24, dtype=dtype)
         target = x.to(device, copy=True)
@@ -256,7 +256,7 @@ class TestRotaryEmbedding:
         torch.testing.assert_close(q @ k.T, expected, rtol=1e-4, atol=1e-4)
 
     def test_tables_are_made_again(self):
-        """For longer sequences, other dtypes and training after inference, as in a new module."""
+        """Longer sequences, other dtypes and training after inference need new tables."""
         module = rotary.RotaryEmbedding(16)
         with torch.inference_mode():
             module(normal(1, 3, 3, 2, 16))
@@ -276,7 +276,7 @@ class TestRotaryEmbedding:
         assert torch.equal(cast(x.clone()), plain(x.clone()))
         assert not plain.state_dict()
 
-    def test_offsets_on_the_device_need_a_length(self, device):
+    def test_offsets_on_the_device_need_max_seqlen(self, device):
         module = rotary.RotaryEmbedding(16).to(device)
         x, offset = normal(2, 1, 3, 2, 16).to(device), torch.tensor([3, 7], device=device)
         with pytest.raises(ValueError, match="max_seqlen is None; if seqlen_offset is a tensor"):

@@ -79,7 +79,7 @@ def cases(old_keys, new_keys, caches):
 # Packed queries and trees, with and without new rows.
 WHOLE = {"call": CALL, "heads": 4, "kv_heads": 2, "head_dim": 64, "causal": True}
 TREE = {"tree": "parents", "tree_by_sequence": True}
-OTHERS = [
+PACKED_AND_TREES = [
     step(packed=((3, 3), (0, 0), (5, 4)), lengths=(20, 6, 33), **WHOLE),
     case(batch=3, q_length=1, q_lengths=(3, 0, 5), seqused_k=(20, 6, 33), kv_length=33, **WHOLE),
     step(length=6, rotary_columns=32, **TREE, **WHOLE),
@@ -87,9 +87,9 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("case", [*cases(OLD_KEYS, NEW_KEYS, CACHES), *OTHERS], ids=str)
+@pytest.mark.parametrize("case", [*cases(OLD_KEYS, NEW_KEYS, CACHES), *PACKED_AND_TREES], ids=str)
 def test_values(case):
-    """On the CPU kernels, as this tests how the function calls the ops."""
+    """The CPU kernels run, because this tests how the function calls the ops."""
     hold([case], torch.device("cpu"))
 
 
@@ -103,8 +103,8 @@ WINDOWS = [{}, {"causal": True}, {"window_size": (5, -1)}, {"window_size": (-1, 
 
 @pytest.mark.parametrize("new", [None, 3])
 @each_case("options", [*WINDOWS, {"softmax_scale": 0.4}, {"cache_batch_idx": ints(1, 0)}])
-def test_plain_calls(options, new):
-    """They have a separate op, with the results of other calls."""
+def test_plain_calls_equal_other_calls(options, new):
+    """Plain calls have a separate op. Its results equal those of other calls."""
     arguments = options | {"cache_seqlens": ints(37, 21)}
     if "cache_batch_idx" not in options:
         arguments["block_table"] = ints(1, 0).view(2, 1)
@@ -145,7 +145,7 @@ def test_launches(q_length, num_splits, kernels):
 
 
 @pytest.mark.parametrize("length", [5, 70])
-def test_q_in_the_memory_of_a_cache(length):
+def test_q_must_not_overlap_a_cache(length):
     """Appending would write q before attention reads it."""
     memory, v_cache, k, v = (torch.randn(1, n, 2, 32) for n in (300, 200, length, length))
     call = {"v_cache": v_cache, "k": k, "v": v}
@@ -166,7 +166,7 @@ def tables_of(rows):
 OLD = {"k": None, "v": None}  # without new keys
 SHORT_TABLE = {"block_table": ints(0, 1).view(2, 1)}
 BAD_PAGE = {"block_table": ints(0, 1, 9, 1).view(2, 2)}
-REFUSED = [
+INVALID_CALLS = [
     ({"k": None}, "only one of k and v"),
     ({"cache_seqlens": 2**31}, "is 2147483648; it must fit"),
     ({"cache_seqlens": None}, "cache_seqlens is None"),
@@ -196,8 +196,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("new", [0, 1, 17])
-def test_gradients(new, q_length):
-    """They raise in backward only, so that a model runs without torch.no_grad."""
+def test_gradients_raise_in_backward(new, q_length):
+    """An error is raised in backward only, so that a model runs without torch.no_grad."""
     q, k_cache, v_cache, k, v = make(q_length=q_length, new=new or 1)
     if new == 0:
         k, v = None, None
@@ -214,7 +214,7 @@ def test_gradients(new, q_length):
 
 @pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "alibi_slopes"])
-def test_gradient_of_any_argument(name, q_length):
+def test_a_gradient_of_any_argument_raises(name, q_length):
     """The errors are the same for any number of queries, also in transforms of torch.func."""
     q, k_cache, v_cache, *_ = make(q_length=q_length)
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "alibi_slopes": torch.rand(4)}
@@ -234,7 +234,7 @@ def test_gradient_of_any_argument(name, q_length):
 @pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("new", [None, 1])
 def test_autocast(new, q_length):
-    """q, k and v are cast. The caches are written in place, so they must have the dtype."""
+    """q, k and v are cast. The caches are written in place, so they must have autocast's dtype."""
     q, k_cache, v_cache, *rows = make(q_length=q_length, new=new)
     halves = [None if x is None else x.bfloat16() for x in (q, k_cache, v_cache, *rows)]
     written = [x.clone() for x in halves[1:3]]
@@ -243,12 +243,12 @@ def test_autocast(new, q_length):
         actual = flash_attn_with_kvcache(q, *written, *rows, cache_seqlens=40)
         with pytest.raises(ValueError, match=r"v_cache has dtype .*, and autocast casts q"):
             flash_attn_with_kvcache(q, written[0], v_cache, *rows, cache_seqlens=40)
-    for written_there, right in zip((actual, *written), (expected, *halves[1:3]), strict=True):
-        assert torch.equal(written_there, right)
+    for result, right in zip((actual, *written), (expected, *halves[1:3]), strict=True):
+        assert torch.equal(result, right)
 
 
 @pytest.mark.parametrize("q_length", [1, MANY])
-def test_gradient_in_a_graph(q_length):
+def test_gradients_raise_in_a_graph(q_length):
     compiled = torch.compile(flash_attn_with_kvcache, backend="eager", fullgraph=True)
     q, k_cache, v_cache, *_ = make(q_length=q_length)
     assert torch.equal(compiled(q, k_cache, v_cache), flash_attn_with_kvcache(q, k_cache, v_cache))
@@ -258,8 +258,8 @@ def test_gradient_in_a_graph(q_length):
 
 @pytest.mark.parametrize("q_length", [1, MANY])
 @pytest.mark.parametrize("empty", ["batch", "new"])
-def test_no_new_rows(empty, q_length, device):
-    """An empty batch, or new keys of length 0. q is still rotated."""
+def test_zero_new_rows_are_accepted(empty, q_length, device):
+    """The batch is empty, or there are 0 new keys. q is still rotated."""
     tensors = make(q_length=q_length, **{"new": 0} | {empty: 0})
     q, k_cache, v_cache, k, v = (x.to(device) for x in tensors)
     cos, sin = (table.to(device) for table in rotary_tables(96, 8))
@@ -276,8 +276,8 @@ def test_no_new_rows(empty, q_length, device):
 
 
 @pytest.mark.parametrize("q_length", [1, MANY])
-@each_case("changes, message", REFUSED)
-def test_refused(changes, message, q_length, device):
+@each_case("changes, message", INVALID_CALLS)
+def test_invalid_calls_are_refused(changes, message, q_length, device):
     q, k_cache, v_cache, k, v = make(q_length=q_length, new=1)
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     arguments |= {"cache_seqlens": 5} | changes

@@ -13,16 +13,16 @@ from tests.attention.flash_fwd_check import make_qkv
 from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import near, worst_of
 
-# The sizes and the dtype of most tests here, which therefore share kernels.
-HOME = {"heads": 2, "q_length": 80, "kv_length": 96, "head_dim": 16, "dtype": torch.float16}
+# The sizes and the dtype of most tests of this folder, so that they share kernels.
+SHAPE = {"heads": 2, "q_length": 80, "kv_length": 96, "head_dim": 16, "dtype": torch.float16}
 
 
-def home(**options):
-    return make_qkv(**HOME | options)
+def rand(**options):
+    return make_qkv(**SHAPE | options)
 
 
 SIZES = 80, 96
-BLOCK = (16, 32)  # of tests that are not about the size of blocks
+BLOCK = (16, 32)  # for tests that do not check block sizes
 SLOPES = torch.tensor([0.5, 0.0625])
 
 
@@ -74,7 +74,7 @@ def assert_within_twice(actual, exact, rounded):
     assert measure.ok, measure
 
 
-def hold_results(out, lse, exact, exact_lse, rounded):
+def check_results(out, lse, exact, exact_lse, rounded):
     assert_within_twice(out, exact, rounded)
     assert (out[exact_lse == -math.inf] == 0).all()
     torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
@@ -93,12 +93,12 @@ def check_flex(
     options |= {"return_lse": True, "enable_gqa": query.shape[1] != key.shape[1]}
     with simulate(check=True) if simulated else contextlib.nullcontext():
         out, lse = torch_metal_attn.flex_attention(query, key, value, *(ours or mods), **options)
-    hold_results(out, lse, exact, exact_lse, rounded)
+    check_results(out, lse, exact, exact_lse, rounded)
     return out, lse
 
 
 def gradients(function, qkv, mod, mask, dtype, captured=(), captured_dtype=None, **options):
-    """out, lse and gradients. If there are captured tensors, `mod` makes a score_mod of them."""
+    """out, lse and gradients. With captured tensors, `mod` returns a score_mod that uses them."""
     leaves = make_leaves(qkv, dtype)
     captured = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
     out, lse = function(*leaves, mod(*captured) if captured else mod, mask, **options)
@@ -108,7 +108,7 @@ def gradients(function, qkv, mod, mask, dtype, captured=(), captured_dtype=None,
 def check_flex_gradients(
     query, key, value, score_mod=None, block_mask=None, simulated=True, ours=None, captured=()
 ):
-    """Checks results and gradients, and returns the gradients. `ours` is that of check_flex."""
+    """Checks results and gradients, and returns the gradients. `ours` is as in check_flex."""
     qkv, mods = (query, key, value), (score_mod, block_mask)
     exact = gradients(torch_flex, qkv, *mods, torch.float64, captured, torch.float64)
     rounded = gradients(torch_flex, qkv, *mods, query.dtype, captured)
@@ -117,10 +117,10 @@ def check_flex_gradients(
         function = torch_metal_attn.flex_attention
         actual = gradients(function, qkv, *(ours or mods), query.dtype, captured, **options)
     if not captured:  # the dtype of a captured tensor rounds score_mod's result
-        hold_results(*actual[:2], *exact[:2], rounded[0])
-    for one, right, by_torch in zip(actual[2:], exact[2:], rounded[2:], strict=True):
-        if by_torch.dtype == torch.float64:  # kernels compute it in float32
-            assert one.dtype == torch.float64
-            one, by_torch = one.float(), by_torch.float()
-        assert_within_twice(one, right, by_torch)
+        check_results(*actual[:2], *exact[:2], rounded[0])
+    for gradient, exact_one, by_torch in zip(actual[2:], exact[2:], rounded[2:], strict=True):
+        if by_torch.dtype == torch.float64:  # kernels compute float64 gradients in float32
+            assert gradient.dtype == torch.float64
+            gradient, by_torch = gradient.float(), by_torch.float()
+        assert_within_twice(gradient, exact_one, by_torch)
     return actual[2:]

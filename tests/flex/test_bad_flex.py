@@ -1,4 +1,4 @@
-"""Errors of flex_attention: they quote the caller's argument, its value and the user's line."""
+"""Errors of flex_attention quote the argument, its value and the line of the user's function."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from tests.common.ops import FLEX
 from tests.common.test_bad_options import resized
-from tests.flex.flex_check import block_mask, home
+from tests.flex.flex_check import block_mask, rand
 from tests.helpers.cases import each_case
 from torch_metal_attn import flex_attention, flex_replaced, simulate
 from torch_metal_attn.flex import call
@@ -37,8 +37,8 @@ def unknown_op(score, b, h, q_idx, kv_idx):
     return torch.erfinv(score)
 
 
-# The message and the function, by type of error. Messages about the functions above quote a line.
-REFUSED = {
+# By type of error: messages and functions. Messages about the functions above quote a line of them.
+INVALID = {
     RuntimeError: {
         r"asks for the value.*torch.where(?s:.*)if q_idx > kv_idx:": branches,
         r"asks for the value(?s:.*)q_idx.item()": takes_item,
@@ -82,15 +82,15 @@ REFUSED = {
 }
 
 
-@each_case("error, message", [(error, message) for error in REFUSED for message in REFUSED[error]])
-def test_score_mods(error, message):
+@each_case("error, message", [(error, message) for error in INVALID for message in INVALID[error]])
+def test_invalid_score_mods_are_refused(error, message):
     before = BIAS.clone()
     with pytest.raises(error, match=message), simulate():
-        flex_attention(*home(), REFUSED[error][message])
+        flex_attention(*rand(), INVALID[error][message])
     assert torch.equal(BIAS, before)
 
 
-def test_mask_mods():
+def test_invalid_mask_mods_are_refused():
     for mod, message in (
         (lambda b, h, q, kv: q - kv, "mask_mod returns torch.int32; it must be torch.bool"),
         (lambda b, h, q: q > 0, r"mask_mod must be a function of \(b, h, q_idx, kv_idx\)"),
@@ -99,7 +99,7 @@ def test_mask_mods():
             compiled(None, mod, torch.device("cpu"))
 
 
-Q, K, V = home()
+Q, K, V = rand()
 
 
 def with_list(name, value):
@@ -108,7 +108,7 @@ def with_list(name, value):
     return mask
 
 
-CALLS = [
+INVALID_CALLS = [
     ({"query": Q[0]}, ValueError, r"query has shape \(2, 80, 16\)"),
     ({"key": K.float()}, ValueError, "key has dtype float32"),
     ({"key": K[:, :1], "value": V[:, :1]}, ValueError, "query has 2 heads and key 1"),
@@ -153,64 +153,64 @@ CALLS = [
 ]
 
 
-@each_case("options, error, message", CALLS)
-def test_calls(backend, options, error, message):
+@each_case("options, error, message", INVALID_CALLS)
+def test_invalid_calls_are_refused(backend, options, error, message):
     with pytest.raises(error, match=message):
         flex_attention(**{"query": Q, "key": K, "value": V} | options)
 
 
 def test_options_that_change_no_result():
     kept = {"ROWS_GUARANTEED_SAFE": True, "bwd_WRITE_DQ": False, "BACKEND": "AUTO"}
-    plain = flex_attention(*home(), block_mask=block_mask())
+    plain = flex_attention(*rand(), block_mask=block_mask())
     out, aux = flex_attention(
-        *home(), block_mask=block_mask(), kernel_options=kept, return_aux=AuxRequest(lse=True)
+        *rand(), block_mask=block_mask(), kernel_options=kept, return_aux=AuxRequest(lse=True)
     )
     assert torch.equal(out, plain)
     assert aux.lse.shape == (1, 2, 80)
 
 
-def test_options_of_other_gpus(monkeypatch):
-    """They change no result. One warning names those that are not defaults."""
+def test_options_of_other_gpus_warn_once(monkeypatch):
+    """Such options change no result. One warning names the options that are not defaults."""
     monkeypatch.setattr(call, "_warned", [])
     default = {"USE_TMA": False, "BACKEND": "AUTO", "PRESCALE_QK": False, "BLOCK_M": None}
     tuned = {"fwd_BLOCK_M": 64, "num_warps": 4, "PRESCALE_QK": True, "USE_TMA": True}
-    plain = flex_attention(*home(), kernel_options=default)
+    plain = flex_attention(*rand(), kernel_options=default)
     with pytest.warns(UserWarning, match="fwd_BLOCK_M=64, num_warps=4, PRESCALE_QK=True") as seen:
-        out = [flex_attention(*home(), kernel_options=tuned) for _ in range(2)]
+        out = [flex_attention(*rand(), kernel_options=tuned) for _ in range(2)]
     assert all(torch.equal(one, plain) for one in out)
     assert [warning.filename for warning in seen] == [__file__]
     call._warned.clear()
     with simulate(), flex_replaced(), pytest.warns(UserWarning, match="is ignored here") as seen:
-        torch_flex.flex_attention(*home(), kernel_options=tuned)
+        torch_flex.flex_attention(*rand(), kernel_options=tuned)
     assert [warning.filename for warning in seen] == [__file__]
     known = call._ALLOWED_OPTIONS | call._IGNORED_OPTIONS
     assert torch_flex.FlexKernelOptions.__annotations__.keys() <= known
 
 
 @pytest.mark.parametrize("simulated", [True, False])
-def test_indices_out_of_range(simulated):
-    """They raise on the CPU if a listed block uses them, and only then."""
+def test_indices_out_of_range_raise(simulated):
+    """On the CPU such an index raises if a listed block uses it, and only then."""
 
     def past_the_end(score, b, h, q_idx, kv_idx):
         return score + BIAS[q_idx + kv_idx]
 
     def attend(mask):
         with simulate(check=True) if simulated else contextlib.nullcontext():
-            return flex_attention(*home(), past_the_end, mask)
+            return flex_attention(*rand(), past_the_end, mask)
 
     with pytest.raises(IndexError, match=r"BIAS, of shape \(96,\): index 96 is out of bounds"):
         attend(block_mask())
     if simulated:
         mask = block_mask()
-        first = torch.arange(5) < 2
+        first = torch.arange(5) < 2  # only these rows of blocks keep their lists
         for name in ("kv_num_blocks", "full_kv_num_blocks"):
             setattr(mask, name, getattr(mask, name) * first.int())
         assert attend(mask).isfinite().all()
 
 
 @pytest.mark.parametrize("part", ["places", "share_captures", "share_owners"])
-def test_incomplete_shares(part):
-    q, k, v = home()
+def test_incomplete_shares_are_refused(part):
+    q, k, v = rand()
     statistics = torch.zeros(q.shape[:3])
     arguments = {part: ["return 0;"] if part == "places" else [0]}
     with simulate(), pytest.raises(ValueError, match="they must have the same number"):
@@ -228,13 +228,13 @@ def test_incomplete_shares(part):
         (torch.zeros(5, 1, 1, 2).int().transpose(0, 3), "it must be contiguous"),
     ],
 )
-def test_orders(order, message):
-    """Errors about the tensor. Its values are not checked: see test_order.py."""
+def test_invalid_orders_are_refused(order, message):
+    """The dtype, shape and strides are checked. Values are not checked: see test_order.py."""
     mask = block_mask(block=16)
     arguments = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
     arguments |= {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
     with simulate(), pytest.raises(ValueError, match=message):
-        torch.ops.metal_attn.flex_fwd(*home(), captures=[], **arguments)
+        torch.ops.metal_attn.flex_fwd(*rand(), captures=[], **arguments)
 
 
 @pytest.mark.parametrize(
@@ -251,12 +251,12 @@ def test_orders(order, message):
         ({"captures": [BIAS[:1].expand(2**31)]}, r"has shape \(2147483648,\); each size must be"),
     ],
 )
-def test_lists_and_captures_of_the_op(changes, message):
+def test_invalid_lists_and_captures_are_refused(changes, message):
     with simulate(), pytest.raises(ValueError, match=message):
         torch.ops.metal_attn.flex_bwd(**FLEX["flex_bwd"].make() | changes)
 
 
-def test_incomplete_block_masks():
+def test_incomplete_block_masks_are_refused():
     parts = FLEX["flex_fwd"].make()
     attention = {name: parts.pop(name) for name in ("q", "k", "v", "captures")}
     del parts["kv_num_blocks"]
@@ -268,8 +268,8 @@ def test_incomplete_block_masks():
             torch.ops.metal_attn.flex_fwd(**attention, **{name: value})
 
 
-# A text, and the part of it that is refused.
-TEXTS = {
+# An invalid text, and the part of the text that the error quotes.
+INVALID_TEXTS = {
     "return score; } void other() {": " }",
     "return score;\n#include <x>": "\n",
     'return "a";': '"',
@@ -295,7 +295,7 @@ TEXTS = {
 LOAD = "return inputs.capture_0[flex_index({}, params.capture_sizes[{}], impossible){}];"
 STRIDE = " * params.capture_strides[0]"
 INNER = LOAD.format("key", 0, STRIDE).removeprefix("return ").removesuffix(";")
-TEXTS |= {
+INVALID_TEXTS |= {
     LOAD.format("key", 1, STRIDE): ") *",
     LOAD.format("key", 0, ""): "]",
     LOAD.format("key", 0, STRIDE + " + 99999999"): " + 99999999",
@@ -303,12 +303,12 @@ TEXTS |= {
 }
 
 
-def test_texts_that_flex_attention_never_writes():
-    q, k, v = home()
-    for text, part in TEXTS.items():
+def test_texts_that_flex_attention_never_writes_are_refused():
+    q, k, v = rand()
+    for text, part in INVALID_TEXTS.items():
         with simulate(record=True), pytest.raises(ValueError, match=r"score has '") as error:
             torch.ops.metal_attn.flex_fwd(q, k, v, captures=[BIAS], score=text)
         assert f"has '{part}" in str(error.value), text
     with simulate(record=True):
-        good = LOAD.format("key", 0, STRIDE)
-        torch.ops.metal_attn.flex_fwd(q, k, v, captures=[BIAS], score=good)
+        valid = LOAD.format("key", 0, STRIDE)
+        torch.ops.metal_attn.flex_fwd(q, k, v, captures=[BIAS], score=valid)

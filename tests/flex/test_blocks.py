@@ -18,7 +18,7 @@ from tests.flex.flex_check import (
     causal,
     check_flex,
     check_flex_gradients,
-    home,
+    rand,
     sliding_window_causal,
     tanh_softcap,
 )
@@ -28,13 +28,13 @@ from torch_metal_attn import simulate
 
 @pytest.mark.parametrize("block", [(1016, 8), (8, 1024)])
 def test_block_sizes(block):
-    check_flex(*home(), None, block_mask(sliding_window_causal, block=block))
+    check_flex(*rand(), None, block_mask(sliding_window_causal, block=block))
 
 
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("heads", [None, 4])
 def test_broadcasting(batch, heads):
-    """Also with GQA, where h is the query head. Some queries see nothing."""
+    """With GQA, h is the query head. Some queries see no key."""
     factors = torch.tensor([batch is not None, heads is not None]).int()
 
     def mod(b, h, q_idx, kv_idx):
@@ -44,30 +44,30 @@ def test_broadcasting(batch, heads):
     def score_mod(score, b, h, q_idx, kv_idx):
         return alibi_of_slopes(score, b, h % 2, q_idx, kv_idx)
 
-    qkv = home(batch=2, heads=4, kv_heads=2)
+    qkv = rand(batch=2, heads=4, kv_heads=2)
     check_flex_gradients(*qkv, score_mod, block_mask(mod, batch, heads))
 
 
-def test_one_batch_of_keys():
-    q, k, v = home(batch=2)
+def test_keys_may_have_one_batch():
+    q, k, v = rand(batch=2)
     actual, _ = check_flex(q, k[:1].expand_as(k), v[:1].expand_as(v), None, block_mask())
     with simulate(check=True):
         out = torch_metal_attn.flex_attention(q, k[:1], v[:1], block_mask=block_mask())
     assert torch.equal(out, actual)
 
 
-def test_no_separate_full_blocks():
+def test_full_blocks_may_be_listed_as_partial():
     blocks = block_mask().to_dense()
     indices = blocks.sort(dim=-1, descending=True, stable=True).indices.int()
     mask = BlockMask.from_kv_blocks(
         blocks.sum(-1).int(), indices, BLOCK_SIZE=BLOCK, mask_mod=causal, seq_lengths=SIZES
     )
     assert mask.full_kv_num_blocks is None
-    check_flex(*home(), None, mask)
+    check_flex(*rand(), None, mask)
 
 
 def test_a_slice_for_decoding():
-    q, k, v = home()
+    q, k, v = rand()
     whole, last = block_mask(), SIZES[0] // BLOCK[0] - 1
     mask = whole[:, :, last]
     first = last * BLOCK[0]
@@ -87,7 +87,7 @@ def test_lists_of_any_strides():
             spread = tensor.new_full((*tensor.shape, 3), 10**6)
             spread[..., 1] = tensor
             setattr(mask, name, spread[..., 1])
-    check_flex(*home(), None, mask)
+    check_flex(*rand(), None, mask)
 
 
 def only_in_partial_blocks(b, h, q_idx, kv_idx):
@@ -101,23 +101,23 @@ def contradictory():
 
 
 def check_full_and_partial():
-    check_flex(*home(), None, block_mask(), ours=(None, contradictory()))
+    check_flex(*rand(), None, block_mask(), ours=(None, contradictory()))
 
 
 def test_full_and_partial():
-    check_flex_gradients(*home(), None, block_mask(), ours=(None, contradictory()))
+    check_flex_gradients(*rand(), None, block_mask(), ours=(None, contradictory()))
 
 
 def test_unlisted_blocks_are_not_seen():
     mask = contradictory()
     mask.full_kv_num_blocks = torch.zeros_like(mask.full_kv_num_blocks)
     seen = block_mask(only_in_partial_blocks)
-    check_flex(*home(), None, seen, ours=(None, mask))
+    check_flex(*rand(), None, seen, ours=(None, mask))
 
 
-def entries_after_the_checks():
+def invalid_entries_are_nan():
     """An entry of the last list that is out of range makes only the rows of that list NaN."""
-    qkv = home()
+    qkv = rand()
     mask = contradictory()
     attend = partial(torch_metal_attn.flex_attention, *qkv, block_mask=mask)
     expected = attend()
@@ -130,7 +130,7 @@ def entries_after_the_checks():
 
 
 # A fault changes results, or reads after the end of a list.
-SEEN = (None, "out_of_bounds")
+FAULT_KINDS = (None, "out_of_bounds")
 LIST_MUTANTS = """
     full blocks are masked: masked = {~next_entry < partial.count => true~};
     partial blocks are not: {~blocks.masked => false~},
@@ -141,7 +141,7 @@ LIST_MUTANTS = """
 """
 MUTANTS = {
     check_full_and_partial: LIST_MUTANTS,
-    entries_after_the_checks: """
+    invalid_entries_are_nan: """
         entry before the first block: {~block >= 0 && =>~} block < blocks
         entry after the last block: block {~< => <=~} blocks
         entries out of range skipped: {~impossible = true; =>~}
@@ -151,7 +151,7 @@ MUTANTS = {
 
 def an_odd_block_size():
     mask = block_mask(sliding_window_causal, block=(24, 40))
-    check_flex_gradients(*home(), tanh_softcap, mask)
+    check_flex_gradients(*rand(), tanh_softcap, mask)
 
 
 GRADIENT_MUTANTS = {
@@ -161,7 +161,7 @@ GRADIENT_MUTANTS = {
 }
 
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
-    MUTANTS, "flash_fwd", fault=SEEN, together=True
+    MUTANTS, "flash_fwd", fault=FAULT_KINDS, together=True
 )
 test_mutant_of_gradients_is_caught, test_the_unchanged_gradients_pass = mutant_tests(
     GRADIENT_MUTANTS
@@ -170,9 +170,9 @@ test_mutant_of_gradients_is_caught, test_the_unchanged_gradients_pass = mutant_t
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_entries_out_of_range_are_not_read(backward, monkeypatch):
-    """On mps lists are not checked before the kernel, which gives NaN and reads nothing outside."""
+    """On mps only the kernel checks lists. It gives NaN and reads nothing out of bounds."""
     mask = contradictory()
-    leaves = [x.requires_grad_() for x in home()]
+    leaves = [x.requires_grad_() for x in rand()]
 
     def attend():
         return torch_metal_attn.flex_attention(*leaves, block_mask=mask, return_lse=True)
@@ -196,15 +196,15 @@ def test_entries_out_of_range_are_not_read(backward, monkeypatch):
         ("full_kv_num_blocks", -2, "has the count -2"),
     ],
 )
-def test_bad_lists(name, value, message):
+def test_invalid_lists_are_refused(name, value, message):
     mask = block_mask(causal)
     if name == "full_kv_indices":
         mask.full_kv_num_blocks = mask.full_kv_num_blocks.clamp(min=1)
     getattr(mask, name).flatten()[:1].fill_(value)
     with simulate(check=True), pytest.raises(ValueError, match=message):
-        torch_metal_attn.flex_attention(*home(), block_mask=mask)
+        torch_metal_attn.flex_attention(*rand(), block_mask=mask)
     with pytest.raises(ValueError, match=message):
-        torch_metal_attn.flex_attention(*home(), block_mask=mask)
+        torch_metal_attn.flex_attention(*rand(), block_mask=mask)
 
 
 def test_gradients_need_transposed_lists():
@@ -213,7 +213,7 @@ def test_gradients_need_transposed_lists():
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
         BLOCK_SIZE=BLOCK, mask_mod=mask.mask_mod, seq_lengths=SIZES, compute_q_blocks=False,
     )  # fmt: skip
-    check_flex(*home(), None, mask)
-    q, k, v = home()
+    check_flex(*rand(), None, mask)
+    q, k, v = rand()
     with simulate(), pytest.raises(ValueError, match="q_num_blocks, which gradients need"):
         torch_metal_attn.flex_attention(q.requires_grad_(), k, v, block_mask=mask)

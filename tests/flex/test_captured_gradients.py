@@ -8,7 +8,7 @@ from tests.flex.flex_check import (
     block_mask,
     check_flex_gradients,
     gradients,
-    home,
+    rand,
     torch_flex,
 )
 from tests.helpers.mutants import mutant_tests
@@ -20,7 +20,7 @@ TOKENS = torch.arange(96) * 7 % 5
 
 
 def everything(scales, table, bias, offsets):
-    """Loads by head, by bucket, by score and by the token of a key."""
+    """Loads are indexed by head, by bucket, by the score's position and by the token of a key."""
 
     def mod(score, b, h, q_idx, kv_idx):
         bucket = (kv_idx - q_idx).clamp(-6, 6) + 6
@@ -66,7 +66,7 @@ def whole_rows(of_queries, of_keys, weights):
 
 
 def element_by_element(of_queries, of_keys, weights):
-    """The same without rows, of which torch's function has no gradients."""
+    """The function of `whole_rows` without rows, because torch has no gradients of rows."""
 
     def mod(score, b, h, q_idx, kv_idx):
         rows = [(of_keys[kv_idx, h, i], of_queries[q_idx, i], of_queries[h, i]) for i in range(3)]
@@ -133,10 +133,10 @@ CAPTURED = {
 }  # fmt: skip
 
 
-def test_in_the_kernels():
-    qkv, captured = home(batch=2, kv_heads=1), CAPTURED[everything]
+def test_gradients_of_the_kernels():
+    qkv, captured = rand(batch=2, kv_heads=1), CAPTURED[everything]
     actual = check_flex_gradients(*qkv, everything, block_mask(), captured=captured)
-    # The same bits in another order of threadgroups.
+    # Another order of threadgroups gives the same bits.
     arguments = qkv, everything, block_mask(), torch.float16, captured
     with simulate(check=True, seed=5):
         again = gradients(flex_attention, *arguments, return_lse=True, enable_gqa=True)[2:]
@@ -147,36 +147,36 @@ def test_in_the_kernels():
 def test_float32_without_blocks(dtype):
     """Tensors in float64 are passed as float32. Two tiles of wide rows share threadgroup memory."""
     captured = [x.to(dtype) for x in CAPTURED[of_queries]]
-    arguments = home(dtype=torch.float32, head_dim=512 if dtype == torch.float64 else 16)
+    arguments = rand(dtype=torch.float32, head_dim=512 if dtype == torch.float64 else 16)
     check_flex_gradients(*arguments, of_queries, captured=captured)
 
 
 @pytest.mark.parametrize("make", CAPTURED, ids=lambda make: make.__name__)
-def test_reference(make):
-    arguments = *home(batch=2), make, block_mask()
+def test_gradients_of_the_reference(make):
+    arguments = *rand(batch=2), make, block_mask()
     check_flex_gradients(*arguments, simulated=False, captured=CAPTURED[make])
 
 
 def test_whole_rows():
     captured = normal(80, 3), normal(96, 2, 3, seed=1), normal(3).double()
-    arguments = *home(batch=2), element_by_element, block_mask()
+    arguments = *rand(batch=2), element_by_element, block_mask()
     ours = whole_rows, block_mask()
     check_flex_gradients(*arguments, simulated=False, ours=ours, captured=captured)
 
 
 def test_views():
     captured = normal(2, 2, 5), normal(80, 96), normal(2)
-    arguments = *home(batch=2), without_views, block_mask()
+    arguments = *rand(batch=2), without_views, block_mask()
     check_flex_gradients(*arguments, simulated=False, ours=(views, block_mask()), captured=captured)
     compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
     with simulate(record=True) as run:
-        compiled(*home(), views(*captured))
+        compiled(*rand(), views(*captured))
     torch.compiler.reset()
     assert "capture_7" in run.recorded[0].defines["FLEX_SCORE"]
 
 
-def test_only_what_requires_grad():
-    q, k, v = home()
+def test_only_tensors_that_require_grad_have_gradients():
+    q, k, v = rand()
     bias, hidden = (normal(96).requires_grad_() for _ in range(2))
 
     def mask_mod(b, h, q_idx, kv_idx):
@@ -193,7 +193,7 @@ def test_only_what_requires_grad():
         assert not flex_attention(q, k, v, mod, mask).requires_grad
 
 
-def test_a_tensor_whose_sums_are_too_large():
+def test_a_tensor_whose_sums_are_too_large_is_refused():
     table = torch.zeros(1).expand(1 << 27).requires_grad_()
 
     def mod(score, b, h, q_idx, kv_idx):
@@ -201,11 +201,11 @@ def test_a_tensor_whose_sums_are_too_large():
 
     refusal = r"captures\[0\] has 134217728 elements.*need 2048 MiB, and may take 1024"
     with simulate(record=True), pytest.raises(ValueError, match=refusal):
-        flex_attention(*home(q_length=8, kv_length=8), mod).sum().backward()
+        flex_attention(*rand(q_length=8, kv_length=8), mod).sum().backward()
 
 
 def indices_out_of_range():
-    """On mps indices are not checked before the kernel, which skips those out of range."""
+    """On mps only the kernel checks indices. It skips indices that are out of range."""
     rows = 70
     results = []
     for size in (rows, 80):
@@ -216,7 +216,7 @@ def indices_out_of_range():
 
         with simulate(check=True), pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(reference, "check_indices", lambda *_: None)
-            out = flex_attention(*home(), mod)
+            out = flex_attention(*rand(), mod)
             results += torch.autograd.grad(out[:, :, :rows].float().sin().sum(), [bias])
     assert torch.equal(results[0], results[1][:rows])
 
@@ -227,11 +227,11 @@ def gradient_of_the_table():
     def make(table):
         return everything(scales, table, bias, offsets)
 
-    qkv, mask = home(batch=2, kv_heads=1, q_length=77), block_mask(sizes=(77, 96))
+    qkv, mask = rand(batch=2, kv_heads=1, q_length=77), block_mask(sizes=(77, 96))
     check_flex_gradients(*qkv, make, mask, captured=[table])
 
 
-QUERIES, KEYS = 77, 91  # multiples of no tile
+QUERIES, KEYS = 77, 91  # not multiples of the sizes of tiles
 SEEN = torch.arange(KEYS) // 20 != 2
 
 
@@ -248,9 +248,9 @@ def shown(b, h, q_idx, kv_idx):
     return SEEN[kv_idx]
 
 
-def test_infinite_slopes():
+def test_infinite_slopes_of_masked_keys_are_ignored():
     """Masked keys are 0, like padding, and add no NaN to a gradient."""
-    q, k, v = home(q_length=QUERIES, kv_length=KEYS)
+    q, k, v = rand(q_length=QUERIES, kv_length=KEYS)
     k, factors = k * SEEN[:, None], normal(KEYS)
     mask = block_mask(shown, sizes=(QUERIES, KEYS))
     arguments = (q, k, v), roots, mask, q.dtype, [factors]
@@ -279,7 +279,7 @@ MUTANTS = {
         flash_bwd_captures: no share: gradient.x {~* share =>~}
         flash_bwd_captures: place of the next key: flex.place(product.y, i, key {~+ 1 =>~}
     """,
-    test_infinite_slopes: """
+    test_infinite_slopes_of_masked_keys_are_ignored: """
         flash_bwd_dq: keys that do not exist:
             {~visible.apply<false>(slopes, first_query, block + column, 0.0f); =>~}
         flash_bwd_dkv: queries that do not exist:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tests.flex.flex_check import BLOCK, SIZES, check_flex, check_flex_gradients, home, torch_flex
+from tests.flex.flex_check import BLOCK, SIZES, check_flex, check_flex_gradients, rand, torch_flex
 from tests.helpers.cases import each_case
 from torch_metal_attn import block_mask
 
@@ -19,8 +19,8 @@ def dense(*leading):
 
 def test_lists_are_those_of_create_block_mask():
     mask = dense(2, 1) | (torch.arange(SIZES[1]) // 32 == 1)
-    actual = pickle.loads(pickle.dumps(block_mask(mask, BLOCK)))  # as from a DataLoader's worker
-    right = create_block_mask(
+    actual = pickle.loads(pickle.dumps(block_mask(mask, BLOCK)))  # as in a DataLoader's worker
+    expected = create_block_mask(
         lambda b, h, q_idx, kv_idx: mask[b, 0, q_idx, kv_idx],
         *(2, None, *SIZES),
         device="cpu",
@@ -30,32 +30,32 @@ def test_lists_are_those_of_create_block_mask():
     assert int(actual.kv_num_blocks.sum()) > 0
     for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
         for full in ("", "full_"):
-            assert torch.equal(getattr(actual, full + name), getattr(right, full + name))
+            assert torch.equal(getattr(actual, full + name), getattr(expected, full + name))
     places = torch.tensor([[1, 0], [0, 0], [40, 3], [40, 3]])
     assert torch.equal(actual.mask_mod(*places), mask[places[0], 0, places[2], places[3]])
 
 
 @pytest.mark.parametrize("leading", [(), (2, 1), (1, 2)])
-def test_results(leading):
-    qkv = home(batch=2)
+def test_results_equal_torchs(leading):
+    qkv = rand(batch=2)
     mask = block_mask(dense(*leading), BLOCK)
     check_flex_gradients(*qkv, None, mask, simulated=False)
     if leading == (1, 2):
         check_flex(*qkv, None, mask)
 
 
-def test_broadcast_queries_and_keys():
+def test_queries_or_keys_may_be_broadcast():
     keys = torch.arange(SIZES[1]) % 40 < 33
     column = torch.arange(SIZES[0])[:, None] % 3 > 0
-    q, k, v = home()
+    q, k, v = rand()
     for small in (keys, keys[None, None, None], column, column.expand(2, 1, -1, -1)[:1]):
         actual, _ = torch_flex(q, k, v, None, block_mask(small, BLOCK, SIZES))
-        right, _ = torch_flex(q, k, v, None, block_mask(small.expand(1, 1, *SIZES).clone(), BLOCK))
-        assert torch.equal(actual, right)
+        exact, _ = torch_flex(q, k, v, None, block_mask(small.expand(1, 1, *SIZES).clone(), BLOCK))
+        assert torch.equal(actual, exact)
 
 
 ONES = torch.ones(8, 8)
-BAD = {
+INVALID = {
     TypeError: {
         "attn_mask is a list; it must be a tensor": {"attn_mask": [True]},
         "block is 8.0; it must be two integers": {"block": 8.0},
@@ -75,7 +75,7 @@ BAD = {
 }
 
 
-@each_case("error, message", [(error, message) for error in BAD for message in BAD[error]])
-def test_bad_input(error, message):
+@each_case("error, message", [(error, message) for error in INVALID for message in INVALID[error]])
+def test_invalid_input_is_refused(error, message):
     with pytest.raises(error, match=message):
-        block_mask(**{"attn_mask": ONES.bool()} | BAD[error][message])
+        block_mask(**{"attn_mask": ONES.bool()} | INVALID[error][message])

@@ -14,11 +14,11 @@ from tests.flex.flex_check import (
     check_flex,
     check_flex_gradients,
     contradictory,
-    home,
+    rand,
     tanh_softcap,
     torch_flex,
 )
-from tests.flex.test_blocks import SEEN
+from tests.flex.test_blocks import FAULT_KINDS
 from tests.flex.test_flex_counts import listed, work
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, flex_attention, simulate
@@ -30,19 +30,19 @@ explained = partial(explain, flex_attention)
 
 
 def banded(b, h, q_idx, kv_idx):
-    """Hidden, partial and full blocks. The last block ends after the last key."""
+    """There are hidden, partial and full blocks. The last block ends after the last key."""
     return (kv_idx // 37 % 3 != 1) & (kv_idx <= q_idx + KEYS - QUERIES)
 
 
 def only_in_partial_blocks(b, h, q_idx, kv_idx):
-    """The same, but False in full blocks, which must not call mask_mod."""
+    """As `banded`, but False in full blocks, which must not call mask_mod."""
     first = kv_idx // 16 * 16
     full = (first // 37 == (first + 15) // 37) & (first + 15 <= KEYS - QUERIES)
     return banded(b, h, q_idx, kv_idx) & ~full
 
 
 def few(**options):
-    return home(q_length=QUERIES, kv_length=KEYS, **options)
+    return rand(q_length=QUERIES, kv_length=KEYS, **options)
 
 
 def mask_of(mod=banded, batch=None, heads=None, block=BLOCK):
@@ -82,7 +82,7 @@ def test_splits_depend_on_the_length_of_the_lists(cores):
 
 
 def test_without_lists_and_with_gradients():
-    check_flex(*home(q_length=5, kv_length=KEYS), tanh_softcap)
+    check_flex(*rand(q_length=5, kv_length=KEYS), tanh_softcap)
     check_flex_gradients(*few(heads=4, kv_heads=2), tanh_softcap, mask_of())
 
 
@@ -97,7 +97,7 @@ def test_lists_of_batches_and_heads():
 
 
 def test_calls_that_run_on_flash_fwd():
-    """Lists by query head, several blocks of queries, and too many queries."""
+    """Lists per query head, several blocks of queries, and many queries need flash_fwd."""
     q, k, v = few(heads=4, kv_heads=2)
     nine = torch.cat([q, q], 2)[:, :, :9]
     many = q[:, :, :1].expand(-1, -1, DECODE_QUERIES + 1, -1)
@@ -110,13 +110,13 @@ def test_calls_that_run_on_flash_fwd():
         assert explained(query, k, v, None, mask, enable_gqa=True).kernel == kernel
 
 
-def test_work_is_that_of_the_blocks_that_are_listed(cores):
+def test_work_is_proportional_to_the_listed_blocks(cores):
     cores(1)
 
     def counted(count):
         mask = listed(1, 32, count)
         mask.seq_lengths = (1, 2048)
-        q, k, v = home(heads=1, q_length=1, kv_length=2048)
+        q, k, v = rand(heads=1, q_length=1, kv_length=2048)
         with simulate(count=True) as run:
             flex_attention(q, k, v, None, mask)
         return work(run.counters["flash_decode"])
@@ -127,7 +127,7 @@ def test_work_is_that_of_the_blocks_that_are_listed(cores):
 
 
 def test_pages_of_torch():
-    """torch's PagedAttention converts block lists and functions to pages. Both work unmodified."""
+    """torch's PagedAttention converts lists and functions to pages. The results work unmodified."""
     page, pages, lengths = 16, 44, torch.tensor([KEYS, 270])
     paged = PagedAttention(pages, page, 2, device="cpu")
     for part in (0.3, 1.0):  # in two steps, so that the sequences' pages alternate
@@ -171,12 +171,12 @@ MUTANTS = {
 }
 
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
-    MUTANTS, "flash_decode", fault=SEEN
+    MUTANTS, "flash_decode", fault=FAULT_KINDS
 )
 
 
 def test_entries_out_of_range_are_not_read(monkeypatch):
-    """On mps lists are not checked before the kernel. One such entry makes all rows NaN."""
+    """On mps only the kernel checks lists. One entry out of range makes all rows NaN."""
     mask = contradictory(mask_of(), only_in_partial_blocks)
     wrong = mask.kv_indices.clone()
     wrong[..., 0] = 1000

@@ -8,13 +8,13 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of
-from tests.flex.flex_check import block_mask, home, tanh_softcap
+from tests.flex.flex_check import block_mask, rand, tanh_softcap
 from tests.flex.test_captured_gradients import CAPTURED, everything
 from torch_metal_attn import flex_replaced, simulate
 
 
-def test_every_name_inside_the_block_only():
-    q, k, v = home()
+def test_every_name_is_replaced_inside_the_block_only():
+    q, k, v = rand()
     code = torch_flex.__code__
     with simulate(check=True) as run, flex_replaced() as replaced:
         functions = torch_flex, torch_module.flex_attention
@@ -31,7 +31,7 @@ def test_every_name_inside_the_block_only():
 
 
 def test_cpu_tensors_outside_of_the_simulator_are_left_to_torch():
-    q, k, v = home()
+    q, k, v = rand()
     with flex_replaced() as replaced, flex_replaced(), torch.compiler.set_stance("force_eager"):
         out = torch_flex(q, k, v, tanh_softcap)
     ours = torch_metal_attn.flex_attention(q, k, v, tanh_softcap)
@@ -39,14 +39,14 @@ def test_cpu_tensors_outside_of_the_simulator_are_left_to_torch():
     assert (replaced.replaced, replaced.left_alone) == (0, 1)
 
 
-def test_compiled():
+def test_compiled_calls_are_replaced():
     mask = block_mask()
 
     def attend(q, k, v, scales, *captured, function):
         return function(q * 2, k, v, everything(scales * 2, *captured), mask, return_lse=True)
 
     captured = [x.clone() for x in CAPTURED[everything]]
-    leaves = [x.requires_grad_() for x in (*home(batch=2), *captured)]
+    leaves = [x.requires_grad_() for x in (*rand(batch=2), *captured)]
     with simulate(check=True), flex_replaced():
         plain = attend(*leaves, function=torch_metal_attn.flex_attention)
         compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -59,13 +59,13 @@ def test_compiled():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_dtype_of_score_in_a_graph(dtype):
-    """It is float32 for any dtype of query, so a cast to it rounds nothing."""
+    """The score is float32 for any dtype of query, so a cast to this dtype rounds nothing."""
 
     def mod(score, b, h, q_idx, kv_idx):
         assert score.dtype == torch.float32
         return (score + ((q_idx - kv_idx) / 3).to(score.dtype)).to(score.dtype)
 
-    qkv = home(dtype=dtype)
+    qkv = rand(dtype=dtype)
     compiled = torch.compile(torch_metal_attn.flex_attention, backend="eager", fullgraph=True)
     with simulate(record=True) as run:
         compiled(*qkv, mod)
@@ -76,10 +76,10 @@ def test_dtype_of_score_in_a_graph(dtype):
     assert "float(t0)" in plain["FLEX_SCORE"]
 
 
-def test_refused_in_a_graph():
-    """Errors are those of calls outside of a graph. Both functions may be left out there too."""
+def test_errors_in_a_graph():
+    """Errors equal those of calls outside of a graph. score_mod and block_mask may be left out."""
     attend = torch.compile(torch_metal_attn.flex_attention, backend="eager", fullgraph=True)
-    q, k, v = home()
+    q, k, v = rand()
     with simulate(record=True):
         assert attend(q, k, v).shape == q.shape
         for options, message in (
@@ -118,7 +118,7 @@ def run_model(model, implementation):
     return logits, gradients, model.generate(tokens, attention_mask=padding, **options)
 
 
-def test_transformers(model):
+def test_transformers_calls_are_replaced(model):
     logits, gradients, generated = run_model(model, "eager")
     # transformers compiles torch's function and create_block_mask, which takes minutes.
     with torch.compiler.set_stance("force_eager"), simulate() as run, flex_replaced() as replaced:

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask
 
-from tests.flex.flex_check import BLOCK, block_mask, home
+from tests.flex.flex_check import BLOCK, block_mask, rand
 from torch_metal_attn import flex_attention, simulate
 from torch_metal_attn.testing.judge import normal
 
@@ -19,14 +19,14 @@ def reset():
     torch.compiler.reset()
 
 
-def of_numbers(q, k, v, count, factor):
+def attend_with_numbers(q, k, v, count, factor):
     length = q.shape[2]
 
     def mod(score, b, h, q_idx, kv_idx):
         near = q_idx - kv_idx < count
         score = torch.where(near, score * factor, torch.clamp(score, max=factor))
         score = score + TABLE[h, q_idx - kv_idx + length] + OTHER[h, 0 * h + count] - factor
-        score = torch.nn.functional.softplus(score)  # composed of others
+        score = torch.nn.functional.softplus(score)  # composed of other ops
         return score + torch.full_like(q_idx, count) * (q_idx * count % 7) / length
 
     def mask(b, h, q_idx, kv_idx):
@@ -44,25 +44,25 @@ def of_numbers(q, k, v, count, factor):
     return flex_attention(q, k, v, mod, blocks)
 
 
-def test_numbers_that_change():
+def test_changing_numbers_compile_once():
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(of_numbers, backend=backend, fullgraph=True, dynamic=True)
+    compiled = torch.compile(attend_with_numbers, backend=backend, fullgraph=True, dynamic=True)
     texts = set()
     for length, count, factor in ((80, 7, 0.5), (48, 9, 3.0)):
-        arguments = *home(q_length=length), count, factor
+        arguments = *rand(q_length=length), count, factor
         with simulate() as run:
             out = compiled(*arguments)
         texts |= {launch.defines["FLEX_SCORE"] for launch in run.launches}
-        torch.testing.assert_close(out, of_numbers(*arguments), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(out, attend_with_numbers(*arguments), rtol=2e-3, atol=2e-3)
     assert backend.frame_count == 1
     assert len(texts) == 1
 
 
-def test_heads_that_change():
+def test_changing_heads_compile_once():
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(flex_attention, backend=backend, fullgraph=True, dynamic=True)
     for heads, length in ((4, 80), (6, 48)):
-        q, k, v = (x.requires_grad_() for x in home(heads=heads, q_length=length, kv_length=length))
+        q, k, v = (x.requires_grad_() for x in rand(heads=heads, q_length=length, kv_length=length))
         arguments = q, k[:, ::2], v[:, ::2], None, block_mask(heads=heads, sizes=(length, length))
         with simulate():
             outs = [f(*arguments, enable_gqa=True) for f in (compiled, flex_attention)]
@@ -72,8 +72,8 @@ def test_heads_that_change():
     assert backend.frame_count == 1
 
 
-def test_inductor():
-    leaves = [x.requires_grad_() for x in home()]
+def test_inductor_gives_the_same_bits():
+    leaves = [x.requires_grad_() for x in rand()]
 
     def results(function):
         with simulate():
@@ -84,8 +84,8 @@ def test_inductor():
     assert all(map(torch.equal, results(compiled), results(flex_attention)))
 
 
-def of_value(q, k, v, factor):
-    """Reads a value of a tensor, which breaks the graph. A new factor compiles it again."""
+def attend_with_a_value(q, k, v, factor):
+    """Reads a value of a tensor, which breaks the graph. A new factor causes a new compilation."""
 
     def mod(score, b, h, q_idx, kv_idx):
         return score * (factor if ON[0].item() else 1.0) + TABLE[h, q_idx]
@@ -93,12 +93,12 @@ def of_value(q, k, v, factor):
     return flex_attention(q, k, v, mod)
 
 
-def test_a_graph_that_breaks():
-    """The call then runs outside of graphs, and torch.compile does not trace this library."""
+def test_a_call_that_breaks_the_graph_runs_eagerly():
+    """The call runs outside of graphs, and torch.compile does not trace this library."""
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(of_value, backend=backend)
+    compiled = torch.compile(attend_with_a_value, backend=backend)
     for factor in (1.0, 2.0):
-        arguments = *home(), factor
+        arguments = *rand(), factor
         with simulate():
-            assert torch.equal(compiled(*arguments), of_value(*arguments))
+            assert torch.equal(compiled(*arguments), attend_with_a_value(*arguments))
     assert {node.op for graph in backend.graphs for node in graph.graph.nodes} <= {"output"}

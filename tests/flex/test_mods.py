@@ -1,4 +1,4 @@
-"""The Metal text and the derivative of each op of the table, against torch's."""
+"""The Metal text and the derivative of each op of the table, compared with torch's."""
 
 import functools
 import math
@@ -27,11 +27,11 @@ Q = torch.randint(0, 90, (N,), generator=GENERATOR)
 KV = torch.randint(0, 90, (N,), generator=GENERATOR)
 FLOATS = torch.randn(90, generator=GENERATOR)
 FLOATS[:4] = torch.tensor([0.0, 1.0, -1.0, 2.5])
-HALVES = torch.randn(2, 90, generator=GENERATOR).half().T  # any strides
+HALVES = torch.randn(2, 90, generator=GENERATOR).half().T  # not contiguous
 BFLOATS = torch.randn(3, 2, 90, generator=GENERATOR).bfloat16()
 FLAGS = torch.rand(90, generator=GENERATOR) > 0.5
 INTS = torch.randint(-9, 9, (90,), generator=GENERATOR).int()
-# Different integers that are one number in float32.
+# Different integers. float32 rounds neighbours to the same number.
 LONGS = 2**24 + torch.arange(90)
 FACTOR = torch.tensor(0.75)
 DOUBLES = FLOATS.double() / 3
@@ -197,7 +197,7 @@ _CALL = """
 
 
 def run(mods, scores, q_idx, kv_idx):
-    """Values and slopes, (mods, positions), for head 1 of batch 0."""
+    """Returns values and slopes for head 1 of batch 0, each of shape (mods, positions)."""
     graph, captured = Graph(), Captured()
     device = torch.device("cpu")
     results = [trace("score_mod", mod, graph, captured, device) for mod in mods]
@@ -252,17 +252,17 @@ def differing(names):
     ]
 
 
-def test_texts_and_derivatives():
+def test_values_and_derivatives_equal_torchs():
     assert differing(MODS) == []
 
 
-# Near 0, far from it, and infinite.
+# Scores near 0, far from 0, and infinite.
 SCORES_FAR = torch.tensor([1.0, 0.5, 1e-3, 1e-20, 89.0, 1e30, float("inf"), float("nan")])
 SCORES_FAR = torch.cat((SCORES_FAR, -SCORES_FAR, torch.linspace(-9, 9, N - 16)))
 
 
 def inexact(names, actual):
-    """The names whose functions of the score are not within the bound around float64."""
+    """The names of functions of the score whose error exceeds the bound."""
     wrong = []
     for i, name in enumerate(names):
         exact = OF_SCORE[name](SCORES_FAR.double())
@@ -279,7 +279,7 @@ def inexact(names, actual):
     return wrong
 
 
-def test_errors():
+def test_errors_are_within_the_bound():
     actual, _ = run(MODS.values(), SCORES_FAR, Q, KV)
     first = list(MODS).index("log1p")
     assert list(MODS)[first : first + len(OF_SCORE)] == list(OF_SCORE)
@@ -296,7 +296,7 @@ FAULTS = {
 
 @pytest.mark.mutant
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_in_the_functions_of_the_texts(name, monkeypatch):
+def test_faults_in_functions_of_flex_h_are_caught(name, monkeypatch):
     old, new = FAULTS[name]
     flatten = shaders.flatten
     assert old in flatten(HEADER)
@@ -308,37 +308,37 @@ def test_faults_in_the_functions_of_the_texts(name, monkeypatch):
 
 
 # Integer divisions that trap on CPUs, and floats outside the range of integers.
-LEAST = -(2**31)
-DIVIDENDS = torch.tensor([7, -7, LEAST, 7, LEAST]).int()
+SMALLEST = -(2**31)
+DIVIDENDS = torch.tensor([7, -7, SMALLEST, 7, SMALLEST]).int()
 DIVISORS = torch.tensor([-1, -1, -1, 0, 0]).int()
 OUTSIDE = torch.tensor([2.0**31, -(2.0**31), math.inf, -math.inf, math.nan])
-SATURATED = [2.0**31, LEAST, 2.0**31, LEAST, 0]
-NOTHING_LEFT = [0, 0, 0, math.nan, math.nan]
-QUOTIENTS = [-7, 7, LEAST, math.nan, math.nan]
+SATURATED = [2.0**31, SMALLEST, 2.0**31, SMALLEST, 0]
+REMAINDERS = [0, 0, 0, math.nan, math.nan]
+QUOTIENTS = [-7, 7, SMALLEST, math.nan, math.nan]
 EDGES = {
     "floor_divide": (lambda s, b, h, q, kv: (DIVIDENDS[q] // DIVISORS[q]).float(), QUOTIENTS),
     "truncating_divide": (
         lambda s, b, h, q, kv: torch.div(DIVIDENDS[q], DIVISORS[q], rounding_mode="trunc").float(),
         QUOTIENTS,
     ),
-    "remainder": (lambda s, b, h, q, kv: (DIVIDENDS[q] % DIVISORS[q]).float(), NOTHING_LEFT),
-    "fmod": (lambda s, b, h, q, kv: torch.fmod(DIVIDENDS[q], DIVISORS[q]).float(), NOTHING_LEFT),
+    "remainder": (lambda s, b, h, q, kv: (DIVIDENDS[q] % DIVISORS[q]).float(), REMAINDERS),
+    "fmod": (lambda s, b, h, q, kv: torch.fmod(DIVIDENDS[q], DIVISORS[q]).float(), REMAINDERS),
     "int": (lambda s, b, h, q, kv: s.int().float(), SATURATED),
     "long": (lambda s, b, h, q, kv: (s * 2.0**32).long().float(), [x * 2.0**32 for x in SATURATED]),
 }
-FLAGGED = "impossible = impossible || b == 0;"
+SETS_IMPOSSIBLE = "impossible = impossible || b == 0;"
 TEXTS = {
-    "floor_divide": f"{FLAGGED}\n  if (b == 0 || b == -1) {{ return T(0) - a",
-    "truncating_divide": f"{FLAGGED}\n  return b == 0 || b == -1 ? T(0) - a",
-    "remainder": f"{FLAGGED}\n  const T rest = b == 0 || b == -1 ? T(0)",
-    "fmod": f"{FLAGGED}\n  return b == 0 || b == -1 ? T(0) :",
+    "floor_divide": f"{SETS_IMPOSSIBLE}\n  if (b == 0 || b == -1) {{ return T(0) - a",
+    "truncating_divide": f"{SETS_IMPOSSIBLE}\n  return b == 0 || b == -1 ? T(0) - a",
+    "remainder": f"{SETS_IMPOSSIBLE}\n  const T rest = b == 0 || b == -1 ? T(0)",
+    "fmod": f"{SETS_IMPOSSIBLE}\n  return b == 0 || b == -1 ? T(0) :",
     "int": "isnan(x) ? 0 : x >= 2147483648.0f ? INT_MAX : x <= -2147483648.0f ? INT_MIN : int(x)",
     "long": "isnan(x) ? 0 : x >= limit ? highest : x <= -limit ? -highest - 1 : int64_t(x)",
 }
 EDGE_FAULTS = [
     (op, old, new)
     for ops, old, new in (
-        ("floor_divide truncating_divide remainder fmod", FLAGGED, ""),
+        ("floor_divide truncating_divide remainder fmod", SETS_IMPOSSIBLE, ""),
         ("floor_divide truncating_divide remainder fmod", "b == 0 || b == -1", "b == -1"),
         ("floor_divide truncating_divide remainder fmod", "b == 0 || b == -1", "b == 0"),
         ("floor_divide truncating_divide", "T(0) - a", "a"),
@@ -356,20 +356,20 @@ EDGE_FAULTS = [
 @pytest.mark.parametrize(
     "fault", [None, *(pytest.param(x, marks=pytest.mark.mutant) for x in EDGE_FAULTS)], ids=str
 )
-def test_integers_at_their_edges(fault, monkeypatch):
-    """PyTorch's value if there is one, else NaN for a division by 0, or the nearest integer."""
+def test_invalid_divisions_and_casts(fault, monkeypatch):
+    """If PyTorch has no value: a division by 0 gives NaN, and a cast gives the nearest integer."""
     planted = [(TEXTS[op], TEXTS[op].replace(old, new)) for op, old, new in EDGE_FAULTS]
     text = shaders.flatten(HEADER)
     assert all(old in text for old, _ in planted)
     text, numbers = switched(text, planted)
     monkeypatch.setattr(shaders, "flatten", lambda path: text)
     use_fault(monkeypatch, numbers[planted[EDGE_FAULTS.index(fault)]] if fault else 0)
-    functions, right = zip(*EDGES.values(), strict=True)
+    functions, expected = zip(*EDGES.values(), strict=True)
     positions = torch.arange(len(OUTSIDE))
 
     def check():
         actual, _ = run(functions, OUTSIDE, positions, positions)
-        assert torch.equal(actual.nan_to_num(0.5), torch.tensor(right).nan_to_num(0.5))
+        assert torch.equal(actual.nan_to_num(0.5), torch.tensor(expected).nan_to_num(0.5))
 
     if fault is None:
         check()
@@ -388,11 +388,11 @@ def test_every_op_is_tested():
 @pytest.mark.parametrize("name", ["rsub", "div", "tanh", "where", "remainder", "rsqrt", "clamp"])
 def test_a_wrong_sign_of_a_derivative_is_caught(name, monkeypatch):
     row = {"clamp": "clamp_min", "rsub": "sub"}.get(name, name)
-    right = derivative.parts_of
+    parts_of = derivative.parts_of
 
     def negated(graph, node, gradient):
         sign = "neg" if node.op == row else "detach"
-        parts = right(graph, node, gradient)
+        parts = parts_of(graph, node, gradient)
         return tuple(x if x is None else graph.node(sign, [x], torch.float32) for x in parts)
 
     monkeypatch.setattr(derivative, "parts_of", negated)
@@ -420,8 +420,8 @@ def test_texts_are_words_of_a_fixed_vocabulary():
 
     words = set()
     for mod in (*MODS.values(), malicious):
-        for made in compiled(mod, None, torch.device("cpu")).texts.values():
-            words |= set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\b\d[\w.]*(e-\d+f)?", "", made)))
+        for source in compiled(mod, None, torch.device("cpu")).texts.values():
+            words |= set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\b\d[\w.]*(e-\d+f)?", "", source)))
     rows = (row for op in table.OPS.values() for row in (op.floating, op.integer, op.boolean))
     known = {word for row in rows for word in re.findall(r"[A-Za-z_]\w*", row or "")}
     known |= {*text.TYPES.values(), *text._INPUTS.values(), "ushort", "uint", "uint64_t"}

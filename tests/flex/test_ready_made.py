@@ -1,4 +1,4 @@
-"""torch_metal_attn.masks and scores against their definitions."""
+"""torch_metal_attn.masks and scores, compared with their definitions."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from tests.flex.flex_check import check_flex, home
+from tests.flex.flex_check import check_flex, rand
 from tests.helpers.cases import each_case
 from torch_metal_attn import block_mask, flex_attention, masks, scores
 from torch_metal_attn.testing.judge import normal
@@ -79,22 +79,22 @@ MASKS = {
 }
 
 
-def written_out(seen, queries=N, keys=N):
+def mask_by(seen, queries=N, keys=N):
     cases = [[[seen(b, q, kv) for kv in range(keys)] for q in range(queries)] for b in range(2)]
     return torch.tensor(cases, dtype=torch.bool)[:, None]
 
 
 @each_case("name", MASKS)
-def test_masks(name):
+def test_masks_equal_their_definitions(name):
     mask, seen = MASKS[name]
     for one in (mask, pickle.loads(pickle.dumps(mask))):
-        assert torch.equal(create_mask(one, 2, 1, N, N, device="cpu"), written_out(seen))
+        assert torch.equal(create_mask(one, 2, 1, N, N, device="cpu"), mask_by(seen))
 
 
-def test_tree():
+def test_tree_masks_show_the_context_and_ancestors():
     tree = pickle.loads(pickle.dumps(masks.tree(PARENTS, context=9)))
     mask = create_mask(tree, 2, 1, 8, 17, device="cpu")
-    assert torch.equal(mask, written_out(lambda b, q, kv: kv < 9 or kv - 9 in ancestors(q), 8, 17))
+    assert torch.equal(mask, mask_by(lambda b, q, kv: kv < 9 or kv - 9 in ancestors(q), 8, 17))
 
 
 def t5_bucket(distance, bidirectional, buckets, max_distance):
@@ -122,15 +122,15 @@ SCORES = {
 
 
 @each_case("name", SCORES)
-def test_scores(name):
-    mod, written = SCORES[name]
+def test_scores_equal_their_definitions(name):
+    mod, definition = SCORES[name]
     again = pickle.loads(pickle.dumps(mod))
     score = torch.tensor(0.7)
     for q, kv in ((0, 0), (3, 9), (9, 3), (0, 23), (23, 0), (17, 5), (5, 17)):
         for h in (0, 1):
             position = [torch.tensor(x) for x in (0, h, q, kv)]
             actual = mod(score, *position)
-            torch.testing.assert_close(actual, torch.as_tensor(written(score, h, q, kv)))
+            torch.testing.assert_close(actual, torch.as_tensor(definition(score, h, q, kv)))
             assert torch.equal(actual, again(score, *position))
 
 
@@ -145,14 +145,14 @@ def test_a_copied_model_has_separate_slopes():
     assert copied.slopes.grad.tolist() == [0.0, -6.0]
 
 
-def test_in_the_kernel():
+def test_masks_and_scores_in_the_kernel():
     mask = masks.document(torch.tensor([0, 30, 70]), 96) & masks.neighbourhood((8, 12), (5, 5))
     block_mask = create_block_mask(mask, None, None, 80, 96, device="cpu", BLOCK_SIZE=16)
-    check_flex(*home(), scores.t5_buckets(TABLE), block_mask)
+    check_flex(*rand(), scores.t5_buckets(TABLE), block_mask)
 
 
 def test_a_default_device_is_not_used():
-    """If the default device is mps, nothing runs on it, because it has no float64."""
+    """Nothing runs on the default device, which may be mps and have no float64."""
     parents, seen = torch.tensor([-1, 0, 0, 2]), torch.ones(8, 8, dtype=torch.bool).tril()
     table = TABLE.clone().requires_grad_()
     q, k, v = (normal(1, 2, 8, 16, seed=i) for i in range(3))
@@ -170,7 +170,7 @@ def test_a_default_device_is_not_used():
     assert all(map(torch.equal, actual, expected))
 
 
-BAD = {
+INVALID_CALLS = {
     "left is -1": lambda: masks.sliding_window(-1),
     "size is 0": lambda: masks.chunked(0),
     "dilation is 0": lambda: masks.dilated(1, 0),
@@ -201,7 +201,7 @@ BAD = {
 }
 
 
-@each_case("message", BAD)
-def test_refusals(message):
+@each_case("message", INVALID_CALLS)
+def test_invalid_arguments_are_refused(message):
     with pytest.raises((TypeError, ValueError), match=message):
-        BAD[message]()
+        INVALID_CALLS[message]()

@@ -36,13 +36,13 @@ def traces(monkeypatch):
 
 def check(mods, mask=None):
     for mod in mods:
-        actual, right = compiled(mod, mask, CPU), traced(mod, mask, CPU)
-        assert actual.texts == right.texts
-        assert actual.shares == right.shares
-        assert all(a is b for a, b in zip(actual.captures, right.captures, strict=True))
+        actual, expected = compiled(mod, mask, CPU), traced(mod, mask, CPU)
+        assert actual.texts == expected.texts
+        assert actual.shares == expected.shares
+        assert all(a is b for a, b in zip(actual.captures, expected.captures, strict=True))
 
 
-def test_once(traces):
+def test_equal_functions_are_traced_once(traces):
     def attend(slopes, mask):
         return compiled(scores.alibi(slopes), masks.sliding_window(3) & mask, CPU)
 
@@ -93,7 +93,7 @@ CHANGES = {
     "one memory or two": (of_tensors(TENSOR, TENSOR[:]), of_tensors(TENSOR, OTHER)),
     "a dtype": (of_tensors(TENSOR, OTHER), of_tensors(TENSOR, OTHER.half())),
     "a default": (lambda s, b, h, q, kv, x=2.0: s * x, lambda s, b, h, q, kv, x=3.0: s * x),
-    # Equal values under other names.
+    # The values have the same order, and their names are swapped.
     "a named default": (
         of_named({"factor": 2.0, "shift": 3.0}),
         of_named({"shift": 2.0, "factor": 3.0}),
@@ -105,7 +105,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes(name, traces):
+def test_a_changed_value_is_traced_again(name, traces):
     check(CHANGES[name])
     assert len(traces) == 2
 
@@ -121,7 +121,7 @@ def of_setting(s, b, h, q, kv, ask=torch.is_autocast_enabled):
 
 
 # Functions that read a value which changes between two calls.
-ASKING = {
+CHANGING_VALUES = {
     "a global": lambda s, b, h, q, kv: s * FACTOR,
     "a global by a builtin function": lambda s, b, h, q, kv: s * globals()["FACTOR"],
     "a value": lambda s, b, h, q, kv: s * 2 if FLAG else s,
@@ -135,9 +135,9 @@ ASKING = {
 }
 
 
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("name", CHANGING_VALUES)
 def test_values_that_change_between_calls(name, monkeypatch):
-    mod = ASKING[name]
+    mod = CHANGING_VALUES[name]
     monkeypatch.setenv("FACTOR_OF_TEST", "2")
     check([mod])
     monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
@@ -152,7 +152,7 @@ def test_values_that_change_between_calls(name, monkeypatch):
         FLAG.logical_not_()
 
 
-def test_values_folded_into_the_trace(traces):
+def test_values_folded_into_the_trace_are_updated(traces):
     slopes = torch.ones(2)
 
     def mod(score, b, h, q_idx, kv_idx):
@@ -166,8 +166,8 @@ def test_values_folded_into_the_trace(traces):
 
 def test_no_tensor_is_kept():
     slopes = torch.ones(2)
-    kept = weakref.ref(slopes)
+    reference = weakref.ref(slopes)
     compiled(scores.alibi(slopes), None, CPU)
     del slopes
     gc.collect()
-    assert kept() is None
+    assert reference() is None

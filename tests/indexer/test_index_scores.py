@@ -13,9 +13,9 @@ from torch_metal_attn.testing.judge import normal
 
 scores = torch.ops.metal_attn.index_scores
 
-HOME = {"batch": 2, "heads": 3, "q_length": 5, "kv_length": 37, "head_dim": 16, "dtype": "float16"}
+CASE = {"batch": 2, "heads": 3, "q_length": 5, "kv_length": 37, "head_dim": 16, "dtype": "float16"}
 LAYOUTS = {"q_layout": ("order 021",), "k_layout": ("order 10", "padded 8")}
-# One query, two, and more than a threadgroup has. Heads and keys do not fill fragments.
+# One query, two queries, and more than a threadgroup has. Heads and keys do not fill fragments.
 SIZES = [
     {"q_length": q_length, "heads": heads, "kv_length": kv_length, "causal": True}
     for q_length, heads, kv_length in ((1, 8, 65), (2, 3, 31), (7, 17, 33))
@@ -36,7 +36,7 @@ CASES = {
         {"causal": True, "q_offset": q_offset, "softmax_scale": 0.3}
         for q_offset in (None, 0, -3, 40)
     ],
-    # Heads inside rows, and rows that are not aligned.
+    # Heads are inside rows, or rows are not aligned.
     "layouts": [LAYOUTS, {"q_layout": ("padded 3",), "k_layout": ("padded 3",)}],
     "empty": [{name: 0} for name in ("batch", "heads", "q_length", "kv_length")],
 }
@@ -50,21 +50,21 @@ def make(batch=2, heads=3, q_length=5, kv_length=37, head_dim=16, dtype=torch.fl
 
 @pytest.mark.parametrize("subject", CASES)
 def test_values(subject, device):
-    judge(*(IndexScores(**HOME | fields) for fields in CASES[subject]), device=device)
+    judge(*(IndexScores(**CASE | fields) for fields in CASES[subject]), device=device)
 
 
-def test_one_key_and_one_batch_for_all(device):
+def test_keys_and_weights_may_be_expanded(device):
     q, k, weights = (x.to(device) for x in make())
     k, weights = k[:, :1].expand(-1, 37, -1), weights[:1].expand(2, -1, -1)
     assert torch.equal(scores(q, k, weights), scores(q, k.contiguous(), weights.contiguous()))
 
 
 def sizes(device):
-    judge(*(IndexScores(**HOME | fields) for fields in SIZES), device=device)
+    judge(*(IndexScores(**CASE | fields) for fields in SIZES), device=device)
 
 
 def test_nan(device):
-    """NaN in a key and in a head. Hidden keys stay -inf."""
+    """A key and then a head have NaN. Hidden keys stay -inf."""
     q, k, weights = make()
     k[:, 30] = math.nan
     result = scores(*(x.to(device) for x in (q, k, weights)), causal=True, q_offset=20).cpu()

@@ -30,7 +30,7 @@ CASES = {
         for dtype in NAMES
         for sizes in (BATCH, PACKED | EMPTY)
     ],
-    # Rows that several SIMD groups share, and views in another order of dimensions.
+    # Several SIMD groups share rows. Some views have another order of dimensions.
     "in place": [
         IN_PLACE | sizes | empty | {"head_dim": head_dim, "dtype": dtype}
         for head_dim, dtype in ((33, "float32"), (64, "float16"))
@@ -126,7 +126,7 @@ def test_nan_and_infinities(head_dim, device):
     lse_a[0, 0, 1] = math.nan
     lse_b[0, 0, 2] = math.nan
     out_b[0, 0, 3] = math.inf
-    lse_b[0, 0, 4] = math.inf  # has no weights, as in softmax
+    lse_b[0, 0, 4] = math.inf  # gives no weights, as in softmax
     lse_a[0, 0, 5], out_a[0, 0, 5], lse_b[0, 0, 5] = -200.0, math.inf, 200.0
     tensors = [t.to(device) for t in (out_a, lse_a, out_b, lse_b)]
     for order in (tensors, tensors[2:] + tensors[:2]):
@@ -165,7 +165,7 @@ def test_sinks_that_are_infinite_or_nan(device):
 
 @pytest.mark.parametrize("spread", [1e-3, 100.0, 1e4, 1e37])
 def test_any_magnitude(spread, device):
-    """Two expanded states with log-sum-exps of any strides, also as splits."""
+    """Two expanded states with log-sum-exps of any strides are merged, also as splits."""
     outs, lses = normal(2, 1, 9, 2, 32).expand(2, 2, 9, 2, 32), spread * normal(2, 2, 9, 2, seed=1)
     oracle, oracle_lse = union(outs.double(), lses.double(), None)
     torchs, torchs_lse = union(outs, lses, None)
@@ -180,11 +180,11 @@ def test_any_magnitude(spread, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_counts(name):
-    """Counts per element: no more moves than necessary, of 16 bytes each."""
+def test_few_loads_and_stores_per_element(name):
+    """Counts per element: loads and stores are as few as possible, of 16 bytes each."""
     itemsize = getattr(torch, name).itemsize
     counts = bench_memory.merge("merge_state", 2, 64, name)
-    assert counts["loads"] == 2 * (2 * itemsize / 16)  # both log-sum-exps too, once a chunk
+    assert counts["loads"] == 2 * (2 * itemsize / 16)  # each chunk loads both log-sum-exps too
     assert counts["stores (bytes)"] == itemsize + 4 / 64
     assert counts["barriers"] == counts["shuffles"] == 0
     for splits in (8, 128):

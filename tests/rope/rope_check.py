@@ -75,7 +75,7 @@ def oracle(x, cos, sin, **options):
 
 
 def check_close(out, x, cos, sin, **options):
-    """Checks `out` against float64, within twice torch's error. Columns after R must be equal."""
+    """Checks that `out` has at most twice torch's error. Columns after R must be equal."""
     assert (out.dtype, out.shape) == (x.dtype, x.shape)
     if out.numel() == 0:
         return

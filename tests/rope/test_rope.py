@@ -46,7 +46,7 @@ def ours(config, seq_len=None):
 
 
 def check_transformers(config, seq_len=None):
-    """Checks that our frequencies for `config` have the bits of transformers'."""
+    """Checks that our frequencies for `config` equal those of transformers bit for bit."""
     inv_freq, factor = ours(config, seq_len)
     kind = config.rope_parameters["rope_type"]
     if kind == "default":
@@ -92,7 +92,7 @@ def combinations(kind):
 class TestAgainstTransformers:
     @pytest.mark.parametrize("head_dim", [16, 80])
     @pytest.mark.parametrize("kind", SWEEPS)
-    def test_sweep(self, kind, head_dim):
+    def test_frequencies_of_every_option(self, kind, head_dim):
         for parameters in combinations(kind):
             for seq_len in (None, 100, 20000) if kind == "dynamic" else (None,):
                 check_transformers(config_of(parameters, head_dim), seq_len)
@@ -127,17 +127,17 @@ class TestAgainstTransformers:
 
 
 def test_ntk_aware_changes_the_base():
-    """YaRN, eq. 16: b' = b s^(|D| / (|D| - 2)): the lowest frequency is interpolated by s."""
+    """By eq. 16 of YaRN, b' = b s^(|D| / (|D| - 2)), so the lowest frequency is divided by s."""
     inv_freq, factor = rope.ntk_aware(128, 10000.0, factor=8.0)
     base = 10000.0 * 8 ** (128 / 126)
     expected = torch.tensor([base ** (-2 * i / 128) for i in range(64)], dtype=torch.float64)
     torch.testing.assert_close(inv_freq.double(), expected, rtol=1e-6, atol=0)
     assert inv_freq[0] == 1.0
     assert inv_freq[-1].item() == pytest.approx(10000.0 ** (-126 / 128) / 8, rel=1e-5)
-    assert factor == 1.0  # cos and sin themselves stay
+    assert factor == 1.0  # cos and sin are not scaled
 
 
-def test_yarn_whose_ramp_is_a_step():
+def test_yarn_is_finite_if_its_ramp_is_a_step():
     step, _ = rope.yarn(8, 1e9, factor=2.0, original_max_position_embeddings=4, truncate=True)
     assert step.isfinite().all()
 
@@ -149,7 +149,7 @@ def test_yarn_whose_ramp_is_a_step():
         (Qwen3VLTextRotaryEmbedding, Qwen3VLTextConfig, [12, 10, 10]),
     ],
 )
-def test_tables_of_a_model_with_three_positions_a_token(model, config, section, device):
+def test_tables_of_a_model_with_three_positions_per_token(model, config, section, device):
     """transformers repeats the columns for both halves. docs/porting.md keeps the first half."""
     parameters = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
@@ -174,7 +174,7 @@ CALLS = {
     rope.llama3: {"dim": 8, "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 8} | ORIGINAL,
     rope.tables: {"inv_freq": FOUR, "positions": 5},
 }
-VALUES = [
+BAD_VALUES = [
     (rope.default, {"dim": 2**63}, "dim is 9223372036854775808; it must be an even int"),
     (rope.default, {"dim": 7}, "dim is 7; it must be an even int"),
     (rope.default, {"base": 2**200}, "base is .*; it must be a positive, finite"),
@@ -190,7 +190,7 @@ VALUES = [
     (rope.tables, {"positions": -1}, "positions is -1; it must be at least 0"),
     (rope.tables, {"positions": 2**62}, r"positions is .*; it must be in 0\.\.2147483647"),
 ]
-TYPES = [
+BAD_TYPES = [
     (rope.dynamic_ntk, {"seq_len": math.nan}, "seq_len is nan; it must be an int"),
     (rope.yarn, {"mscale": "1"}, "mscale is '1'; it must be a"),
     (rope.yarn, {"truncate": FOUR}, "truncate is a float32 tensor .* a bool"),
@@ -203,8 +203,8 @@ TYPES = [
 
 @each_case(
     "error, function, changes, message",
-    [*((ValueError, *row) for row in VALUES), *((TypeError, *row) for row in TYPES)],
+    [*((ValueError, *row) for row in BAD_VALUES), *((TypeError, *row) for row in BAD_TYPES)],
 )
-def test_refusals(error, function, changes, message):
+def test_invalid_arguments_are_refused(error, function, changes, message):
     with pytest.raises(error, match=message):
         function(**CALLS[function] | changes)

@@ -18,13 +18,13 @@ from torch_metal_attn.testing.tensors import DTYPES as NAMES
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables
 
-HOME = {"batch": 2, "heads": 4, "kv_heads": 2, "length": 9, "head_dim": 16, "columns": 16}
+DEFAULT_SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "length": 9, "head_dim": 16, "columns": 16}
 ODD = [(1, 0), (2, 2), (7, 6), (33, 2), (128, 0), (1023, 1022)]
 LAYOUTS = [("order 021",), ("order 2013", "padded 4"), ("order 3012",), ("padded 4",)]
-AFTER = dict(zip(NAMES, [*NAMES][1:] + [*NAMES][:1], strict=True))
+NEXT_DTYPE = dict(zip(NAMES, [*NAMES][1:] + [*NAMES][:1], strict=True))
 PLACES = ("", "offset", "offsets", "positions", "positions of each")
-# For each number of columns in a vector: rope's dtypes, without and with `interleaved`, and rows.
-# rope_ runs in the next dtype.
+# For each number of columns in a vector: the dtypes of rope without and with `interleaved`, and the
+# cases. rope_ runs in the next dtype of NAMES.
 VECTORS = {
     1: (
         ("float16", "float32"),
@@ -88,26 +88,26 @@ NOT_IN_PLACE = {
 @pytest.mark.parametrize("subject", CASES)
 def test_values(subject, device):
     for fields in CASES[subject]:
-        case = HOME | fields
-        after = {"dtype": AFTER[fields["dtype"]]} if "dtype" in fields else {}
-        judge(Rotation("rope", **case), Rotation("rope_", **case | after), device=device)
+        case = DEFAULT_SIZES | fields
+        next_dtype = {"dtype": NEXT_DTYPE[fields["dtype"]]} if "dtype" in fields else {}
+        judge(Rotation("rope", **case), Rotation("rope_", **case | next_dtype), device=device)
 
 
-def test_dtypes(device):
+def test_every_pair_of_dtypes(device):
     for number, (dtype, table_dtype) in enumerate(itertools.product(NAMES, NAMES)):
         case = {"dtype": dtype, "table_dtype": table_dtype, "place": "offset"}
         call = ("rope", "rope_")[number % 2]
-        judge(Rotation(call, **HOME | case), device=device)
+        judge(Rotation(call, **DEFAULT_SIZES | case), device=device)
 
 
 @pytest.mark.parametrize("subject", NOT_IN_PLACE)
 def test_values_that_are_not_in_place(subject, device):
-    judge(*(Rotation(**HOME | fields) for fields in NOT_IN_PLACE[subject]), device=device)
+    judge(*(Rotation(**DEFAULT_SIZES | fields) for fields in NOT_IN_PLACE[subject]), device=device)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_positions(dtype, device):
-    """Positions and offsets of any strides."""
+def test_positions_and_offsets_may_have_any_strides(dtype, device):
+    """Positions and offsets may have any strides."""
     q, k, cos, sin = make_problem(rows=40)
 
     whole = torch.randint(40, (18, 18), dtype=dtype)
@@ -119,7 +119,7 @@ def test_positions(dtype, device):
 
 
 def rows_outside():
-    """On the GPU a row outside gives NaN and is not read. No memory follows the tables."""
+    """On the GPU a row outside the tables gives NaN and is not read. No memory follows them."""
     q, k, cos, sin = make_problem(head_dim=20, rotary_dim=16, rows=9)
     for bad in (-1, 9, 2**20, 2**40, -(2**63)):
         positions = torch.arange(9).repeat(2, 1)
@@ -170,7 +170,7 @@ class TestRowsOutside:
 
 
 def test_columns_after_r_keep_their_bits(device):
-    """Also signalling NaN, denormals and -0, and rows that are rotated by NaN."""
+    """The bits include signalling NaN, denormals and -0. One row is rotated by NaN."""
     q, _, cos, sin = make_problem(head_dim=23, rotary_dim=8, dtype=torch.bfloat16)
     bits = torch.arange(2 * 4 * 9 * 15, dtype=torch.int16).view(2, 4, 9, 15) * 29 - 32000
     q[..., 8:] = bits.view(torch.bfloat16)
@@ -216,7 +216,7 @@ def test_precompute_rope_tables(length, head_dim, device):
 
 
 def everything():
-    """Aligned and unaligned tails, every way to choose rows, and different strides of q and k."""
+    """Tails are aligned or not, rows are chosen in every way, and strides of q and k differ."""
     sizes = {"length": 13, "rotary_dim": 16, "dtype": torch.float16}
     q, k, cos, sin = make_problem(heads=5, head_dim=43, **sizes)
     for options in (
@@ -233,7 +233,7 @@ def everything():
 
 
 def shared_heads():
-    """With many tokens a thread has several heads. The last group has fewer."""
+    """With many tokens a thread has several heads. The last group has fewer heads."""
     q, k, cos, sin = make_problem(heads=5, length=300, head_dim=128, rotary_dim=126)
     (explained,) = extension.launches(torch.ops.metal_attn_explain.rope(q, k, cos, sin))
     assert explained["defines"]["HEADS"] == "4"
@@ -287,7 +287,7 @@ MUTANTS = {
     rows_outside: """
         rope: row outside read [out_of_bounds]: {~row >= 0 && row < params.table_rows => true~}
         rope: row before the first read [out_of_bounds]: {~row >= 0 && =>~}
-        rope: row after the last read [out_of_bounds]: row {~< => <=~} params.table_rows
+        rope: row next_dtype the last read [out_of_bounds]: row {~< => <=~} params.table_rows
     """,
     all_tables: """
         rope_tables: sin for cos: precise::{~cos => sin~}(angle)

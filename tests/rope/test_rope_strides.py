@@ -12,7 +12,7 @@ rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 
 class TestStrides:
     @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "columns first"])
-    def test_tables(self, layout, device):
+    def test_tables_may_have_any_strides(self, layout, device):
         q, k, _, _ = make_problem()
         cos, sin = make_tables(24, 16, batch=2)
         views = [LAYOUTS[layout](t[:, None])[:, 0].to(device) for t in (cos, sin)]
@@ -38,7 +38,7 @@ class TestStrides:
             assert torch.equal(k, expected[1]), name
 
     def test_more_than_2_to_31_elements(self):
-        """Offsets beyond 32 bits, in sparse memory. Checks are off, as they would copy it."""
+        """Offsets exceed 32 bits, in sparse memory. Checks are off, because they would copy it."""
         far = 2**31 + 64
         flat = sparse(far + 4096)
         values, k, cos, sin = make_problem(length=2, head_dim=8, dtype=torch.float16)

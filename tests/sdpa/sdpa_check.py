@@ -1,4 +1,4 @@
-"""Checks of scaled_dot_product_attention: within twice torch's error in the same dtype."""
+"""Checks that scaled_dot_product_attention has at most twice torch's error in the same dtype."""
 
 import functools
 
@@ -16,7 +16,7 @@ from torch_metal_attn.testing.judge import near, normal, worst_of
 
 def check(q, k, v, attn_mask=None, device="cpu", attend=sdpa, **options):
     """Runs `attend` on `device` and checks it against float64, within twice torch's error."""
-    mask = attn_mask if attn_mask is None else moved(attn_mask, device)
+    mask = attn_mask if attn_mask is None else to_device(attn_mask, device)
     out = attend(*(x.to(device) for x in (q, k, v)), mask, **options).cpu()
     additive = attn_mask is not None and attn_mask.dtype != torch.bool
     exact_mask = attn_mask.double() if additive else attn_mask
@@ -45,7 +45,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
 
 
-def moved(tensor, device):
+def to_device(tensor, device):
     if tensor.device == torch.device(device):
         return tensor
     base = tensor.as_strided((tensor.untyped_storage().size() // tensor.element_size(),), (1,), 0)
@@ -53,9 +53,9 @@ def moved(tensor, device):
 
 
 simulate = functools.partial(torch_metal_attn.simulate, check=True)
-BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # process_wide does not replace it in a list
+BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # blocks do not replace functions in lists
 OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
-LEAVES = "leaves calls of scaled_dot_product_attention to torch"
+LEFT_TO_TORCH = "leaves calls of scaled_dot_product_attention to torch"
 NO_CALL = "replaced no call of scaled_dot_product_attention"
 SCALE = "scale is 1e+39; its product with log2(e) must be finite in float32"
 

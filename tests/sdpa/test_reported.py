@@ -1,4 +1,4 @@
-"""The calls of public reports about attention on Apple GPUs.
+"""Calls from public reports about attention on Apple GPUs.
 
 docs/mps-issues.md describes each report and what happens here. The number of a report is in the
 name of its test, or in the id of its case. Sizes, layouts and options are the report's.
@@ -19,7 +19,7 @@ from torch_metal_attn import sdpa_replaced, simulate
 
 
 def qkv(q_shape, kv_shape=None, v_shape=None, dtype=torch.float32):
-    """Normal query, key and value. A missing shape is the one before it."""
+    """Normal query, key and value. A missing shape is that of the previous tensor."""
     kv_shape = kv_shape or q_shape
     shapes = [q_shape, kv_shape, v_shape or kv_shape]
     return [normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
@@ -31,7 +31,7 @@ def reported(**problems):
 
 
 def from_rows(batch, length, heads, head_dim):
-    """As models make them: (batch, length, heads, head_dim), transposed."""
+    """Transposed tensors of shape (batch, length, heads, head_dim), as models make them."""
     return [t.transpose(1, 2) for t in qkv((batch, length, heads, head_dim))]
 
 
@@ -89,19 +89,19 @@ def empty(*shape, kv_length=None, dtype=torch.float32):
     pytorch_149261=lambda: empty(1, 12, 29_640, 128),
     pytorch_179592_179352=lambda: empty(1, 8, 16_384, 64, kv_length=65_536),
     pytorch_197636=lambda: empty(65_552, 1, 256, 64),
-    ComfyUI_14837=lambda: empty(1, 56, 20_981, 128, dtype=torch.bfloat16),  # in a comment
+    ComfyUI_14837=lambda: empty(1, 56, 20_981, 128, dtype=torch.bfloat16),  # from a comment
 )
 class TestManyScores:
     @pytest.fixture(autouse=True)
     def untouched_memory(self, monkeypatch):
-        """Untouched pages cost no memory."""
+        """Without a fill, pages are not touched and cost no memory."""
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
     def test_launch(self, problem):
         q, k, v = problem()
         with simulate(record=True) as run:
             out = sdpa(q, k, v)
-        launch, *others = run.recorded  # launches of about a second each
+        launch, *others = run.recorded  # the other launches continue it, about a second each
         assert q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > 2**31
         # The kernel gets the inputs, the output and a log-sum-exp for each row, and nothing else.
         nbytes = sum(buffer.storage.numel() for buffer in launch.buffers)
@@ -125,7 +125,7 @@ class TestManyScores:
             assert begin == tensor.numel() - tensor.shape[3]
 
     def test_last_rows(self, problem):
-        """Values of the last batch and head, without checks, which would take seconds here."""
+        """Values of the last batch and head. The simulator's checks would take seconds here."""
         q, k, v = (tensor[-1:, -1:] for tensor in problem())
         q = q[:, :, -8:]
         for tensor, numbers in zip((q, k, v), qkv(q.shape, k.shape), strict=True):
@@ -194,7 +194,7 @@ def test_hidden_rows(problem, device):
 def test_later_keys_195910(dtype, device):
     q, k, v = (tensor.to(dtype) for tensor in qkv((1, 4, 64, 64)))
     out = check(q, k, v, device=device, is_causal=True)
-    for seen in (33, 34, 35):  # the report's groups are of four rows, one of them 32 to 35
+    for seen in (33, 34, 35):  # the report has groups of four rows, such as 32 to 35
         later = (torch.cat([t[:, :, :seen], t[:, :, seen:] + 1], 2).to(device) for t in (k, v))
         changed = sdpa(q.to(device), *later, is_causal=True).cpu()
         assert torch.equal(changed[:, :, :seen], out[:, :, :seen])

@@ -29,9 +29,9 @@ VALUES = [
         for dtype in ("bool", "float32", "float16")
     ),
 ]
-# These run on the CPU kernels.
-OTHERS = [case(**CALL | {"dtype": dtype, "kv_heads": 4}, causal=True) for dtype in NAMES]
-OTHERS += [case(**CALL, q_length=9, kv_length=11, dropout_p=0.4)]
+# These cases run on the CPU kernels only.
+CPU_VALUES = [case(**CALL | {"dtype": dtype, "kv_heads": 4}, causal=True) for dtype in NAMES]
+CPU_VALUES += [case(**CALL, q_length=9, kv_length=11, dropout_p=0.4)]
 
 
 def test_values(device):
@@ -39,7 +39,7 @@ def test_values(device):
 
 
 def test_values_without_the_simulator():
-    hold([*VALUES, *OTHERS], torch.device("cpu"))
+    hold([*VALUES, *CPU_VALUES], torch.device("cpu"))
 
 
 def random_mask(shape, kind, seed=7):
@@ -68,7 +68,7 @@ RANKS = [
 class TestOperands:
     @each_case("q_length, kv_length, causal", product((1, 33, 65), (1, 33, 65), (False, True)))
     def test_plain_calls(self, q_length, kv_length, causal):
-        """Without gradients they call an op directly."""
+        """A plain call without gradients calls an op directly."""
         q, k, v = normal(2, 3, q_length, 16), *normal(2, 2, 3, kv_length, 16, seed=1)
         expected = torch_sdpa(q, k, v, is_causal=causal, scale=0.3)
         for leaf in (q, q.clone().requires_grad_()):
@@ -100,7 +100,7 @@ class TestOperands:
         assert sdpa(q, k, v).shape == (1, 2, 5, 8)
 
     @pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 0, 5, 8), (1, 2, 0, 8)])
-    def test_empty(self, shape, device):
+    def test_empty_tensors_may_have_any_strides(self, shape, device):
         """Strides of empty tensors are ignored, and contiguous() does not change them."""
         leaf = torch.zeros(1, device=device, requires_grad=True)
         q = leaf.expand(shape)
@@ -135,7 +135,7 @@ MASK_SHAPES = [
     ((2, 3, 4, 5, 8), (4, 1, 7)),
     ((2, 3, 4, 5, 8), (2, 3, 1, 1, 7)),
     ((2, 3, 4, 5, 8), (2, 1, 1, 1, 7)),  # the second dimension becomes a part of the heads
-    ((2, 3, 4, 5, 8), (1, 3, 4, 5, 7)),  # the first and the second dimension do
+    ((2, 3, 4, 5, 8), (1, 3, 4, 5, 7)),  # the first two dimensions become a part of the heads
     ((2, 1, 4, 5, 8), (2, 1, 4, 5, 7)),
     ((2, 3, 2, 4, 5, 8), (2, 3, 1, 1, 5, 7)),
     ((0, 4, 5, 8), (0, 4, 5, 7)),
@@ -146,7 +146,7 @@ MASK_SHAPES = [
 class TestMasks:
     @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
     @each_case("q_shape, mask_shape", MASK_SHAPES)
-    def test_shapes(self, q_shape, mask_shape, kind):
+    def test_masks_of_every_shape(self, q_shape, mask_shape, kind):
         k_shape = (*q_shape[:-2], 7, 8)
         q, k, v = normal(*q_shape), normal(*k_shape, seed=1), normal(*k_shape, seed=2)
         check(q, k, v, random_mask(mask_shape, kind))
@@ -164,7 +164,7 @@ class TestMasks:
 
 
 class TestViews:
-    def test_never_copies(self):
+    def test_views_are_never_copied(self):
         """Leading dimensions that no view can merge raise an error."""
         q = normal(2, 3, 4, 5, 8)
         swapped = q.transpose(0, 1).contiguous().transpose(0, 1)
@@ -183,7 +183,7 @@ class TestViews:
         close(sdpa(q, q, q, swapped.contiguous()), torch_sdpa(q, q, q, mask))
 
     def test_masks_that_no_view_broadcasts(self):
-        """A merged dimension has one stride, so it cannot broadcast the middle one of three."""
+        """A merged dimension has one stride, so it cannot broadcast only the middle of three."""
         whole, heads_later = normal(2, 3, 4, 5, 8), normal(2, 3, 5, 4, 8).transpose(2, 3)
         for q, heads in ((whole, 4), (heads_later, 1)):
             mask = random_mask((2, 1, heads, 5, 5), torch.bool)
@@ -213,8 +213,8 @@ class TestViews:
         assert seen[3].untyped_storage().nbytes() == mask.untyped_storage().nbytes()
 
 
-def refused():
-    """Changes of a call, the type of the error, and its message."""
+def invalid_calls():
+    """Yields changes of a call, the type of the error, and the message."""
     q, k, wide = normal(2, 4, 5, 8), normal(2, 2, 7, 8), normal(2, 4, 5, 577)
     far = q[..., :1, :].expand(2, 4, 2**31, 8)
     mask = torch.ones(5, 5, dtype=torch.bool)
@@ -222,7 +222,7 @@ def refused():
     def keys(k, **options):
         return {"key": k, "value": k, "enable_gqa": True} | options
 
-    # Torch refuses these too.
+    # Torch refuses these calls too.
     yield {"attn_mask": mask, "is_causal": True}, RuntimeError, "attn_mask should not be set"
     yield {"query": q[0, 0, 0]}, RuntimeError, "at least 2 dimensional"
     yield {"key": q.half()}, RuntimeError, "same dtype"
@@ -242,7 +242,7 @@ def refused():
     yield {"is_causal": 1}, TypeError, "is_causal is 1"
     yield {"is_causal": mask}, TypeError, "is_causal is a bool tensor .*pass a mask as attn_mask"
     yield {"enable_gqa": None}, TypeError, "enable_gqa is None"
-    # The kernels do not have these.
+    # The kernels do not support these calls.
     yield {"key": q.mT.contiguous().mT}, ValueError, r"key of shape .* has strides .*key\."
     doubles = dict.fromkeys(("query", "key", "value"), q.double())
     yield doubles, ValueError, "query has dtype torch.float64; it must be float32, float16"
@@ -258,8 +258,8 @@ def refused():
 
 
 class TestErrors:
-    @each_case("changes, error, message", [*refused()])
-    def test_refused(self, changes, error, message):
+    @each_case("changes, error, message", [*invalid_calls()])
+    def test_invalid_calls_are_refused(self, changes, error, message):
         q = normal(2, 4, 5, 8)
         with pytest.raises(error, match=message):
             sdpa(**{"query": q, "key": q, "value": q} | changes)
@@ -271,7 +271,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_mask_dtypes(self, dtype):
-        """The same dtypes as torch's function."""
+        """A mask may have the same dtypes as in torch."""
         q = normal(1, 2, 5, 8, dtype=dtype)
         for kind in (torch.bool, *DTYPES, torch.float64, torch.int32, torch.uint8, torch.complex64):
             mask = torch.ones(5, 5).to(kind)
@@ -285,15 +285,15 @@ class TestErrors:
     @pytest.mark.parametrize(
         "shape", [(6, 5), (5, 6), (2, 5, 5), (3, 4, 5, 5), (1, 2, 4, 5, 5), (0, 5), (5, 0)]
     )
-    def test_mask_shapes(self, shape):
-        """torch's CPU kernel reads past masks of size 0; its math backend refuses all of these."""
+    def test_wrong_mask_shapes_are_refused(self, shape):
+        """torch's CPU kernel reads past masks of size 0. Its math backend refuses all these."""
         q, mask = normal(2, 4, 5, 8), torch.ones(shape, dtype=torch.bool)
         with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError):
             torch_sdpa(q, q, q, mask)
         with pytest.raises(RuntimeError, match=r"attn_mask has shape .*\(2, 4, 5, 5\), the shape"):
             sdpa(q, q, q, mask)
 
-    def test_not_implemented(self):
+    def test_nested_tensors_and_unequal_kv_heads_are_refused(self):
         q = normal(2, 4, 5, 8)
         k, v = normal(2, 2, 5, 8), normal(2, 4, 5, 8)
         with pytest.raises(NotImplementedError, match="2 key heads and 4 value heads"):
@@ -314,7 +314,7 @@ class TestErrors:
 
 class TestCompile:
     @pytest.fixture(autouse=True)
-    def nothing_compiled(self):
+    def reset_dynamo(self):
         torch._dynamo.reset()
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""sdpa_replaced(): the calls that it replaces and leaves alone, its reasons, and its end."""
+"""sdpa_replaced(): the calls that it replaces, the calls that it leaves to torch, and why."""
 
 import gc
 import warnings
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.sdpa.sdpa_check import (
     BUILTIN,
-    LEAVES,
+    LEFT_TO_TORCH,
     NO_CALL,
     SCALE,
     Graphs,
@@ -49,7 +49,7 @@ class TestReplaces:
             lambda *a, **kw: torch._C._nn.scaled_dot_product_attention(*a, **kw),
         ],
     )
-    def test_every_name(self, device, call):
+    def test_every_name_is_replaced(self, device, call):
         q, k, v = (t.to(device) for t in qkv())
         mask = normal(9, 11, seed=3) > -0.5
         options = {"attn_mask": mask.to(device), "scale": 0.2}
@@ -66,7 +66,7 @@ class TestReplaces:
     @pytest.mark.parametrize(
         "training, mode", [(False, torch.inference_mode), (True, torch.no_grad)]
     )
-    def test_torchs_layers(self, device, training, mode):
+    def test_calls_of_torchs_layers_are_replaced(self, device, training, mode):
         x = normal(2, 5, 32).to(device)
         padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device=device)
         future = torch.nn.Transformer.generate_square_subsequent_mask(5, device=device)
@@ -79,7 +79,10 @@ class TestReplaces:
         cases = [
             (lambda: attention(x, x, x, need_weights=False)[0], 1),
             (lambda: attention(x, x, x, key_padding_mask=padding, need_weights=False)[0], 1),
-            (lambda: attention(x, x, x)[0], 0),  # returns the weights, without torch's function
+            (
+                lambda: attention(x, x, x)[0],
+                0,
+            ),  # returns weights, so torch's function is not called
             (lambda: layer(x), 1),
             (lambda: layer(x, src_mask=future, is_causal=True), 1),
             (lambda: layer(x, src_key_padding_mask=padding), 1),
@@ -94,7 +97,7 @@ class TestReplaces:
             close(out, expected)
             assert (number, calls.replaced, calls.left_alone) == (number, count, {})
 
-    def test_a_fake_tensor(self):
+    def test_calls_with_fake_tensors_are_replaced(self):
         with FakeTensorMode(), simulate(), sdpa_replaced() as calls:
             q = torch.empty(2, 4, 9, 8)
             assert F.scaled_dot_product_attention(q, q, q[..., :5]).shape == (2, 4, 9, 5)
@@ -102,14 +105,14 @@ class TestReplaces:
 
     @pytest.mark.parametrize("process_wide", [False, True])
     def test_torchscript_calls_torchs_own(self, process_wide):
-        """torch.jit.script works in a block. Scripts call torch's function, inside and after it."""
+        """torch.jit.script works in a block. Scripts call torch's function, also in the block."""
         x = normal(1, 2, 5, 8)
         expected = by_name(x)
 
-        def blocks():
+        def entries():
             return list(_builtins._get_builtin_table().values()).count(BUILTIN_OP)
 
-        before = blocks()
+        before = entries()
         for _ in range(3):
             with simulate() as run, sdpa_replaced(process_wide=process_wide) as calls:
                 scripts = [torch.jit.script(f) for f in (by_attribute, by_name)]
@@ -125,7 +128,7 @@ class TestReplaces:
         for script in scripts:
             close(script(x), expected)
         gc.collect()
-        assert blocks() <= before + 1  # the attribute of the last block is kept
+        assert entries() <= before + 1  # the function of the last block is kept
 
     def test_gradient_of_the_mask(self):
         """A learnt relative-position bias, as in BEiT, with a batch of 1."""
@@ -167,11 +170,11 @@ def left_alone_cases():
 class TestLeavesAlone:
     @pytest.mark.filterwarnings("ignore:.*nested tensors")
     @pytest.mark.parametrize("case", left_alone_cases())
-    def test_unsupported(self, case):
+    def test_unsupported_calls_are_left_to_torch(self, case):
         arguments, options, reason = left_alone_cases()[case]
         expected = imported_before(*arguments, **options)
         with simulate() as run, sdpa_replaced() as calls:
-            with pytest.warns(UserWarning, match=LEAVES) as said:
+            with pytest.warns(UserWarning, match=LEFT_TO_TORCH) as said:
                 out = F.scaled_dot_product_attention(*arguments, **options)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -186,7 +189,7 @@ class TestLeavesAlone:
         if case not in ("meta", "nested"):
             torch.testing.assert_close(out, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
-    def test_errors_of_torch(self):
+    def test_errors_are_torchs(self):
         q, _, _ = qkv()
         cases = [((q, q.half(), q), RuntimeError), ((q, q, [1]), TypeError), ((q,), TypeError)]
         for arguments, error in cases:
@@ -199,7 +202,7 @@ class TestLeavesAlone:
             assert str(ours.value) == str(theirs.value)
 
     @pytest.mark.filterwarnings("ignore")
-    def test_torch_func(self):
+    def test_torch_func_is_left_to_torch(self):
         q, k, v = qkv()
         expected = torch.vmap(imported_before)(q, k, v)
         with simulate(), sdpa_replaced() as calls:
@@ -232,7 +235,7 @@ class TestLeavesAlone:
 
 
 class TestContext:
-    def test_nesting(self):
+    def test_calls_count_in_nested_blocks(self):
         q, k, v = qkv()
         outer = sdpa_replaced()
         with simulate(), outer:
@@ -240,7 +243,7 @@ class TestContext:
             with sdpa_replaced() as inner, outer:
                 F.scaled_dot_product_attention(q, k, v)
                 imported_before(q, k, v)
-            with pytest.warns(UserWarning, match=LEAVES):
+            with pytest.warns(UserWarning, match=LEFT_TO_TORCH):
                 F.scaled_dot_product_attention(q, k, v, scale=1e39)
         assert (inner.replaced, inner.left_alone) == (2, {})
         assert (outer.replaced, outer.left_alone) == (3, {SCALE: 1})
@@ -249,8 +252,8 @@ class TestContext:
         assert outer.replaced == 4
         assert repr(outer).startswith("SdpaReplaced(replaced=4, left_alone={'scale is 1e+39;")
 
-    def test_another_patch_before(self, monkeypatch):
-        """A function that replaced torch's before gets the calls left alone, and is restored."""
+    def test_an_earlier_patch_is_restored(self, monkeypatch):
+        """A function that replaced torch's earlier gets the calls left alone, and is restored."""
         seen = []
 
         def theirs(*arguments, **options):
@@ -262,13 +265,13 @@ class TestContext:
             patch.setattr(F, "scaled_dot_product_attention", theirs)
             with simulate(), sdpa_replaced() as calls:
                 F.scaled_dot_product_attention(q, k, v)
-                with pytest.warns(UserWarning, match=LEAVES):
+                with pytest.warns(UserWarning, match=LEFT_TO_TORCH):
                     F.scaled_dot_product_attention(q, k, v, scale=1e39)
             assert F.scaled_dot_product_attention is theirs
         assert seen == [{"scale": 1e39}]
         assert (calls.replaced, calls.left_alone) == (1, {SCALE: 1})
 
-    def test_another_patch_inside(self):
+    def test_a_patch_inside_the_block_stays(self):
         """A function that replaces ours inside the block stays, and may go on calling ours."""
         q, k, v = qkv()
         try:
@@ -278,7 +281,7 @@ class TestContext:
             close(F.scaled_dot_product_attention(q, k, v), imported_before(q, k, v))
             with simulate(), sdpa_replaced() as calls:
                 F.scaled_dot_product_attention(q, k, v)
-                with pytest.warns(UserWarning, match=LEAVES):
+                with pytest.warns(UserWarning, match=LEFT_TO_TORCH):
                     F.scaled_dot_product_attention(q, k, v, scale=1e39)
             assert (calls.replaced, calls.left_alone) == (1, {SCALE: 1})
         finally:
@@ -296,7 +299,7 @@ class TestContext:
         with Watch(), simulate(), sdpa_replaced():
             F.scaled_dot_product_attention(q, k, v)
             assert BUILTIN[0] not in seen
-            with pytest.warns(UserWarning, match=LEAVES):
+            with pytest.warns(UserWarning, match=LEFT_TO_TORCH):
                 F.scaled_dot_product_attention(q, k, v, scale=1e39)
         assert BUILTIN[0] in seen
         with simulate(), sdpa_replaced() as calls, Watch():
@@ -306,13 +309,13 @@ class TestContext:
 
 class TestCompile:
     @pytest.fixture(autouse=True)
-    def nothing_compiled(self, monkeypatch):
+    def reset_dynamo_and_thread(self, monkeypatch):
         torch._dynamo.reset()
-        # As in a thread whose first call is a compiled one.
+        # As in a thread whose first call of attention is compiled.
         monkeypatch.setattr(replacement._blocks, "this_thread", replacement._Thread())
 
     @pytest.mark.parametrize("dynamic", [True, False])
-    def test_inside_and_outside(self, dynamic):
+    def test_one_graph_inside_and_one_outside_of_blocks(self, dynamic):
         def call(q, k, v):
             if dynamic:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True) + 0
@@ -332,7 +335,7 @@ class TestCompile:
         assert not run.launches
         assert graphs.calls == [0, 1]
 
-    def test_left_alone_with_a_warning(self):
+    def test_compiled_calls_that_are_left_to_torch_warn(self):
         options = {"fullgraph": True, "dynamic": True, "backend": "aot_eager"}
         compiled = torch.compile(lambda *a: F.scaled_dot_product_attention(*a) + 0, **options)
         q, k, v = qkv()
@@ -343,7 +346,7 @@ class TestCompile:
         assert not run.launches
         assert calls.replaced == 0
 
-    def test_training(self):
+    def test_gradients_of_compiled_calls(self):
         options = {"fullgraph": True, "backend": "aot_eager"}
         compiled = torch.compile(lambda *a: F.scaled_dot_product_attention(*a) + 0, **options)
         leaves = [x.requires_grad_() for x in qkv()]
@@ -357,7 +360,7 @@ class TestCompile:
         assert calls.left_alone == {}
         assert [launch.kernel for launch in run.launches][-2:] == ["flash_bwd_dq", "flash_bwd_dkv"]
 
-    def test_layers(self):
+    def test_compiled_layers_are_replaced(self):
         x = normal(2, 5, 32)
         layer = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True).eval()
         with torch.no_grad():
@@ -373,7 +376,7 @@ class TestCompile:
                 close(compiled(x), expected)
             assert not run.launches
 
-    def test_entered_inside(self):
+    def test_a_block_inside_a_compiled_function(self):
         def call(q, k, v):
             with sdpa_replaced():
                 return F.scaled_dot_product_attention(q, k, v)

@@ -15,7 +15,7 @@ from torch.overrides import BaseTorchFunctionMode
 from tests.helpers.patience import HANG_SECONDS
 from tests.sdpa.sdpa_check import (
     BUILTIN,
-    LEAVES,
+    LEFT_TO_TORCH,
     NO_CALL,
     OUTSIDE,
     Graphs,
@@ -38,8 +38,8 @@ def run(*functions):
 @pytest.mark.parametrize("process_wide", [False, True])
 @pytest.mark.parametrize("module", ["attention", "layer", "encoder"])
 @pytest.mark.filterwarnings("ignore:.*nested tensors", f"ignore:.*{NO_CALL}")
-def test_fused_layers(module, process_wide):
-    """Only torch's fused path supports nested tensors. It is off in the threads of a block."""
+def test_the_fused_path_is_off_in_a_block(module, process_wide):
+    """Only torch's fused path supports nested tensors. It is off in threads of a block."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     attend = {
         "attention": lambda x: layer.self_attn(x, x, x, need_weights=False)[0],
@@ -49,30 +49,30 @@ def test_fused_layers(module, process_wide):
     rows, dense = [normal(3, 8), normal(5, 8)], normal(2, 5, 8)
     nested = torch.nested.nested_tensor(rows)
 
-    def here():
+    def launches():
         with simulate() as run, torch.no_grad():
-            for out, right in zip(attend(nested).unbind(), expected, strict=True):
-                close(out, right)
+            for out, row in zip(attend(nested).unbind(), expected, strict=True):
+                close(out, row)
             close(attend(dense), expected_dense)
         return len(run.launches)
 
     with torch.no_grad():
         expected, expected_dense = attend(nested).unbind(), attend(dense)
-        with pytest.warns(UserWarning, match=f"{LEAVES}: an argument is a nested tensor"):
+        with pytest.warns(UserWarning, match=f"{LEFT_TO_TORCH}: an argument is a nested tensor"):
             with sdpa_replaced(process_wide) as calls:
-                count = here()
+                count = launches()
         assert calls.left_alone == {"an argument is a nested tensor": count}
         assert calls.replaced == count
         assert count == (2 if module == "encoder" else 1)
         elsewhere = []
         with sdpa_replaced(process_wide), sdpa_replaced(), BaseTorchFunctionMode():
-            run(lambda: elsewhere.append(here()))
+            run(lambda: elsewhere.append(launches()))
             with pytest.raises(AssertionError, match="some Tensor argument has_torch_function"):
                 attend(nested)  # the error that another mode causes outside of a block too
         assert elsewhere == [count if process_wide else 0]
 
 
-def test_other_threads_call_torchs():
+def test_other_threads_call_torchs_function():
     q, k, v = qkv()
 
     def elsewhere():
@@ -89,8 +89,8 @@ def test_other_threads_call_torchs():
 
 class TestProcessWide:
     @pytest.mark.parametrize("call", ["attribute", "imported before", "layer"])
-    def test_any_thread(self, call):
-        """A thread that runs already, one that starts inside the block, and the block's."""
+    def test_calls_in_any_thread_are_replaced(self, call):
+        """The threads are one that runs already, one that starts in the block, and the block's."""
         q, k, v = qkv()
         x = normal(2, 5, 8)
         layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
@@ -115,7 +115,7 @@ class TestProcessWide:
         assert (calls.replaced, calls.left_alone) == (3, {})
         assert kernels == [1, 1, 1, 0]
 
-    def test_names_come_back(self):
+    def test_names_are_restored(self):
         """A name that a module binds inside the block keeps a function that calls torch's."""
         here = globals()
         with sdpa_replaced(process_wide=True):
@@ -153,8 +153,8 @@ class TestProcessWide:
         assert inner.left_alone == {OUTSIDE: 1}
         assert of_thread.left_alone == {}
 
-    def test_ends_while_another_thread_is_in_a_call(self):
-        """The call is finished by our kernel and counted. The next one calls torch's function."""
+    def test_a_block_may_end_during_a_call_in_another_thread(self):
+        """Our kernel finishes the call, which is counted. The next call calls torch's function."""
         q, k, v = qkv()
         calling, ended = threading.Event(), threading.Event()
 
@@ -183,7 +183,7 @@ class TestProcessWide:
         result.result()
         assert (calls.replaced, calls.left_alone) == (1, {})
 
-    def test_ends_in_another_thread(self):
+    def test_a_block_may_end_in_another_thread(self):
         q, k, v = qkv()
         calls = sdpa_replaced(process_wide=True)
         run(calls.__enter__)
@@ -192,7 +192,7 @@ class TestProcessWide:
         run(lambda: calls.__exit__(None, None, None))
         assert calls.replaced == 1
 
-    def test_counts_of_many_threads(self):
+    def test_many_threads_count_every_call_once(self):
         """Blocks of both kinds open and close in all threads. A call counts once in each block."""
         q, k, v = (t[:1, :1, :2] for t in qkv())
         start = threading.Barrier(8)
@@ -210,13 +210,13 @@ class TestProcessWide:
             with sdpa_replaced(process_wide=True) as calls:
                 run(*[worker] * 8)
         assert calls.left_alone == {OUTSIDE: 8 * 10 * 3}
-        assert [LEAVES in str(warning.message) for warning in said].count(True) == 1
+        assert [LEFT_TO_TORCH in str(warning.message) for warning in said].count(True) == 1
 
-    def test_bad_argument(self):
+    def test_invalid_arguments_are_refused(self):
         with pytest.raises(TypeError, match="process_wide is 2; it must be a bool"):
             sdpa_replaced(2)
 
-    def test_compiled(self):
+    def test_threads_share_compiled_graphs(self):
         """All threads share a graph for calls inside and one for calls outside of blocks."""
         torch._dynamo.reset()
         graphs = Graphs()
@@ -256,8 +256,8 @@ class TestNoCall:
             run(block, block)
         assert [warning.filename for warning in said] == [__file__]
 
-    def test_silent(self):
-        """After a call, after an error, and where a compiled function may have run."""
+    def test_blocks_that_may_have_replaced_a_call_do_not_warn(self):
+        """There was a call or an error, or a compiled function may have run."""
         q, k, v = qkv()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -35,7 +35,7 @@ CASES = {
     "softmax": [{"shape": shape} for shape in SOURCE_SHAPES],
     "long rows": [{"shape": (2, length)} for length in (16384, 100_000)],
     "dimensions": [{"shape": (3, 5, 7, 9), "dim": dim} for dim in range(-4, 4)],
-    # More threadgroups than one dimension of the grid holds.
+    # There are more threadgroups than one dimension of the grid holds.
     "many rows": [{"shape": (8 * 4096 + 9, 2)}],
     "layouts": [
         {"shape": shape, "dim": dim, "dtype": dtype, "layout": layout}
@@ -52,7 +52,7 @@ CASES = {
         for length in (5, 64, 2000, 40000)
         for share in (0.3, 1.0)
     ],
-    "nothing": [
+    "empty tensors": [
         {"shape": shape, "dim": dim}
         for shape in ((0,), (0, 5), (5, 0), (2, 0, 3))
         for dim in range(len(shape))
@@ -70,7 +70,7 @@ CASES = {
         MASK | {"shape": (4, 2, 33, 36), "q_offset": 2, "layout": layout}
         for layout in (*LAYOUTS, ("order 0132",), ("order 3210",), ("order 2031", "padded 1"))
     ],
-    "masks of nothing": [MASK | {"shape": s} for s in ((0, 5), (5, 0), (0, 3, 4), (3, 1), (1, 3))],
+    "empty masks": [MASK | {"shape": s} for s in ((0, 5), (5, 0), (0, 3, 4), (3, 1), (1, 3))],
 }
 
 
@@ -108,7 +108,7 @@ TENSORS = [
     # The maximum must be subtracted first.
     *(spread * normal(5, 257) for spread in SPREADS),
     *(3 * normal(5, 257) + spread for spread in SPREADS),
-    # Each block has a larger maximum, so each one rescales the sum.
+    # The maximum grows with each block, so each block rescales the sum.
     torch.linspace(-40, 40, 5000).repeat(2, 1),
     *(normal(3, 1, 17).expand(3, 4, 17), normal(5, 1).expand(5, 9), normal(9).expand(5, 9)),
     normal(9, 130)[::2, ::2],
@@ -121,7 +121,7 @@ def test_magnitudes_and_strides(x, device):
         check_softmax(x, dim, device=device)
 
 
-def test_number(device):
+def test_softmax_of_a_number(device):
     for dim in (-1, 0):
         assert softmax(torch.tensor(3.0, device=device), dim) == 1
         assert softmax_(torch.tensor(-math.inf, device=device), dim) == 0
@@ -151,7 +151,7 @@ def test_extremes(dtype, device):
 
 
 def test_offsets_beyond_32_bits():
-    """Without the simulator's checks, which take seconds for gigabytes."""
+    """The simulator's checks are off, because they take seconds for gigabytes."""
     far = 2**31 + 8
     memory = sparse(far + 4096)
     for strides in ((far, 1), (1, far // 32)):
@@ -173,7 +173,7 @@ def test_masked_gradient_is_zero_even_of_nan(device):
     assert (x.grad.cpu()[~visible] == 0).all()
 
 
-def test_nothing_masked_launches_nothing():
+def test_a_mask_that_hides_nothing_launches_no_kernel():
     with simulate() as run:
         apply_causal_mask_(torch.zeros(5, 7), 6)
         assert not run.launches
@@ -189,9 +189,9 @@ class TestCounts:
     def test_softmax(self, length, dtype):
         items = 16 // dtype.itemsize
         counts = bench_memory.softmax(length, str(dtype).removeprefix("torch."), "contiguous")
-        assert counts["loads"] == 2 / items  # two passes of 16 bytes a load
+        assert counts["loads"] == 2 / items  # two passes, with 16 bytes per load
         assert counts["stores"] == 1 / items
-        # One for each element and pass, one to rescale for each load, and one to merge each lane.
+        # Each element has one per pass. Each load has one to rescale, and each lane one to merge.
         assert counts["exps"] <= 2 + 1 / items + 0.07
         assert counts["barriers"] == (length > 1024)
 
@@ -204,7 +204,7 @@ class TestCounts:
         assert counts["stores"] <= 1.1 * dtype.itemsize / 16
 
 
-def test_choice():
+def test_choice_of_loads_and_simd_groups():
     def defines(x, op="softmax", **options):
         packed = getattr(torch.ops.metal_attn_explain, op)(x, **options)
         return extension.launches(packed)[0]["defines"]
@@ -215,7 +215,7 @@ def test_choice():
     assert defines(torch.zeros(4, 64))["WIDE_LOADS"] == "1"
     assert defines(torch.zeros(4, 65))["WIDE_LOADS"] == "0"
     assert defines(torch.zeros(64, 4), dim=0)["WIDE_LOADS"] == "0"
-    padded = torch.zeros(4, 68)[:, :66]  # its result has rows of 66
+    padded = torch.zeros(4, 68)[:, :66]  # softmax's result has rows of 66
     assert defines(padded)["WIDE_LOADS"] == "0"
     assert defines(padded, op="softmax_")["WIDE_LOADS"] == "1"
 

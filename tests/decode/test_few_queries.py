@@ -160,7 +160,10 @@ def test_splits_count_by_their_keys(num_splits):
 
 @pytest.mark.parametrize(
     "family, sums",
-    [("merge", ("(own_lse) * own_sum", "(own_lse)")), ("flash_decode", ("[params.lse_sum_offset] = sum", "[params.lse_sum_offset] = 1"))],
+    [
+        ("merge", ("(own_lse) * own_sum", "(own_lse)")),
+        ("flash_decode", ("[params.lse_sum_offset] = sum", "[params.lse_sum_offset] = 1")),
+    ],
 )
 def test_sums_of_splits_that_are_dropped_are_caught(family, sums, monkeypatch):
     plant(monkeypatch, family, *sums)

@@ -71,7 +71,7 @@ def test_blocks_that_a_model_chooses(device, metal_attn):
     for option in ({"is_causal": True}, {"dropout_p": 0.1}):
         with pytest.raises(ValueError, match=r"BlockMask, dropout_p is 0\.[01] and is_causal is "):
             dispatch_attention_fn(*tensors, attn_mask=blocks, **option)
-    with AttentionScoreSkipFunctionMode(), pytest.raises(ValueError, match="hook of diffusers re"):
+    with AttentionScoreSkipFunctionMode(), pytest.raises(ValueError, match="hook of diffusers is"):
         dispatch_attention_fn(*tensors, attn_mask=blocks)
 
 

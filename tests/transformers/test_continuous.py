@@ -77,7 +77,7 @@ class TestContext:
             assert model.config._attn_implementation == "metal_flash_attn"
             raise RuntimeError("planted")
         assert model.config._attn_implementation == "eager"
-        assert not continuous._entered
+        assert not continuous._contexts
 
     def test_several_models_and_one_twice(self):
         first, second = enable(tiny.build("Llama")), tiny.build("Mistral")
@@ -137,7 +137,7 @@ class TestAttentionFunction:
         model = tiny.build("Llama")
         with (
             continuous_batching(model),
-            pytest.raises(NotImplementedError, match=r"no paged cache.* use generate_batch"),
+            pytest.raises(NotImplementedError, match=r"without a paged cache.* generate_batch"),
         ):
             tiny.answer(model, input_ids=tiny.tokens())
 
@@ -153,9 +153,9 @@ class TestAttentionFunction:
     def test_refusals(self, monkeypatch):
         self.call(r"outside of continuous_batching\(model\)")
         anywhere = type("Anywhere", (), {"get": lambda *_: continuous.copy_context()})()
-        monkeypatch.setattr(continuous, "_entered", anywhere)
-        self.call("attention_mask and is_causal", attention_mask=torch.ones(1, 1, 5, 5))
-        self.call("attention_mask and is_causal", is_causal=False)
+        monkeypatch.setattr(continuous, "_contexts", anywhere)
+        self.call("an attention_mask or is_causal", attention_mask=torch.ones(1, 1, 5, 5))
+        self.call("an attention_mask or is_causal", is_causal=False)
         self.call("sliding_window=4 in LlamaAttention, layer 0.*every token", sliding_window=4)
         self.call("sliding_window=4 .* a window of 5", window=5, sliding_window=4)
         self.call("novelty=3 in LlamaAttention", novelty=3)

@@ -50,7 +50,7 @@ REFUSED = {
         "sliding_window=8": {"sliding_window": 8},
         "scaling requires grad": {"scaling": NUMBER},
         "softcap requires grad": {"softcap": NUMBER},
-        "novelty=3 in Module: metal_attn does not know it": {"novelty": 3},
+        "novelty=3 in Module: metal_attn does not know novelty": {"novelty": 3},
         r"indices=an int64 tensor of shape": {"indices": torch.zeros(2, dtype=torch.int64)},
         r"sinks=.*\(2,\) in Module: it must be": {"sinks": torch.zeros(2)},
         "sinks together with cu_seq_lens_q": {"sinks": torch.zeros(1, 2, 13, 1)} | ENDS,

@@ -28,7 +28,7 @@ REFUSED = {
     **dict.fromkeys(OTHER_ROPE, "rotates its queries by .*, which is not known"),
     "DINOv3": "rotates its queries neither by halves nor by pairs",  # skips registers
     "Gemma4": "calls apply_rotary_pos_emb in an unknown way",
-    "Ministral 3": "works on its queries after they are rotated",
+    "Ministral 3": "uses its queries between rotation and attention",
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.3}
 YARN["original_max_position_embeddings"] = 32

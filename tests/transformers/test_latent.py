@@ -88,7 +88,7 @@ def test_every_model(kind):
     expected = generated(model, inputs, **options)
     enable(model, absorb=True)
     if kind in ("BailingHybrid", "KimiLinear"):
-        with pytest.raises(NotImplementedError, match="of whose layers 1 have absorbed latent"):
+        with pytest.raises(NotImplementedError, match="has it in 1 layer: call enable"):
             latent_cache(model, 64)
     else:
         options["cache"] = latent_cache(model, 64)
@@ -241,7 +241,7 @@ def test_explain_shows_the_bytes():
     text = str(torch_metal_attn.explain(model.generate, tiny.tokens(8, batch=1), **options))
     # float32: 24 columns, or for each of 4 heads 24 for the key and 16 for the value.
     assert "latent rows of 96 bytes a token" in text
-    assert "keys and values expanded to 4 heads would be 640" in text
+    assert "keys and values expanded to 4 heads would be 640 bytes" in text
 
 
 def test_enable_removes_absorption():
@@ -279,7 +279,7 @@ class TestRefused:
     def test_recent_rows_of_selected_keys(self):
         model = enable(tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), absorb=True)
         cache = latent_cache(model, 64, "q8_0", recent=8)
-        with pytest.raises(NotImplementedError, match="indices with the recent rows of a latent"):
+        with pytest.raises(NotImplementedError, match="indices is not implemented for the recent"):
             generated(model, tiny.inputs("Llama"), cache=cache)
 
     def test_models_without_latents(self):
@@ -299,7 +299,7 @@ class TestRefused:
 
     def test_latent_cache(self):
         model = tiny.build("DeepSeek-V3")
-        with pytest.raises(NotImplementedError, match="0 have absorbed latent attention; call en"):
+        with pytest.raises(NotImplementedError, match="has it in 0 layers: call enable"):
             latent_cache(model, 16)
         with pytest.raises(TypeError, match="model is None; it must be a transformers"):
             latent_cache(None, 16)
@@ -318,5 +318,5 @@ class TestRefused:
             model(tiny.tokens(5), cache=cache)
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="10 new rows of 2 sequence"):
             model(tiny.tokens(5), cache=latent_cache(model, 4, page_size=4))
-        with pytest.raises(ValueError, match="it must be latents"):
+        with pytest.raises(ValueError, match="they must be latents"):
             tiny.build("Llama")(tiny.tokens(3), past_key_values=cache)

@@ -362,7 +362,7 @@ class TestDescriptor:
             torch.testing.assert_close(compiled(q, k, every), attend(q, k, every))
             if queries != made_for:
                 has = f"has {count_text(queries, 'query')} and 32 keys"
-                words = f"{has}, and its mask is for {made_for} "
+                words = f"{has}, but its mask is for {made_for} "
                 for function in (attend, compiled):
                     with pytest.raises(NotImplementedError, match=words):
                         function(q, k, mask)
@@ -376,8 +376,8 @@ class TestDescriptor:
         changed = [mask[..., :4], torch.cat([mask, mask], 1), mask.float(), mask.bool()]
         changed += [diagonal.float(), diagonal.bool(), diagonal == 0]
         for queries, keys, other, words in (
-            (one, q, mask, "its mask is for 16 and 16"),
-            (q, q[:, :, :12], mask, "its mask is for 16 and 16"),
+            (one, q, mask, "its mask is for 16 queries and 16 keys"),
+            (q, q[:, :, :12], mask, "its mask is for 16 queries and 16 keys"),
             (one, q, diagonal[:, :, -1:], "its mask is for"),
             (q, q, diagonal[:, :, :7], "its mask is for"),
             *((q, q, other, "mask") for other in changed),

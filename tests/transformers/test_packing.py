@@ -122,7 +122,7 @@ class TestBounds:
 
     @pytest.mark.parametrize("ends", [(0, 31), (0, 17, 31), (0, 16, 18, 31), (0, 9, 17, 18, 31)])
     def test_others_are_refused(self, ends):
-        with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* and position_ids say that diff"):
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* and position_ids disagree"):
             attend(self.mask(), **bounds(*ends))
 
     def test_only_the_first_layer_synchronises(self, monkeypatch):
@@ -154,7 +154,9 @@ def test_models_whose_masks_ignore_positions(name):
     batch, expected = model_check.packed(model)
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     positions = batch["position_ids"]
-    advice = r"use_cache=False .* If you did, .* cu_seq_lens_\* and max_length_\* as well"
+    advice = (
+        r"use_cache=False .* If this model does not, .*cu_seq_lens_\* and max_length_\* as well"
+    )
     with pytest.raises(ValueError, match=advice):
         tiny.answer(enable(model), **inputs, position_ids=positions)
     positions = positions + (name == "Xmod")
@@ -225,19 +227,23 @@ class TestBatchesOfTrainers:
         for one in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
             for end, apart in ((5, True), (4, False)):
                 ends = torch.tensor([0, end, 16])
-                assert packing.keeps_apart("cu_seqlens", ends, (1, 16), None, one) == apart
+                assert packing.separates("cu_seqlens", ends, (1, 16), None, one) == apart
 
     @pytest.mark.parametrize(
         ("kept", "changed", "error"),
         [
-            (BOUNDS + POSITIONS, {"seq_idx": [[0, 0, 1, 1, 2, 2]]}, "cu_seq_lens_* say that diff"),
-            (BOUNDS, {"packed_seq_lengths": [2, 2, 2]}, "cu_seq_lens_* say that different tokens"),
-            (BOUNDS, {"cu_seqlens": [0, 6]}, "cu_seq_lens_* say that different tokens begin"),
-            (POSITIONS, {"seq_idx": [[0, 0, 1, 1, 2, 2]]}, "position_ids say that different"),
-            ((), {"seq_idx": [[0, 0, 0, 1, 2, 2]]}, "no attention of transformers reads seq_idx"),
+            (
+                BOUNDS + POSITIONS,
+                {"seq_idx": [[0, 0, 1, 1, 2, 2]]},
+                "cu_seq_lens_* disagree about where",
+            ),
+            (BOUNDS, {"packed_seq_lengths": [2, 2, 2]}, "cu_seq_lens_* disagree about where"),
+            (BOUNDS, {"cu_seqlens": [0, 6]}, "cu_seq_lens_* disagree about where"),
+            (POSITIONS, {"seq_idx": [[0, 0, 1, 1, 2, 2]]}, "position_ids disagree about where"),
+            ((), {"seq_idx": [[0, 0, 0, 1, 2, 2]]}, "No attention of transformers reads seq_idx"),
             ((), {"packed_seq_lengths": [3, 1, 2]}, "Pass cu_seq_lens_* and max_length_* as well"),
-            (BOUNDS, {"seq_idx": [[0.5] * 6]}, "it must be integers, of shape (1, 6)"),
-            (BOUNDS, {"seq_idx": [[0] * 7]}, "it must be integers, of shape (1, 6)"),
+            (BOUNDS, {"seq_idx": [[0.5] * 6]}, "it must be a tensor of integers of shape (1, 6)"),
+            (BOUNDS, {"seq_idx": [[0] * 7]}, "it must be a tensor of integers of shape (1, 6)"),
         ],
     )
     def test_others_are_refused(self, kept, changed, error):
@@ -253,7 +259,11 @@ class TestBatchesOfTrainers:
         mask = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
         for second, apart in ((3, True), (2, False)):
             numbers = torch.tensor([[0] * 3 + [1] * 3, [0] * second + [1] * (6 - second)])
-            with nullcontext() if apart else pytest.raises(ValueError, match="nothing else keeps"):
+            with (
+                nullcontext()
+                if apart
+                else pytest.raises(ValueError, match="no bounds and no mask separate")
+            ):
                 metal_attention(torch.nn.Module(), q, k, v, mask[None, None], seq_idx=numbers)
 
     def test_one_sequence_a_row(self):
@@ -274,7 +284,7 @@ class TestBatchesOfTrainers:
             assert waits.count == 0
         assert pickle.loads(pickle.dumps(batch)).keys() == batch.keys()
         batch["seq_idx"][0, 0] = 5
-        with pytest.raises(ValueError, match="different tokens begin sequences"):
+        with pytest.raises(ValueError, match="disagree about where sequences begin"):
             metal_attention(torch.nn.Module(), q, k, v, None, **batch)
 
     def test_compiled_graphs_trust_bounds(self, expected):
@@ -284,13 +294,13 @@ class TestBatchesOfTrainers:
         actual = tiny.answer(model, **batch, use_cache=True)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         batch = {name: batch[name] for name in ("input_ids", "seq_idx")}
-        with pytest.raises(Exception, match="which nothing else keeps apart"):
+        with pytest.raises(Exception, match="that no bounds and no mask separate"):
             tiny.answer(model, **batch, use_cache=True)
 
     @pytest.mark.parametrize(
         ("changed", "advice"),
         [
-            ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know it. If it says"),
+            ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know tree_kv_index. If it"),
             ({"output_attentions": True}, "use model.*, and packed sequences as a padded batch"),
         ],
     )
@@ -325,7 +335,7 @@ class TestPositionsWithCache:
         if static:
             config = tiny.build(name).config
             inputs["past_key_values"] = transformers.StaticCache(config=config, max_cache_len=40)
-        with pytest.raises(ValueError, match=r"position_ids in \w+ fall back .* use_cache=False"):
+        with pytest.raises(ValueError, match=r"position_ids in \w+ restart at 0.* use_cache=False"):
             self.forward(name, **inputs)
 
     def test_other_positions(self):
@@ -352,15 +362,15 @@ class TestPositionsWithCache:
         bands = [BANDS[name](5) for name in ("causal", "sliding", "both sides")]
         for function, refused in zip([CHUNKS, *bands], [True, True, True, False], strict=True):
             mask = metal_attention_mask(1, 31, 31, 0, 0, function)
-            assert packing.falls_back(mask, self.PACKED) == refused
-            assert not packing.falls_back(mask, torch.arange(31)[None])
+            assert packing.positions_restart(mask, self.PACKED) == refused
+            assert not packing.positions_restart(mask, torch.arange(31)[None])
 
     def test_positions_on_several_axes(self):
         q, k, v = torch.randn(3, 1, 2, 31, 8)
-        mask = packing.unpacked(band.causal(1, 31, "cpu"))
+        mask = packing.mark_unseparated(band.causal(1, 31, "cpu"))
         several = self.PACKED.expand(3, 1, -1)
         metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=several)
-        with pytest.raises(ValueError, match="fall back to 0"):
+        with pytest.raises(ValueError, match="restart at 0"):
             metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=several[0])
 
     def test_one_synchronisation_for_all_layers(self):

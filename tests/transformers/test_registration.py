@@ -87,8 +87,8 @@ def stub(monkeypatch, tmp_path):
     (tmp_path / "integration_stub.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(registration, "_AWAITED", "awaited_stub.models")
-    monkeypatch.setattr(registration, "_INTEGRATION", "integration_stub")
+    monkeypatch.setattr(registration, "_TRANSFORMERS_MODULE", "awaited_stub.models")
+    monkeypatch.setattr(registration, "_TRANSFORMERS_INTEGRATION", "integration_stub")
     registration.register_with_transformers()
     yield package
     for name in ("awaited_stub", "awaited_stub.models", "integration_stub"):
@@ -97,7 +97,7 @@ def stub(monkeypatch, tmp_path):
 
 def waiting():
     finders = [finder for finder in sys.meta_path if isinstance(finder, imports._Finder)]
-    return [finder for finder in finders if finder.awaited == registration._AWAITED]
+    return [finder for finder in finders if finder.awaited == registration._TRANSFORMERS_MODULE]
 
 
 class TestFinder:

@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensor
 from torch_metal_attn.call.visibility import depths, tree_rows
 from torch_metal_attn.quantisation import columns
 
-_STATISTIC = torch.float32.itemsize  # softmax_lse and delta
+_STATISTIC = torch.float32.itemsize  # bytes of an element of softmax_lse or delta
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Seen:
-    """pairs: of a query and a key that it sees. keys: from the first to the last one seen."""
+    """pairs: the number of (query, key it sees). keys: those from the first to the last seen."""
 
     pairs: int
     keys: int
@@ -91,9 +91,9 @@ def seen(
     counts = np.where(visible, last - first, 0)
     if attention_chunk > 0:
         pairs = int(counts.sum())
-    else:  # in Python's ints, because twice the sum may exceed int64
+    else:  # arithmetic series; in Python's ints, because twice the sum may exceed int64
         spans = zip(counts.sum(0).tolist(), np.diff(begins).tolist(), strict=True)
-        pairs = sum(both * length for both, length in spans) // 2
+        pairs = sum(first_and_last * length for first_and_last, length in spans) // 2
     return Seen(pairs, int(last[visible].max() - first[visible].min()))
 
 
@@ -108,10 +108,10 @@ def gradient_flops(pairs: int, head_dim: int, v_head_dim: int) -> int:
 
 
 def cost(op: str, arguments: Mapping[str, Any]) -> Cost:
-    """The cost of `torch.ops.metal_attn.<op>` with these arguments, by name. None is as missing.
+    """The cost of `torch.ops.metal_attn.<op>` with these arguments by name. None counts as missing.
 
-    Lengths that are tensors are read, which waits for the GPU. If they have no data, every key
-    counts. Raises KeyError for an op without a formula.
+    Lengths that are tensors are read, which waits for the GPU. If the lengths have no data, every
+    key counts. Raises KeyError for an op without a formula.
     """
     args = {name: value for name, value in arguments.items() if value is not None}
     return _FORMULAS[op](args)
@@ -133,7 +133,7 @@ def row_bytes(x: Tensor, scale: Tensor | None) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """One call. pairs: of all heads. keys: rows of all KV heads."""
+    """The work of a call. pairs: those of all heads. keys: rows of keys of all KV heads."""
 
     pairs: int
     keys: int
@@ -182,7 +182,7 @@ def _sequences(args: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _packed_lengths(args: dict[str, Any], side: str) -> list[int]:
-    """Without data, every sequence has the longest length."""
+    """The lengths of packed sequences; without data, the longest length for each."""
     bounds = args[f"cu_seqlens_{side}"]
     ends = _numbers(bounds)
     if ends is None:
@@ -295,7 +295,7 @@ def _forward(args: dict[str, Any]) -> Cost:
 def _backward(args: dict[str, Any]) -> Cost:
     q, k, v, work = args["q"], args["k"], args["v"], _work(args)
     out = _rows(q) * work.v_head_dim * q.itemsize
-    # out, dout, softmax_lse and dlse are read, delta written.
+    # out, dout, softmax_lse and dlse are read, and delta is written.
     statistics = (3 if "dlse" in args else 2) * _rows(q) * _STATISTIC
     read = q.nbytes + work.key_bytes + work.other_bytes + 2 * out
     written = q.nbytes + k.nbytes + v.nbytes

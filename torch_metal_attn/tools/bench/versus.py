@@ -38,7 +38,7 @@ class Compared:
 
     @property
     def agree(self) -> bool:
-        """True if the outputs are close, or if there are not two."""
+        """True if the outputs are close, or if a call failed, so that there is no second output."""
         return self.difference is None or self.difference <= _TOLERANCE[self.shape.dtype]
 
     def __str__(self) -> str:
@@ -69,14 +69,14 @@ def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Co
     try:
         forwards, calls = calls_of(shape, device)
     except RuntimeError as error:
-        failed = Times(error=f"the inputs cannot be made: {error}")
+        failed = Times(error=f"the inputs cannot be allocated: {error}")
         return Compared(shape, {OURS: failed, TORCHS: failed}, None)
     difference = None
     times = interleaved(calls, timer, rounds)
     if not any(one.error for one in times.values()):
         with torch.no_grad():
-            apart = forwards[OURS]().float() - forwards[TORCHS]().float()
-        difference = apart.abs().nan_to_num(nan=torch.inf).max().item()
+            differences = forwards[OURS]().float() - forwards[TORCHS]().float()
+        difference = differences.abs().nan_to_num(nan=torch.inf).max().item()
     return Compared(shape, times, difference)
 
 

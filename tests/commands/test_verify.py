@@ -213,7 +213,7 @@ class TestReport:
         code, text = run_full(monkeypatch, tmp_path, [far, causal()])
         assert code == 0
         assert "**No failures, 1 passed, 1 skipped**" in text
-        reason = "the machine has 1 GB, and this takes 16"
+        reason = "the machine has 1 GB; this case needs 16 GB"
         assert f"- offsets beyond 2**31: plain (float16): {reason}" in text
 
     def test_an_interrupt_keeps_the_results(self, monkeypatch, tmp_path, capsys, broken):

@@ -83,7 +83,7 @@ def _by_autograd(
             raise
         return detached
     if not case.differentiable:
-        raise AssertionError("a call without a gradient returned one")
+        raise AssertionError("a call that has no gradient returned one")
     named = dict(zip(leaves, grads, strict=True))
     for together in ("qkv", "kv"):
         if together in named:
@@ -97,7 +97,7 @@ def _by_autograd(
 def _directly(
     case: Attention, function: Callable[..., Any], gradients: dict[str, Tensor], **arguments: Any
 ) -> Any:
-    """The same with direct calls of the ops that autograd calls."""
+    """The results of `_by_autograd`, by direct calls of the ops that autograd calls."""
     ops = torch.ops.metal_attn
     out, lse = function(**arguments)
     common = {"dout": gradients["dout"], "softmax_lse": lse, **arguments}
@@ -207,7 +207,7 @@ def _attend(
 def _poisoned(
     problem: Problem, actual: Tensor, exact: Tensor, composed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The results with v's NaN or infinity: queries that do not see it may have NaN there too."""
+    """The results with v's NaN or infinity, whose column may be NaN for all other queries too."""
     place = problem.poisoned_v
     assert place is not None
     v = problem.v.clone()
@@ -233,7 +233,7 @@ def _torch_calls(
     kept = {n: x for n, x in problem.options.items() if n not in ("dropout_p", "rng_state")}
     ends_q, ends_k = (None if x is None else x.tolist() for x in problem.packing[:2])
     assert ends_q is not None
-    made = []
+    calls = []
     for b, (q_length, kv_length) in enumerate(case.sequences):
         if q_length and kv_length:
             rows = slice(ends_q[b], ends_q[b + 1])
@@ -246,8 +246,8 @@ def _torch_calls(
                 for x in (problem.k, problem.v)
             )
             options = {n: option_of_sequence(n, x, b, rows, k.shape[2]) for n, x in kept.items()}
-            made.append(((q, k, v), dout, options))
-    return made
+            calls.append(((q, k, v), dout, options))
+    return calls
 
 
 def _judge_gradients(

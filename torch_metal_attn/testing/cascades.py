@@ -45,7 +45,9 @@ def _own(r: random.Random, case: "Cascade") -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cascade(Case):
-    """shared: pages of all sequences. branched: pages of every second one. own: further rows."""
+    """Attributes: shared: number of pages that all sequences share. branched: number of pages that
+    every second sequence shares. own: number of further rows of each sequence.
+    """
 
     call: str = call("CascadePlan.attend")
     kv_heads: int = field(1, one_of(1, 1, 2))
@@ -116,13 +118,13 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
     memory, attention, dtype = Memory(device), case.attention, dtype_of(case.dtype)
     batch, blocks = len(case.own), -(-max(case.lengths) // case.page)
 
-    def made(seed: int, *shape: int, values: bool = False) -> Tensor:
+    def make(seed: int, *shape: int, values: bool = False) -> Tensor:
         seed += case.seed
         return numbers(batch, *shape, kind=case.values, seed=seed, dtype=dtype, values=values)
 
-    q = made(1, case.heads, case.q_length, case.head_dim)
+    q = make(1, case.heads, case.q_length, case.head_dim)
     rows = case.kv_heads, blocks * case.page
-    k, v = made(2, *rows, case.head_dim), made(3, *rows, case.v_head_dim, values=True)
+    k, v = make(2, *rows, case.head_dim), make(3, *rows, case.v_head_dim, values=True)
     table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
     levels = [case.shared * case.page, (case.shared + case.branched) * case.page]
     for b in range(batch):

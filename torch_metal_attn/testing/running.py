@@ -1,4 +1,4 @@
-"""Runs one case, whose result must be right, or an error if the documentation says so."""
+"""Runs one case, whose result must be right, or which must raise if the documentation says so."""
 
 import contextvars
 import traceback
@@ -33,9 +33,9 @@ class Outcome:
     """The outcome of a case.
 
     Attributes: status: PASSED; FAILED, an error beyond its bound; RAISED, an exception that is not
-        a refusal; REFUSED although the call is legal; ACCEPTED although it is not; DIED or HUNG,
-        the fate of the process that ran it; SKIPPED, for the reason in the message. what: the
-        result or the type of exception.
+        a refusal; REFUSED although the call is legal; ACCEPTED although it is not; DIED or HUNG, if
+        the process that ran the case did; SKIPPED, for the reason in the message. what: the result
+        or the type of exception.
     """
 
     status: str

@@ -52,11 +52,12 @@ def expanded(x: Tensor, layout: Layout) -> Tensor:
 
 
 class Memory:
-    """The memory of a case's tensors. Each is part of a larger one, filled with NaN or nonsense."""
+    """The memory of a case's tensors. Each is part of a larger one of NaN or the largest int."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._held: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # whole, as it was, the part
+        # The whole tensor, a copy of it before the call, and the part that the call gets.
+        self._held: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     def place(self, name: str, x: Tensor, layout: Layout = ()) -> Tensor:
         """Copy x to the device in a layout, which is a tuple of these words:
@@ -105,8 +106,8 @@ class Memory:
         """Raises Skipped if the device has too little memory."""
         memory = memory_of(self.device)
         if memory < _MEMORY_FOR_FAR:
-            least = _MEMORY_FOR_FAR / 1e9
-            raise Skipped(f"the machine has {memory / 1e9:.0f} GB, and this takes {least:.0f}")
+            needed = _MEMORY_FOR_FAR / 1e9
+            raise Skipped(f"the machine has {memory / 1e9:.0f} GB; this case needs {needed:.0f} GB")
         parts = x.unbind(dim)
         count = parts[0].numel()
         try:
@@ -163,7 +164,7 @@ def wrong_rotation(case: Any) -> dict[str, Any]:
 
 
 def partial_groups(case: Any) -> dict[str, Any]:
-    """Conflicts of a case with format and v_format: head dims that no group of columns divides."""
+    """Conflicts of a case with format and v_format: head dims that are not whole blocks."""
     operands = (
         ("k", case.format, case.head_dim),
         ("v", case.v_format or case.format, case.v_head_dim),
@@ -179,7 +180,7 @@ def partial_groups(case: Any) -> dict[str, Any]:
 def impossible_heads(case: Any) -> dict[str, Any]:
     """Conflicts of heads and head dims in a case with a cache."""
     return {
-        "values in keys are at most as wide": case.values_in_keys
+        "values in keys must not be wider than the keys": case.values_in_keys
         and case.v_head_dim > case.head_dim,
         "heads must be a multiple of kv_heads": case.kv_heads < 1 or case.heads % case.kv_heads,
         **partial_groups(case),

@@ -93,7 +93,7 @@ def calls_of(
         return forwards, dict(forwards)
     gradient = torch.randn_like(operands[0])
     steps: dict[str, Callable[[], Any]] = {
-        name: functools.partial(_and_backward, call, operands, gradient)
+        name: functools.partial(_with_backward, call, operands, gradient)
         for name, call in forwards.items()
     }
     return forwards, steps
@@ -130,7 +130,7 @@ def _torch_mask(shape: Shape, device: torch.device) -> tuple[Tensor | None, bool
     return visible, False
 
 
-def _and_backward(
+def _with_backward(
     forward: Callable[[], Tensor], operands: list[Tensor], gradient: Tensor
 ) -> tuple[Tensor, ...]:
     return torch.autograd.grad(forward(), operands, gradient)

@@ -1,4 +1,4 @@
-"""Every class of transformers' auto mappings, small, with metal_attn, against its eager attention.
+"""Compares a small model of every class in transformers' auto mappings with its eager attention.
 
 Run `make census`, or `python -m tests.transformers.census [NAME ...]`. Each class must call the
 kernels and equal eager attention in every way, or be refused with a reason.
@@ -62,7 +62,7 @@ none: load the model as it is.
 
 @dataclass
 class Entry:
-    """A class and its outcome. ways: by name, the reason of a refusal, or "" if it is equal."""
+    """A class and its outcome. ways: for each way's name, why it is refused, or "" if equal."""
 
     model_type: str
     kind: str
@@ -96,7 +96,7 @@ class TookTooLong(BaseException):
 
 
 def classes() -> list[tuple[str, str]]:
-    """(model type, class) of each class in an auto mapping of transformers, once."""
+    """(model type, class) of each class in transformers' auto mappings, without repetition."""
     types: dict[str, str] = {}
     for mapping, names_of_type in sorted(vars(modeling_auto).items()):
         if re.fullmatch(r"MODEL_(FOR_\w+_)?MAPPING_NAMES", mapping):
@@ -140,7 +140,7 @@ def _examine(entry: Entry) -> None:
     reason, loaded = _refusal(partial(enable, model)), _refusal(load)
     entry.faults += [text for text in (reason, loaded) if text and text.startswith("fails")]
     if reason is not None and model.config._attn_implementation != before:
-        entry.faults.append("refused, but changed")
+        entry.faults.append("refused, but the model was changed")
     if (reason is None) != (loaded is None):
         entry.faults.append(f"enable: {reason or 'accepted'}; from_config: {loaded or 'accepted'}")
     if reason is not None:
@@ -199,7 +199,7 @@ def eager(model_type: str, kind: str) -> tuple[Any, dict[str, Any], list[Tensor]
 
 
 def _answered(model: Any) -> tuple[dict[str, Any], list[Tensor]] | None:
-    """The first inputs that the model accepts, and its output; None if that is not finite."""
+    """The first inputs that the model accepts, and its output; None if the output is not finite."""
     first_reason = ""
     for guess in tiny_inputs.guesses(model):
         inputs: dict[str, Any] | None = guess
@@ -219,7 +219,7 @@ def _answered(model: Any) -> tuple[dict[str, Any], list[Tensor]] | None:
                 if inputs is None:
                     break
         first_reason = first_reason or reason  # the first inputs are the most complete
-    raise NotSmallError(first_reason or "takes inputs that are not known here")
+    raise NotSmallError(first_reason or "takes inputs that tiny_inputs.py does not know")
 
 
 @torch.no_grad()
@@ -259,7 +259,7 @@ def _padded(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     assert isinstance(mask, Tensor)
     where, answer = mask.bool(), _answer(model, inputs)
     of_tokens = [
-        # Codebooks of one sequence are in rows one after the other.
+        # Codebooks of one sequence are in consecutive rows.
         value[where.repeat_interleave(len(value) // len(where), 0)]
         for value in answer
         if value.shape[1:2] == where.shape[1:] and len(value) % len(where) == 0
@@ -303,12 +303,12 @@ def _compare(entry: Entry, model: Any, way: str, call: Callable[[], list[Tensor]
 def _fault(actual: list[Tensor], expected: list[Tensor]) -> str:
     """A text about the difference, or "" if the results differ by rounding only."""
     if [x.shape for x in actual] != [x.shape for x in expected]:
-        return "other shapes"
+        return "the shapes differ"
     for ours, theirs in zip(actual, expected, strict=True):
         # Models mask scores by adding the lowest number.
         seen = theirs.abs() < 1e30
         if not torch.equal(seen, ours.abs() < 1e30):
-            return "other numbers are masked out"
+            return "different numbers are masked out"
         if seen.any():
             difference = (ours - theirs)[seen].abs().max().item()
             scale = max(theirs[seen].abs().max().item(), 1e-3)
@@ -358,8 +358,8 @@ def summary(entries: list[Entry], total: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="model types or classes; all of them if none")
-    parser.add_argument("--keep", type=Path, help="entries as JSON lines; those in it are not run")
+    parser.add_argument("names", nargs="*", help="model types or classes (default: all)")
+    parser.add_argument("--keep", type=Path, help="JSON lines of entries; their classes do not run")
     parser.add_argument("--results", type=Path, help="the Markdown file for the summary")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -28,7 +28,7 @@ from torch_metal_attn.quantisation import DTYPES, dequantise, quantise  # noqa: 
 from torch_metal_attn.simulator import runs  # noqa: E402
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES  # noqa: E402
 
-# The other models that cache latent rows. Two of them do in some layers only.
+# The other models that cache latent rows. Two of these models do so in some layers only.
 OTHERS = [
     *("AXK1", "BailingHybrid", "Glm4MoeLite", "KimiLinear", "LongcatFlash", "MiniCPM3", "Mistral4"),
     *("Youtu", "Kimi_K25ForConditionalGeneration"),
@@ -70,7 +70,7 @@ def test_tokens_match_eager(name, paging):
     assert all(f"q (2, 4, 1, {COLUMNS}) k (2, 1, " in call for call in steps)
 
 
-def test_masks_with_holes():
+def test_masks_with_holes_match_eager():
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
     inputs["attention_mask"][:, 4] = 0
     expected = generated(model, inputs)
@@ -82,7 +82,7 @@ def test_masks_with_holes():
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_every_model(kind):
+def test_other_models_match_eager(kind):
     model, inputs = tiny.smallest(kind), tiny.inputs("Llama", "left")
     options = {"max_new_tokens": 3}
     expected = generated(model, inputs, **options)
@@ -98,7 +98,7 @@ def test_every_model(kind):
 
 @pytest.mark.parametrize("absorb", [False, True])
 @pytest.mark.parametrize("kind", SELECTING)
-def test_keys_that_an_indexer_selects(kind, absorb):
+def test_selected_keys_match_eager(kind, absorb):
     inputs = tiny.inputs("Llama", "left")
     model = tiny.smallest(kind, index_topk=3)
     expected = generated(model, inputs, max_new_tokens=3)
@@ -116,7 +116,7 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
 
 
 def check_rounded(rounded, inputs, options, length, format, **cache_options):
-    """Compare with eager attention whose cache `rounded` updates; (cache, model, scores)."""
+    """Compare with eager attention, whose cache `rounded` updates. Returns cache, model, scores."""
     model = tiny.build("DeepSeek-V3", **WIDE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicLayer, "update", rounded)
@@ -132,7 +132,7 @@ def check_rounded(rounded, inputs, options, length, format, **cache_options):
     "format, page_size, options",
     [("q8_0", None, BEAMS), ("fp8_e4m3", None, LOOKUP), ("q4_0", 5, BEAMS), ("q3_g32", 16, LOOKUP)],
 )
-def test_quantised_rows(format, page_size, options):
+def test_quantised_rows_match_rounded_eager(format, page_size, options):
     update = DynamicLayer.update
 
     def rounded(self, key_states, value_states, *arguments, **inputs):
@@ -151,7 +151,7 @@ def test_quantised_rows(format, page_size, options):
     "repeats, page_size, options",
     [(3, None, {}), (16, 16, {}), (16, None, BEAMS), (16, 16, LOOKUP)],
 )
-def test_recent_rows(repeats, page_size, options):
+def test_recent_rows_are_not_rounded(repeats, page_size, options):
     """All rows except for the last ones are rounded."""
     update, kept, padding = DynamicLayer.update, 8 + VERIFY_QUERIES, 3
 
@@ -202,7 +202,7 @@ def test_on_device(page_size, device):
 @pytest.mark.parametrize("options", [{"num_beams": 3}, LOOKUP, SAMPLE], ids=str)
 @pytest.mark.parametrize("page_size", [None, 5])
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-V3.2", "GLM-MoE-DSA"])
-def test_ways_to_generate(name, page_size, options):
+def test_ways_to_generate_match_eager(name, page_size, options):
     torch.manual_seed(0)
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY, **options}
@@ -213,14 +213,14 @@ def test_ways_to_generate(name, page_size, options):
     assert model.generate(**inputs, cache=cache).tolist() == expected.tolist()
 
 
-FAULTS = {  # drops the rotated keys; takes the first head's values for all heads
+FAULTS = {  # one drops the rotated keys, the other takes the first head's values for all heads
     "rows": lambda self: torch.cat([self.latents, 0 * self.k_rotated], -1),
     "values": lambda self, out: Latents.unbroken(self, out[:, :, :1].expand_as(out)),
 }
 
 
 @pytest.mark.parametrize("method, fault", FAULTS.items())
-def test_fault_is_caught(method, fault, monkeypatch):
+def test_a_fault_is_noticed(method, fault, monkeypatch):
     monkeypatch.setattr(Latents, "unbroken", getattr(Latents, method), raising=False)
     monkeypatch.setattr(Latents, method, fault)
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")

@@ -1,4 +1,4 @@
-"""transformers' assisted generation and prompt lookup: greedy's tokens, in fewer calls."""
+"""Assisted generation and prompt lookup give the tokens of greedy generation in fewer calls."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def assistant(device, noise):
     return enable(model).to(device)
 
 
-# noise: added to the assistant's weights; with 0 all drafts are accepted, None is prompt lookup.
+# noise: added to the assistant's weights. If it is 0, all drafts are accepted. None: prompt lookup.
 @pytest.mark.parametrize(
     "noise, most_forwards",
     [(0.0, 3), (1.0, NEW_TOKENS), (None, 8)],
@@ -65,5 +65,5 @@ def test_tokens_match_greedy(noise, most_forwards, device):
     assert routes.dense.total() == 0
     if (run := runs.current()) is not None:
         kernels = [one.kernel for one in run.launches if one.kernel.startswith("flash")]
-        # Prompts, drafts and verification: none has more than 32 queries.
+        # Prompts, drafts and verification have at most 32 queries.
         assert kernels == ["flash_decode"] * routes.kernel.total()

@@ -1,4 +1,4 @@
-"""A small configuration for any model type of transformers, by rules for its options' names."""
+"""Makes a small configuration for any model type of transformers. Option names decide values."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ TOKENS = 90  # ordinary tokens are below, special ones above
 HIDDEN = 64
 HEADS = 4
 
-# Sizes of integer options, by the first pattern that matches the whole name.
+# Sizes of integer options. The first pattern that matches an option's whole name decides.
 _SIZES: list[tuple[str, int]] = [
     (r"codebook_size|.*vocab_size.*|.*_vocab", VOCABULARY),
     (r"max_(position_embeddings|seq_len|length|(target|source)_positions)|n_positions|n_ctx", 128),
@@ -72,7 +72,7 @@ _FILLED: dict[str, Any] = {
 # Entries of a configuration that are not passed to its class.
 _FIXED = "architectures dtype id2label label2id model_type per_layer_config transformers_version"
 
-# The attempts differ in their rules, because some configurations compare sizes.
+# Rules for attempts at a configuration, because some configurations check sizes against each other.
 LEVELS = ("all", "filled", "without heads", "layers")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers")
 _DEPTHS = ("depths", "layers", "num_blocks")
@@ -102,7 +102,7 @@ def _parts(config: Any, level: str) -> dict[str, Any]:
         if part is None or isinstance(part, dict):
             continue
         if part.model_type == "timm_backbone":
-            part = ResNetConfig(out_indices=part.out_indices)  # most backbones of timm are one
+            part = ResNetConfig(out_indices=part.out_indices)  # most timm backbones are ResNets
         kept = {option: value for option, value in _own(part).items() if value is not None}
         parts[name] = type(part)(**kept | dict(_changed(part, level)) | _parts(part, level))
     return parts

@@ -80,8 +80,7 @@ class _Blocks:
     """The blocks that are open in all threads, and what they have changed in torch."""
 
     def __init__(self) -> None:
-        # For all attributes except `this_thread`, and for the counts of every context.
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # for all attributes but this_thread, and for all counts
         self.this_thread = _Thread()
         self.open = 0  # the number of open blocks
         self.process_wide: tuple[SdpaReplaced, ...] = ()

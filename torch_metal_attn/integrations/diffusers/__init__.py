@@ -6,8 +6,7 @@ environment variable DIFFUSERS_ATTN_BACKEND=metal_attn work as with diffusers' o
 
 Models whose attention is older than diffusers' backends (UNets, VAEs, Stable Diffusion 3 and
 others) call torch's `scaled_dot_product_attention` and ignore the backend of the model. They too
-run on the kernels while "metal_attn" is diffusers' active backend. Each of the three ways above
-makes it active.
+run here while "metal_attn" is diffusers' active backend, as in each of the three ways above.
 """
 
 from torch_metal_attn.integrations.diffusers.backend import (

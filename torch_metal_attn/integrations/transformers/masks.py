@@ -163,8 +163,7 @@ def metal_attention_mask(
     if pattern is None:
         return dense()
     if pattern.sequences is not None:
-        # Some versions of transformers count chunks from the row's first token, some from each
-        # sequence's first token.
+        # Chunks begin at the row's or at each sequence's first token: versions differ.
         if attention_mask is not None or pattern.chunk:
             return dense()
         return packing.pack(pattern.sequences, pattern.left, pattern.right)

@@ -40,8 +40,7 @@ _EVERYTHING = attention(
     rotary_columns=32,
     dropout_p=0.3,
 )
-# The same case with other defines, and a case without the options that gradients on tensor tiles
-# do not support.
+# With other defines, and without the options that gradients on tensor tiles do not support.
 _ODD_KEYS = replace(
     _EVERYTHING, dtype="bfloat16", packed=((33, 71), (5, 9)), rotary_interleaved=True
 )
@@ -106,8 +105,7 @@ _MORE: tuple[Case, ...] = (
     Step(rotary_columns=8, leftpad_k=(0,), cache="indexed", cache_dtype="float16"),
 )
 _UNSTAGED = "V_SLICE=64 BLOCK_K=32 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
-# Families that no case launches: probes, and the sum of gradient parts, which needs a GPU with more
-# cores than threadgroups.
+# No case launches these: probes, and a sum for GPUs with more cores than threadgroups.
 _ALONE: dict[str, list[Defines]] = {
     "probe": [{}],
     "probe_tensor": [{"FLOAT32": "0"}, {"FLOAT32": "1"}],

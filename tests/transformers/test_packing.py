@@ -290,7 +290,7 @@ class TestBatchesOfTrainers:
     @pytest.mark.parametrize(
         ("changed", "advice"),
         [
-            ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know tree_kv_index. If it"),
+            ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know tree_kv_index. If"),
             ({"output_attentions": True}, "use model.*, and packed sequences as a padded batch"),
         ],
     )

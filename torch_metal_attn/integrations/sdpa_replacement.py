@@ -213,7 +213,7 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     Args: process_wide: apply to every thread, including those that start later. Servers that run
         models in worker threads need this. It replaces the function under every name that a module
         has for it, but not references elsewhere, such as in an object or a local variable. The
-        block may end in a different thread. Calls that are running when it ends are not affected.
+        block may end in a different thread. Its end does not affect calls that are still running.
         prefer: "metal_attn", or "fastest" to leave calls to torch that it runs faster on this
         machine, according to the times that `python -m torch_metal_attn tune` measured. left_alone
         counts these calls, and there is no warning. Calls of other sizes run on the kernels, as do

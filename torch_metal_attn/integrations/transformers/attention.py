@@ -203,8 +203,8 @@ def score_options(
         if value is not None and name not in _HARMLESS:
             raise NotImplementedError(
                 f"{_shown({name: value})} in {type(module).__name__}: metal_attn does not know "
-                f"{name}. If it decides which keys a token sees, pass an attention_mask or "
-                "cu_seq_lens_* instead; otherwise leave it out"
+                f"{name}. If {name} decides which keys a token sees, pass an attention_mask or "
+                f"cu_seq_lens_* instead; otherwise leave {name} out"
             )
     options = {
         "softmax_scale": None if scaling is None else as_number("scaling", scaling),

@@ -51,7 +51,7 @@ class HeldRows:
             for name in limits:
                 if name not in _WITH_RECENT or (name == "window_size_right" and limits[name] != 0):
                     raise NotImplementedError(
-                        f"{name} is not implemented for the recent rows of a latent cache, only "
+                        f"{name} is not implemented for the recent rows of a latent cache; only "
                         "causal attention and padding are: use latent_cache without recent"
                     )
             attend = functools.partial(

@@ -54,9 +54,9 @@ that are off by 2 % change its answer by less than {tolerance:g} of its largest 
 {rows}
 
 Made at {commit}. `make census` writes the result of each class to build/census.jsonl.
-A model type is under each outcome that one of its classes has; those that are under none
-are equal in all classes. The advice of a refusal was followed, and its answer compared;
-none: load the model as it is.
+Each outcome except "equal" lists the model types that have such a class. The advice of
+each refusal was followed, and the answer compared with eager attention. Advice "none"
+means that the model should be loaded as it is.
 """
 
 
@@ -193,12 +193,12 @@ def eager(model_type: str, kind: str) -> tuple[Any, dict[str, Any], list[Tensor]
     config_class = getattr(model_class, "config_class", None) or CONFIG_MAPPING[model_type]
     decodes = "CausalLM" in kind or "LMHead" in kind
     model, (inputs, answer) = tiny_models.first_that_runs(
-        model_class, config_class, _answered, decodes, gains=(4, 2, 1)
+        model_class, config_class, _first_answer, decodes, gains=(4, 2, 1)
     )
     return model, inputs, answer
 
 
-def _answered(model: Any) -> tuple[dict[str, Any], list[Tensor]] | None:
+def _first_answer(model: Any) -> tuple[dict[str, Any], list[Tensor]] | None:
     """The first inputs that the model accepts, and its output; None if the output is not finite."""
     first_reason = ""
     for guess in tiny_inputs.guesses(model):
@@ -246,14 +246,14 @@ def _ways(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[str, Callable[[]
     for side, name in names.items():
         padded = tiny_inputs.padded(model, inputs, side)
         if padded is not None:
-            yield name, partial(_padded, model, padded)
+            yield name, partial(_answer_without_padding, model, padded)
     if model.can_generate():
         prompt = tiny_inputs.padded(model, inputs, "left") or inputs
         for cache in ("dynamic", "static"):
-            yield f"{cache} cache", partial(_generated, model, prompt, cache)
+            yield f"{cache} cache", partial(_generate, model, prompt, cache)
 
 
-def _padded(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+def _answer_without_padding(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     """The output for tokens that are not padding, or for whole sequences."""
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     assert isinstance(mask, Tensor)
@@ -271,7 +271,7 @@ def _padded(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     return of_tokens or frames or [value for value in answer if value.dim() <= 2]
 
 
-def _generated(model: Any, prompt: dict[str, Any], cache: str) -> list[Tensor]:
+def _generate(model: Any, prompt: dict[str, Any], cache: str) -> list[Tensor]:
     torch.manual_seed(0)
     options = {"max_new_tokens": 4, "num_beams": 1, "eos_token_id": None, "disable_compile": True}
     if model.config.is_encoder_decoder:

@@ -22,7 +22,7 @@ PROMPTS = tiny.prompts()
 
 
 @functools.cache
-def expected(name):
+def expected_tokens(name):
     return tiny.generate_each(tiny.build(name), PROMPTS)
 
 
@@ -50,7 +50,7 @@ class TestMatchesGenerate:
     @pytest.mark.parametrize("name", BATCHED)
     def test_prompts_of_several_lengths_share_steps(self, name):
         results, routes, steps = generated_in_batches(name)
-        assert_same(results, expected(name))
+        assert_same(results, expected_tokens(name))
         assert sum(routes.packed.values()) == 2 * steps
         assert routes.packed == routes.kernel
         assert queries(routes) == 2 * sum(len(prompt) + 5 for prompt in PROMPTS)
@@ -58,7 +58,7 @@ class TestMatchesGenerate:
     @pytest.mark.parametrize("name", ["Gemma2", "gpt-oss"])
     def test_on_device(self, name, device):
         results, _, steps = generated_in_batches(name, device)
-        assert_same(results, expected(name))
+        assert_same(results, expected_tokens(name))
         if (run := runs.current()) is not None:
             assert [launch.kernel for launch in run.launches] == ["flash_fwd"] * (2 * steps)
 
@@ -83,11 +83,11 @@ class TestContext:
         first, second = enable(tiny.build("Llama")), tiny.build("Mistral")
         with continuous_batching(first), continuous_batching(second):
             with continuous_batching(first):
-                assert_same(tiny.generate_batch(second, PROMPTS), expected("Mistral"))
-            assert_same(tiny.generate_batch(first, PROMPTS), expected("Llama"))
+                assert_same(tiny.generate_batch(second, PROMPTS), expected_tokens("Mistral"))
+            assert_same(tiny.generate_batch(first, PROMPTS), expected_tokens("Llama"))
         assert first.config._attn_implementation == "metal_attn"
         assert second.config._attn_implementation == "eager"
-        assert_same(tiny.generate_each(first, PROMPTS), expected("Llama"))
+        assert_same(tiny.generate_each(first, PROMPTS), expected_tokens("Llama"))
 
     def test_persistent_managers_are_not_shared_with_the_block(self):
         model = tiny.build("Llama")
@@ -99,7 +99,7 @@ class TestContext:
             results = model.generate_batch(PROMPTS, **options, max_new_tokens=6)
             return [result.generated_tokens for result in results.values()]
 
-        tokens = [tokens for tokens, _ in expected("Llama")]
+        tokens = [tokens for tokens, _ in expected_tokens("Llama")]
         with continuous_batching(model):
             assert generate() == tokens
         assert not hasattr(model, "_cached_continuous_batching_manager")

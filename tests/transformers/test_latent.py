@@ -41,7 +41,7 @@ GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
 
 
-def generated(model, inputs, **options):
+def generate(model, inputs, **options):
     return tiny.generate(model, inputs, **GREEDY | options)
 
 
@@ -49,7 +49,7 @@ def check(model, inputs, expected, tolerance=TOLERANCE, **options):
     """The routes of a model that must generate the tokens and scores of `expected`."""
     tokens, scores = expected
     with record_routes() as routes:
-        actual, actual_scores = generated(model, inputs, **options)
+        actual, actual_scores = generate(model, inputs, **options)
     assert actual.tolist() == tokens.tolist()
     assert difference(actual_scores, scores) <= tolerance
     return routes
@@ -60,7 +60,7 @@ def check(model, inputs, expected, tolerance=TOLERANCE, **options):
 def test_tokens_match_eager(name, paging):
     side = "none" if paging is None else "left"
     model, inputs = tiny.build(name), tiny.inputs(name, side)
-    expected = generated(model, inputs)
+    expected = generate(model, inputs)
     enable(model, absorb=True)
     options = {} if paging is None else {"cache": latent_cache(model, 64, **paging)}
     routes = check(model, inputs, expected, **options)
@@ -73,7 +73,7 @@ def test_tokens_match_eager(name, paging):
 def test_masks_with_holes_match_eager():
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
     inputs["attention_mask"][:, 4] = 0
-    expected = generated(model, inputs)
+    expected = generate(model, inputs)
     enable(model, absorb=True)
     for page_size in (None, 5):
         cache = latent_cache(model, 64, page_size=page_size)
@@ -85,7 +85,7 @@ def test_masks_with_holes_match_eager():
 def test_other_models_match_eager(kind):
     model, inputs = tiny.smallest(kind), tiny.inputs("Llama", "left")
     options = {"max_new_tokens": 3}
-    expected = generated(model, inputs, **options)
+    expected = generate(model, inputs, **options)
     enable(model, absorb=True)
     if kind in ("BailingHybrid", "KimiLinear"):
         with pytest.raises(NotImplementedError, match="has it in 1 layer: call enable"):
@@ -101,14 +101,14 @@ def test_other_models_match_eager(kind):
 def test_selected_keys_match_eager(kind, absorb):
     inputs = tiny.inputs("Llama", "left")
     model = tiny.smallest(kind, index_topk=3)
-    expected = generated(model, inputs, max_new_tokens=3)
+    expected = generate(model, inputs, max_new_tokens=3)
     if absorb and kind.startswith("Dots3"):
         with pytest.raises(NotImplementedError, match=r"have 1024 \+ 64 columns; the kernels take"):
             enable(model, absorb=True)
         return
     routes = check(enable(model, absorb=absorb), inputs, expected, max_new_tokens=3)
     assert any("3 keys of each query" in call for call in routes.dense)
-    _, of_all = generated(tiny.smallest(kind, index_topk=64), inputs, max_new_tokens=1)
+    _, of_all = generate(tiny.smallest(kind, index_topk=64), inputs, max_new_tokens=1)
     assert difference(of_all, expected[1][:, :1]) > 10 * TOLERANCE
 
 
@@ -120,7 +120,7 @@ def check_rounded(rounded, inputs, options, length, format, **cache_options):
     model = tiny.build("DeepSeek-V3", **WIDE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicLayer, "update", rounded)
-        expected = generated(model, inputs, **options)
+        expected = generate(model, inputs, **options)
     enable(model, absorb=True)
     cache = latent_cache(model, length, format, **cache_options)
     # Rounding in float32 may change a row's code.
@@ -171,7 +171,7 @@ def test_recent_rows_are_not_rounded(repeats, page_size, options):
     inputs = {"input_ids": ids[:batch], "attention_mask": mask[:batch]}
     cache_options = {"page_size": page_size, "recent": 8}
     _, model, expected = check_rounded(rounded, inputs, options, 128, "q4_0", **cache_options)
-    exact = generated(model, inputs, cache=latent_cache(model, 128), **options)[1]
+    exact = generate(model, inputs, cache=latent_cache(model, 128), **options)[1]
     assert (difference(exact, expected) > 1e-2) == (repeats > 3)
 
 
@@ -179,14 +179,14 @@ def test_quantised_rows_on_device(device):
     model, inputs = tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), tiny.inputs("Llama")
     enable(model, absorb=True)
     options = [{"max_new_tokens": 3, "cache": latent_cache(model, 40, "q8_0")} for _ in range(2)]
-    expected = generated(model, inputs, **options[0])
+    expected = generate(model, inputs, **options[0])
     check(model.to(device), inputs, expected, **options[1])
 
 
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_on_device(page_size, device):
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
-    expected = generated(model, inputs, max_new_tokens=3)
+    expected = generate(model, inputs, max_new_tokens=3)
     enable(model, absorb=True).to(device)
     cache = latent_cache(model, 40, page_size=page_size)
     check(model, inputs, expected, max_new_tokens=3, cache=cache)
@@ -224,8 +224,8 @@ def test_a_fault_is_noticed(method, fault, monkeypatch):
     monkeypatch.setattr(Latents, "unbroken", getattr(Latents, method), raising=False)
     monkeypatch.setattr(Latents, method, fault)
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
-    _, scores = generated(model, inputs, max_new_tokens=2)
-    _, actual_scores = generated(enable(model, absorb=True), inputs, max_new_tokens=2)
+    _, scores = generate(model, inputs, max_new_tokens=2)
+    _, actual_scores = generate(enable(model, absorb=True), inputs, max_new_tokens=2)
     assert difference(actual_scores, scores) > 10 * TOLERANCE
 
 
@@ -280,7 +280,7 @@ class TestRefused:
         model = enable(tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), absorb=True)
         cache = latent_cache(model, 64, "q8_0", recent=8)
         with pytest.raises(NotImplementedError, match="indices is not implemented for the recent"):
-            generated(model, tiny.inputs("Llama"), cache=cache)
+            generate(model, tiny.inputs("Llama"), cache=cache)
 
     def test_models_without_latents(self):
         model = tiny.build("Llama")

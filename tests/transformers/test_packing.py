@@ -66,7 +66,7 @@ def call_for(function, positions, remapped=True):
 
 
 @st.composite
-def packed(draw):
+def packed_calls(draw):
     rows = [draw(st.lists(st.integers(1, 9), min_size=2, max_size=4)) for _ in range(2)]
     short, long = sorted(rows, key=sum)
     rows = [long, [*short, sum(long) - sum(short)] if sum(long) > sum(short) else short]
@@ -76,7 +76,7 @@ def packed(draw):
 
 class TestDescriptor:
     @settings(max_examples=50)
-    @given(packed())
+    @given(packed_calls())
     def test_equals_transformers(self, call):
         batch, length = call["batch_size"], call["q_length"]
         mask = metal_attention_mask(**call)

@@ -19,7 +19,7 @@ def prompt():
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def counted(model):
+def count_queries(model):
     queries = []
     model.register_forward_hook(
         lambda module, args, kwargs, result: queries.append(result.logits.shape[1]),
@@ -48,12 +48,12 @@ def assistant(device, noise):
 )
 def test_tokens_match_greedy(noise, most_forwards, device):
     expected = tiny.build(NAME).generate(**prompt(), **OPTIONS)
-    model, queries = counted(enable(tiny.build(NAME)).to(device))
+    model, queries = count_queries(enable(tiny.build(NAME)).to(device))
     drafts = []
     if noise is None:
         options = {"prompt_lookup_num_tokens": DRAFT}
     else:
-        draft_model, drafts = counted(assistant(device, noise))
+        draft_model, drafts = count_queries(assistant(device, noise))
         options = {"assistant_model": draft_model}
     inputs = {key: x.to(device) for key, x in prompt().items()}
     with record_routes() as routes:

@@ -88,7 +88,7 @@ def small(kind: type, level: str = "all", decodes: bool = False, **changes: Any)
         one. decodes: for a model that generates text and could also be an encoder.
     """
     config = kind()
-    options = dict(_changed(config, level))
+    options = dict(_small_options(config, level))
     if decodes and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         options["is_decoder"] = True
     return kind(**options | _parts(config, level) | changes)
@@ -103,12 +103,12 @@ def _parts(config: Any, level: str) -> dict[str, Any]:
             continue
         if part.model_type == "timm_backbone":
             part = ResNetConfig(out_indices=part.out_indices)  # most timm backbones are ResNets
-        kept = {option: value for option, value in _own(part).items() if value is not None}
-        parts[name] = type(part)(**kept | dict(_changed(part, level)) | _parts(part, level))
+        kept = {option: value for option, value in _own_options(part).items() if value is not None}
+        parts[name] = type(part)(**kept | dict(_small_options(part, level)) | _parts(part, level))
     return parts
 
 
-def _own(config: Any) -> dict[str, Any]:
+def _own_options(config: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in config.to_dict().items()
@@ -116,9 +116,9 @@ def _own(config: Any) -> dict[str, Any]:
     }
 
 
-def _changed(config: Any, level: str) -> Iterator[tuple[str, Any]]:
+def _small_options(config: Any, level: str) -> Iterator[tuple[str, Any]]:
     """The options of `config` that differ in a small one, except for sub-configurations."""
-    options = _own(config)
+    options = _own_options(config)
     total = next((options[name] for name in _LAYERS if isinstance(options.get(name), int)), None)
     depths = [options[name] for name in _DEPTHS if isinstance(options.get(name), (list, tuple))]
     stages = len(depths[0]) if depths else None

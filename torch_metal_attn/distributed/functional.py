@@ -117,7 +117,7 @@ def ring_attention(
             )
         bounds = None if cu_seqlens is None else bounds_of(cu_seqlens)
         sequences = None if bounds is None else len(bounds) - 1
-        added = _added(alibi_slopes, learnable_sink, sequences)
+        added = _score_tensors(alibi_slopes, learnable_sink, sequences)
         _check_operands(q, k, v, packed, options | added)
         agreement.number = q.shape[0 if packed else 1]
         agreement.same = {
@@ -158,7 +158,7 @@ def _checksum_of(tensor: Tensor | None) -> str | None:
     return None if tensor is None else checksum([str(tensor.dtype), *tensor.tolist()])
 
 
-def _added(
+def _score_tensors(
     alibi_slopes: Tensor | None, learnable_sink: Tensor | None, sequences: int | None
 ) -> dict[str, Tensor]:
     """alibi_slopes and learnable_sink as options of `flash_fwd` for one sequence."""

@@ -71,7 +71,7 @@ def build(case: Attention) -> Problem:
     options = options_of(case, batch, rows)
     poisoned_v = _poison(case, q, k, v, options)
     _hide(case, k, v)
-    (exact_k, exact_v), kept, where = stored(case, k, v)
+    (exact_k, exact_v), kept, where = store(case, k, v)
     if case.cache_dtype:
         exact_k, exact_v = exact_k.to(dtype), exact_v.to(dtype)
     if case.cache and case.is_packed:
@@ -242,10 +242,10 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
     )
 
 
-def stored(
+def store(
     case: Any, k: Tensor, v: Tensor, table: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-    """k and v (B, H, L, D) dequantised, k and v as stored in a cache, and the cache's options."""
+    """k and v (B, H, L, D) dequantised, k and v in the form of a cache, and the cache's options."""
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
     if case.format:

@@ -12,7 +12,7 @@ from torch_metal_attn.kv_cache import CascadePlan
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import attention_run
 from torch_metal_attn.testing.attention import Attention
-from torch_metal_attn.testing.attention_problem import Problem, options_of, stored, within_keys
+from torch_metal_attn.testing.attention_problem import Problem, options_of, store, within_keys
 from torch_metal_attn.testing.case import (
     Case,
     Prepared,
@@ -82,7 +82,7 @@ class Cascade(Case):
     num_splits: int = field(0, one_of(0, 1, 2))
     values: str = kinds()
 
-    cache: ClassVar[str] = "paged"  # read by `stored`
+    cache: ClassVar[str] = "paged"  # read by `store`
     OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("own",)
 
     @property
@@ -138,7 +138,7 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
     if case.values_in_keys:
         v = k[..., : case.v_head_dim]
     options = options_of(attention, batch, blocks * case.page)
-    exact, kept, where = stored(case, k, v, table)
+    exact, kept, where = store(case, k, v, table)
     arguments = {"q": q, **dict(zip(("k_cache", "v_cache"), kept, strict=True))}
     arguments |= {name: x for name, x in where.items() if name in ("k_scale", "v_scale")}
     if "learnable_sink" in options:

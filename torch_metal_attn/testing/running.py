@@ -102,7 +102,7 @@ def _run(case: Case, device: torch.device) -> Outcome:
     try:
         measures = [prepared.memory.undisturbed(prepared.written)]
         if not unchecked_on_mps:
-            repeated = _repeated(partial(prepared.function, **arguments), results, case.threads)
+            repeated = _repeat(partial(prepared.function, **arguments), results, case.threads)
             measures = [*prepared.judge(results), *repeated, *measures]
     except Exception as error:
         return _raised(FAILED, error)
@@ -112,7 +112,7 @@ def _run(case: Case, device: torch.device) -> Outcome:
     return Outcome(status, what, measures=tuple(measures))
 
 
-def _repeated(call: Callable[[], Any], first: Any, threads: int) -> list[Measure]:
+def _repeat(call: Callable[[], Any], first: Any, threads: int) -> list[Measure]:
     """Compares the bits of the first results with those of the same call in each thread."""
     if not threads:
         return []

@@ -18,7 +18,7 @@ from torch_metal_attn.testing.attention_problem import (
     ends_of,
     options_of,
     parents_of,
-    stored,
+    store,
     within_keys,
 )
 from torch_metal_attn.testing.case import (
@@ -328,7 +328,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
 
     @torch.no_grad()
     def judge(results: Any) -> list[Measure]:
-        rotated, k = _rotated(case, device, tables, q, new[0])
+        rotated, k = _rotate_rows(case, device, tables, q, new[0])
         rotated = _packed_rows(case, rotated, 0)
         dense = [x.clone() for x in old]
         for x, rows in zip(dense, (k, new[1]), strict=True):
@@ -344,7 +344,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
             parts = _by_separate_ops(case, device, rotated, after | options | packing)
             both = zip(("out", "softmax_lse"), results, parts, strict=True)
             return measures + [same_bits(*each) for each in both]
-        exact, kept, where = stored(case, *dense)
+        exact, kept, where = store(case, *dense)
         for x, rows in zip(exact, dense, strict=True):
             for b, first in enumerate(recent_rows.first_recent(case)):
                 x[b, :, first:] = rows[b, :, first:]
@@ -364,7 +364,7 @@ def _packed_rows(case: Step, x: Tensor, side: int) -> Tensor:
 
 
 def _caches(case: Step, dense: list[Tensor]) -> dict[str, Tensor]:
-    _, (k, v), where = stored(case, *dense)
+    _, (k, v), where = store(case, *dense)
     tensors = {n: x for n, x in where.items() if isinstance(x, Tensor)}
     return {"k_cache": k, "v_cache": v, **tensors}
 
@@ -373,7 +373,7 @@ def first_rotated(case: Step) -> int:
     return case.head_dim - case.rotary_columns if case.rotary_last else 0
 
 
-def _rotated(
+def _rotate_rows(
     case: Step, device: torch.device, tables: dict[str, Tensor], *rows: Tensor
 ) -> list[Tensor]:
     """The queries and the new keys, rotated by `rope`. The call must give the same bits."""

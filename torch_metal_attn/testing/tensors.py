@@ -46,7 +46,7 @@ def numbers(
 
 def expanded(x: Tensor, layout: Layout) -> Tensor:
     """x, expanded along the dimensions that the layout repeats."""
-    for dim in _repeated(layout, x.dim()):
+    for dim in _repeated_dims(layout, x.dim()):
         x = x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
     return x
 
@@ -77,7 +77,7 @@ class Memory:
                 order = named + [dim for dim in order if dim not in named]
             elif what == "padded":
                 padding = int(number)
-        repeated = _repeated(layout, x.dim())
+        repeated = _repeated_dims(layout, x.dim())
         sizes = [1 if dim in repeated and x.shape[dim] else x.shape[dim] for dim in order]
         ends = [1 if padding else 0] * x.dim()
         if ends:
@@ -137,7 +137,7 @@ class Memory:
         return Measure("memory that must not be written, bytes that differ", changed, 0.0)
 
 
-def _repeated(layout: Layout, dims: int) -> list[int]:
+def _repeated_dims(layout: Layout, dims: int) -> list[int]:
     results = [int(word.split()[1]) for word in layout if word.startswith("repeated")]
     return [dim for dim in results if dim < dims]
 

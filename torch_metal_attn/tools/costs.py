@@ -117,7 +117,7 @@ def cost(op: str, arguments: Mapping[str, Any]) -> Cost:
     return _FORMULAS[op](args)
 
 
-def stored(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
     """Bytes of the tensor's elements; broadcast dimensions count once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -235,7 +235,7 @@ def _work(args: dict[str, Any]) -> _Work:
             pairs += seen(1, kv_length, **options, seqused_k=end, leftpad_k=first).pairs * heads
     pairs = round(pairs * listed_share(args))
     if "indices" in args:
-        pairs, keys = _listed(args, keys)
+        pairs, keys = _listed_work(args, keys)
     scales = args.get("k_scale"), args.get("v_scale")
     by_row = row_bytes(k, scales[0]) + (0 if in_keys(k, v) else row_bytes(v, scales[1]))
     by_head = sum(scale.nbytes for scale in scales if scale is not None and scale.dim() < 3)
@@ -246,11 +246,11 @@ def _work(args: dict[str, Any]) -> _Work:
         head_dim=q.shape[-1],
         v_head_dim=columns(v, scales[1]),
         other_bytes=sum(
-            stored(value)
+            bytes_of(value)
             for name, value in args.items()
             if isinstance(value, Tensor) and name not in _COUNTED
         )
-        + sum(stored(tensor) for tensor in args.get("captures", ())),
+        + sum(bytes_of(tensor) for tensor in args.get("captures", ())),
     )
 
 
@@ -265,7 +265,7 @@ def listed_share(args: Mapping[str, Any]) -> float:
     return float(share) / blocks if counts.numel() and blocks else 0.0
 
 
-def _listed(args: Mapping[str, Any], keys: int) -> tuple[int, int]:
+def _listed_work(args: Mapping[str, Any], keys: int) -> tuple[int, int]:
     """Pairs of all heads, and at most `keys` rows of all KV heads, for `indices`."""
     q, indices = args["q"], args["indices"]
     batch = 1 if "cu_seqlens_q" in args else q.shape[0]
@@ -368,7 +368,7 @@ def _rope(args: dict[str, Any]) -> Cost:
     for name in ("cos", "sin"):
         rows = _table_bytes(args[name], q.shape[2], q.shape[0] if by_sequence else 1)
         moved += min(args[name].nbytes, rows)
-    moved += sum(stored(args[name]) for name in ("positions", "seqlen_offsets") if name in args)
+    moved += sum(bytes_of(args[name]) for name in ("positions", "seqlen_offsets") if name in args)
     return Cost(0, moved)
 
 

@@ -41,18 +41,18 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
     rotating = [(module, kind) for module, kind in modules if _rotations(kind)]
     where = f"fuse_rope=True for {type(model).__name__}"
     if not rotating:
-        raise _refused(f"{where}, which has no attention that calls {_FUNCTION}")
+        raise _refusal(f"{where}, which has no attention that calls {_FUNCTION}")
     for module, kind in rotating:
         if "forward" in vars(module):
             # accelerate adds such a forward if a model is spread over devices.
             text = f"{where}: {with_article(kind.__name__)} has a forward that is not its class's"
-            raise _refused(text, ", or fuse before hooks are added")
+            raise _refusal(text, ", or fuse before hooks are added")
     kinds = {kind for _, kind in rotating}
     fused = {kind: fused_class(kind, _probe(model, kind, where)) for kind in kinds}
     return [(module, fused[kind]) for module, kind in rotating]
 
 
-def _refused(text: str, more: str = "") -> NotImplementedError:
+def _refusal(text: str, more: str = "") -> NotImplementedError:
     return NotImplementedError(f"{text}; use enable(model){more}")
 
 
@@ -154,7 +154,7 @@ def _key_rotation(owner: str, tables: Tables) -> Callable[..., tuple[Unrotated, 
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Unrotated, Tensor]:
         if unsqueeze_dim != 1:
-            raise _refused(
+            raise _refusal(
                 f"unsqueeze_dim={unsqueeze_dim} in {owner} with fuse_rope=True: the heads must be "
                 "the second dimension of q"
             )
@@ -182,21 +182,21 @@ def _probe(model: PreTrainedModel, kind: type, where: str) -> Tables:
     forward, names = _undecorated(kind), _rotations(kind)
     rotates = f"{where} rotates its queries"
     if names != [_FUNCTION] or forward is None:
-        raise _refused(f"{rotates} by {', '.join(names)}, which is not known")
+        raise _refusal(f"{rotates} by {', '.join(names)}, which is not known")
     _check_uses(forward, where)
     function = forward.__globals__[_FUNCTION]
     arguments = list(inspect.signature(function).parameters)
     if arguments[:4] != ["q", "k", "cos", "sin"]:
         by = f"a function of {', '.join(arguments)}"
-        raise _refused(f"{rotates} by {by}, which is not known")
+        raise _refusal(f"{rotates} by {by}, which is not known")
     try:
         with unset_fake_temporarily():
             forms = {_recognise(function, *tables) for tables in _tables_of(model, kind)}
     except Exception as error:
-        raise _refused(f"{where} could not be tried out ({error!r})") from error
+        raise _refusal(f"{where} could not be tried out ({error!r})") from error
     form = forms.pop() if len(forms) == 1 else None
     if form is None:
-        raise _refused(
+        raise _refusal(
             f"{rotates} neither by halves nor by pairs of columns, or with tables of a form that "
             "the kernel does not take"
         )
@@ -209,12 +209,12 @@ def _check_uses(forward: Callable[..., Any], where: str) -> None:
     call = re.search(rf"(\w+), \w+ = {_FUNCTION}\(", text)
     end = text.find("attention_interface(", call.end() if call else 0)
     if call is None or end < 0:
-        raise _refused(f"{where} calls {_FUNCTION} in an unknown way")
+        raise _refusal(f"{where} calls {_FUNCTION} in an unknown way")
     query = call.group(1)
     for line in text[call.end() : end].splitlines()[1:]:
         appended = rf"\w+ = torch\.cat\(\({query}, \w+\), dim=-1\)"
         if re.search(rf"\b{query}\b", line) and not re.search(appended, line):
-            raise _refused(
+            raise _refusal(
                 f"{where} uses its queries between rotation and attention ({line.strip()})"
             )
 

@@ -173,12 +173,12 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
     """The modules to absorb, with their new classes. Raises NotImplementedError."""
     where = f"absorb=True for {type(model).__name__}"
 
-    def refused(reason: str) -> NotImplementedError:
+    def refusal(reason: str) -> NotImplementedError:
         return NotImplementedError(f"{where}{reason}; use enable(model)")
 
     expanding = [(m, own_class(m)) for m in model.modules() if hasattr(m, EXPAND)]
     if not expanding:
-        raise refused(
+        raise refusal(
             f", which has no attention that expands latent rows by {EXPAND} (as DeepSeek-V3's does "
             "since transformers 5.24)"
         )
@@ -187,16 +187,16 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
         parameters = list(inspect.signature(getattr(kind, EXPAND)).parameters)[1:]
         sizes = ("qk_nope_head_dim", "v_head_dim")
         if len(parameters) != 2 or not all(hasattr(module, size) for size in sizes):
-            raise refused(f": {kind.__name__} expands latent rows in an unknown way")
+            raise refusal(f": {kind.__name__} expands latent rows in an unknown way")
         linear = getattr(module, "kv_b_proj", None)
         if type(linear) is not nn.Linear or getattr(linear, "bias", None) is not None:
-            raise refused(
+            raise refusal(
                 f": kv_b_proj of {name} is {type_text(linear)}; only the weight of a "
                 "torch.nn.Linear without bias can be absorbed"
             )
         columns, rotated = linear.in_features, getattr(module, "qk_rope_head_dim", 0)
         if columns > MAX_VALUE_HEAD_DIM or columns + rotated > MAX_HEAD_DIM:
-            raise refused(
+            raise refusal(
                 f": the latent rows of {name} have {columns} + {rotated} columns; the kernels take "
                 f"at most {MAX_VALUE_HEAD_DIM}, and {MAX_HEAD_DIM} with the rotated columns"
             )

@@ -145,13 +145,13 @@ def separates(
     agreed = _separated.setdefault(sequence, WeakTensorKeyDictionary())
     if agreed.get(other) == (versions, shape):
         return True
-    stated = _stated(name, sequence).unique_consecutive()
+    ends = _bounds_of(name, sequence).unique_consecutive()
     tokens = torch.arange(shape[0] * shape[1] + 1, device=sequence.device)
     bounds = tokens[:: shape[1]] if bounds is None else bounds.unique_consecutive()
     # Tokens past the last sequence are padding.
-    apart = torch.equal(stated, bounds[: len(stated)].to(stated))
+    apart = torch.equal(ends, bounds[: len(ends)].to(ends))
     if mask is not None and mask.shape[-1] == shape[1] and not apart:
-        numbers = torch.bucketize(tokens[:-1], stated[1:], right=True).view(shape[0], 1, shape[1])
+        numbers = torch.bucketize(tokens[:-1], ends[1:], right=True).view(shape[0], 1, shape[1])
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
         apart = not bool((seen & (numbers.mT != numbers)[:, None]).any())
     if apart:
@@ -159,7 +159,7 @@ def separates(
     return apart
 
 
-def _stated(name: str, sequence: Tensor) -> Tensor:
+def _bounds_of(name: str, sequence: Tensor) -> Tensor:
     """The bounds, int64 (sequences + 1,), in the concatenated rows."""
     if name == "cu_seqlens":
         return sequence.flatten().long()

@@ -57,7 +57,7 @@ class Unrotated:
         return Unrotated(q, self.cos, self.sin, self.interleaved, self.owner)
 
     def __getattr__(self, name: str) -> Any:
-        raise self._misused(f"reads its {name}")
+        raise self._misuse(f"reads its {name}")
 
     @classmethod
     def __torch_function__(
@@ -66,9 +66,9 @@ class Unrotated:
         values = [*args, *(kwargs or {}).values()]
         values += [x for several in values if isinstance(several, list | tuple) for x in several]
         query = next(x for x in values if isinstance(x, cls))
-        raise query._misused(f"calls {getattr(func, '__name__', func)} on it")
+        raise query._misuse(f"calls {getattr(func, '__name__', func)} on it")
 
-    def _misused(self, what: str) -> NotImplementedError:
+    def _misuse(self, what: str) -> NotImplementedError:
         return NotImplementedError(
             f"{self.owner} was given fuse_rope=True, so only metal_attn's kernel can use its "
             f"query, but other code {what}: call enable(model) to undo this, also before you set "

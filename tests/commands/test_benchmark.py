@@ -90,7 +90,7 @@ class TestVersus:
     def test_inputs_that_are_too_large_to_allocate_are_reported(self):
         shape = Shape(batch=2**20, heads=2**10, kv_heads=2**10, length=2**20)
         result = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
-        assert "the inputs cannot be made" in result.times["metal_attn"].error
+        assert "the inputs cannot be allocated" in result.times["metal_attn"].error
 
 
 RUN_SHAPES = [small(), small(kv_length=64), small("training", causal=True)]
@@ -249,8 +249,8 @@ class TestShapes:
         [
             ("[" * 10**5, "cannot be read as JSON: maximum recursion depth exceeded"),
             ("[]", "a list of objects"),
-            ('[{"speed": 1}]', "shape 0 has 'speed'; it must be an object of kind, batch"),
-            ("[7]", "shape 0 is 7; it must be an object of kind, batch"),
+            ('[{"speed": 1}]', "shape 0 has 'speed'; it must be an object with some of kind"),
+            ("[7]", "shape 0 is 7; it must be an object with some of kind, batch"),
             (
                 '[{"batch": 2147483647, "length": 2147483647}]',
                 "a tensor of shape (2147483647, 32, 2147483647, 128) has too many elements",
@@ -276,7 +276,7 @@ class TestShapes:
         [
             (None, "--model is {}, and there is no file {}/config.json; it must be the path of a "),
             ("{", "cannot be read as JSON"),
-            ("[]", "config.json holds no object; it must be a config.json"),
+            ("[]", "config.json is not the JSON object of a config.json"),
             ("{}", "config.json: num_attention_heads is None; it must be an int above 0"),
             ('{"num_attention_heads": "8"}', "num_attention_heads is '8'; it must be an int"),
             ('{"num_attention_heads": 8}', "hidden_size is None; it must be an int"),
@@ -295,7 +295,7 @@ class TestShapes:
             (["--shapes", "x.json", "--shape", "1", "2", "3", "4"], "leave out --shape"),
             (["--shape", "1", "2", "3", "4", "--head-dim", "3"], "leave out --head-dim"),
             (["--model", "your/model"], "--model is your/model, and there is no file your/model"),
-            (["--window", "-3"], "window is -3; it must be the number of keys before its own"),
+            (["--window", "-3"], "window is -3; it must be the number of keys"),
             (["--length", "64", "--kv-length", "0"], "kv_length is 0; it must be an int from 1"),
             (["--rounds", "0"], "--rounds is 0"),
             (["--memory", "--decode"], "leave out --decode"),

@@ -249,7 +249,7 @@ class TestModel:
     def test_eager_attention_is_shown(self):
         eager = module(lambda q: (q @ q.mT).softmax(-1) @ q)
         explanation = explain(eager, torch.randn(1, 2, 7, 8))
-        assert "as eager attention has" in str(explanation)
+        assert "as in eager attention" in str(explanation)
         assert explanation.rows[0].shapes == ((1, 2, 7, 7),)
 
     def test_attention_that_returns_its_weights_is_shown(self):

@@ -233,7 +233,7 @@ class TestCommand:
         assert failure["drawn_as"]["seed"] == 3
         out = capsys.readouterr().out
         assert out.count("testing.Softmax(call='softmax')") == 1
-        assert "case 9: as case 1\n" in out
+        assert "case 9: the same failure as case 1\n" in out
 
     def test_an_interrupt_keeps_the_failures(self, fuzzing, capsys):
         code, data = fuzzing([self.SOUND, self.BAD, KeyboardInterrupt(), self.BAD])

@@ -213,7 +213,7 @@ class TestReport:
         code, text = run_full(monkeypatch, tmp_path, [far, causal()])
         assert code == 0
         assert "**No failures, 1 passed, 1 skipped**" in text
-        reason = "the machine has 1 GB, and this takes 16"
+        reason = "the machine has 1 GB; this case needs 16 GB"
         assert f"- offsets beyond 2**31: plain (float16): {reason}" in text
 
     def test_an_interrupt_keeps_the_results(self, monkeypatch, tmp_path, capsys, broken):
@@ -223,7 +223,7 @@ class TestReport:
         stop = broken("stop", instead, "float16")
         code, text = run_full(monkeypatch, tmp_path, [causal(), stop, causal()])
         assert code == 130
-        assert "It ended after 1 of 3 cases, in this one:\n\nstop: plain (float16)" in text
+        assert "The run ended after 1 of 3 cases, in this case:\n\nstop: plain (float16)" in text
         assert "interrupted" in capsys.readouterr().err
 
     def test_the_report_is_written_before_each_case(self, monkeypatch, tmp_path, broken):
@@ -231,7 +231,7 @@ class TestReport:
         report = tmp_path / "report.md"
         last = broken("deadly", lambda: texts.append(report.read_text()), "float16")
         run_full(monkeypatch, tmp_path, [causal(), last])
-        assert "It ended after 1 of 2 cases, in this one:\n\ndeadly: plain (float16)" in texts[0]
+        assert "ended after 1 of 2 cases, in this case:\n\ndeadly: plain (float16)" in texts[0]
         assert "1 passed" in texts[0]
 
     def test_reports_contain_no_paths(self, monkeypatch, tmp_path, broken):

@@ -159,7 +159,7 @@ def test_a_fork_does_not_report(doctor):
 def test_cpu_tensors_get_advice_on_a_mac(available, doctor, monkeypatch):
     monkeypatch.setattr(report.mps, "available", lambda: available)
     _, _, err = doctor(ATTENTION)
-    assert "Tensors were on the CPU: the list says where they would go on mps." in err
+    assert "Tensors were on the CPU: the list says what would run each call on mps." in err
     assert ('.to("mps")' in err) == available
 
 

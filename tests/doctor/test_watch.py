@@ -169,7 +169,7 @@ class TestOurFunctions:
                 return F.scaled_dot_product_attention(X, X, X)
 
         attention = only(call)
-        assert (attention.goes_to, attention.why) == (OURS, "on the CPU torch ran it")
+        assert (attention.goes_to, attention.why) == (OURS, "torch ran it on the CPU")
 
     def test_a_function_that_was_stored_before_the_block_is_recorded(self):
         with Watch() as watch:

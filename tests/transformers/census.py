@@ -1,4 +1,4 @@
-"""Every class of transformers' auto mappings, small, with metal_attn, against its eager attention.
+"""Compares a small model of every class in transformers' auto mappings with its eager attention.
 
 Run `make census`, or `python -m tests.transformers.census [NAME ...]`. Each class must call the
 kernels and equal eager attention in every way, or be refused with a reason.
@@ -54,15 +54,15 @@ that are off by 2 % change its answer by less than {tolerance:g} of its largest 
 {rows}
 
 Made at {commit}. `make census` writes the result of each class to build/census.jsonl.
-A model type is under each outcome that one of its classes has; those that are under none
-are equal in all classes. The advice of a refusal was followed, and its answer compared;
-none: load the model as it is.
+Each outcome except "equal" lists the model types that have such a class. The advice of
+each refusal was followed, and the answer compared with eager attention. Advice "none"
+means that the model should be loaded as it is.
 """
 
 
 @dataclass
 class Entry:
-    """A class and its outcome. ways: by name, the reason of a refusal, or "" if it is equal."""
+    """A class and its outcome. ways: for each way's name, why it is refused, or "" if equal."""
 
     model_type: str
     kind: str
@@ -96,7 +96,7 @@ class TookTooLong(BaseException):
 
 
 def classes() -> list[tuple[str, str]]:
-    """(model type, class) of each class in an auto mapping of transformers, once."""
+    """(model type, class) of each class in transformers' auto mappings, without repetition."""
     types: dict[str, str] = {}
     for mapping, names_of_type in sorted(vars(modeling_auto).items()):
         if re.fullmatch(r"MODEL_(FOR_\w+_)?MAPPING_NAMES", mapping):
@@ -140,7 +140,7 @@ def _examine(entry: Entry) -> None:
     reason, loaded = _refusal(partial(enable, model)), _refusal(load)
     entry.faults += [text for text in (reason, loaded) if text and text.startswith("fails")]
     if reason is not None and model.config._attn_implementation != before:
-        entry.faults.append("refused, but changed")
+        entry.faults.append("refused, but the model was changed")
     if (reason is None) != (loaded is None):
         entry.faults.append(f"enable: {reason or 'accepted'}; from_config: {loaded or 'accepted'}")
     if reason is not None:
@@ -193,13 +193,13 @@ def eager(model_type: str, kind: str) -> tuple[Any, dict[str, Any], list[Tensor]
     config_class = getattr(model_class, "config_class", None) or CONFIG_MAPPING[model_type]
     decodes = "CausalLM" in kind or "LMHead" in kind
     model, (inputs, answer) = tiny_models.first_that_runs(
-        model_class, config_class, _answered, decodes, gains=(4, 2, 1)
+        model_class, config_class, _first_answer, decodes, gains=(4, 2, 1)
     )
     return model, inputs, answer
 
 
-def _answered(model: Any) -> tuple[dict[str, Any], list[Tensor]] | None:
-    """The first inputs that the model accepts, and its output; None if that is not finite."""
+def _first_answer(model: Any) -> tuple[dict[str, Any], list[Tensor]] | None:
+    """The first inputs that the model accepts, and its output; None if the output is not finite."""
     first_reason = ""
     for guess in tiny_inputs.guesses(model):
         inputs: dict[str, Any] | None = guess
@@ -219,7 +219,7 @@ def _answered(model: Any) -> tuple[dict[str, Any], list[Tensor]] | None:
                 if inputs is None:
                     break
         first_reason = first_reason or reason  # the first inputs are the most complete
-    raise NotSmallError(first_reason or "takes inputs that are not known here")
+    raise NotSmallError(first_reason or "takes inputs that tiny_inputs.py does not know")
 
 
 @torch.no_grad()
@@ -246,20 +246,20 @@ def _ways(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[str, Callable[[]
     for side, name in names.items():
         padded = tiny_inputs.padded(model, inputs, side)
         if padded is not None:
-            yield name, partial(_padded, model, padded)
+            yield name, partial(_answer_without_padding, model, padded)
     if model.can_generate():
         prompt = tiny_inputs.padded(model, inputs, "left") or inputs
         for cache in ("dynamic", "static"):
-            yield f"{cache} cache", partial(_generated, model, prompt, cache)
+            yield f"{cache} cache", partial(_generate, model, prompt, cache)
 
 
-def _padded(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+def _answer_without_padding(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     """The output for tokens that are not padding, or for whole sequences."""
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     assert isinstance(mask, Tensor)
     where, answer = mask.bool(), _answer(model, inputs)
     of_tokens = [
-        # Codebooks of one sequence are in rows one after the other.
+        # Codebooks of one sequence are in consecutive rows.
         value[where.repeat_interleave(len(value) // len(where), 0)]
         for value in answer
         if value.shape[1:2] == where.shape[1:] and len(value) % len(where) == 0
@@ -271,7 +271,7 @@ def _padded(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     return of_tokens or frames or [value for value in answer if value.dim() <= 2]
 
 
-def _generated(model: Any, prompt: dict[str, Any], cache: str) -> list[Tensor]:
+def _generate(model: Any, prompt: dict[str, Any], cache: str) -> list[Tensor]:
     torch.manual_seed(0)
     options = {"max_new_tokens": 4, "num_beams": 1, "eos_token_id": None, "disable_compile": True}
     if model.config.is_encoder_decoder:
@@ -303,12 +303,12 @@ def _compare(entry: Entry, model: Any, way: str, call: Callable[[], list[Tensor]
 def _fault(actual: list[Tensor], expected: list[Tensor]) -> str:
     """A text about the difference, or "" if the results differ by rounding only."""
     if [x.shape for x in actual] != [x.shape for x in expected]:
-        return "other shapes"
+        return "the shapes differ"
     for ours, theirs in zip(actual, expected, strict=True):
         # Models mask scores by adding the lowest number.
         seen = theirs.abs() < 1e30
         if not torch.equal(seen, ours.abs() < 1e30):
-            return "other numbers are masked out"
+            return "different numbers are masked out"
         if seen.any():
             difference = (ours - theirs)[seen].abs().max().item()
             scale = max(theirs[seen].abs().max().item(), 1e-3)
@@ -358,8 +358,8 @@ def summary(entries: list[Entry], total: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="model types or classes; all of them if none")
-    parser.add_argument("--keep", type=Path, help="entries as JSON lines; those in it are not run")
+    parser.add_argument("names", nargs="*", help="model types or classes (default: all)")
+    parser.add_argument("--keep", type=Path, help="JSON lines of entries; their classes do not run")
     parser.add_argument("--results", type=Path, help="the Markdown file for the summary")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -11,7 +11,7 @@ from torch_metal_attn.testing.judge import normal
 
 TOLERANCE = 1e-5
 LENGTHS = (17, 1, 13)  # of packed sequences
-# T5 adds a bias, Gemma 4 slices masks, PaliGemma's prefix is not a band, indexers read masks.
+# T5 adds a bias, Gemma 4 slices masks, PaliGemma's prefix is no band, and indexers read masks.
 DENSE = {"T5", "Gemma4", "PaliGemma", "DeepSeek-V3.2", "GLM-MoE-DSA"}
 
 
@@ -48,7 +48,8 @@ def bounds(*ends, dtype=torch.int32):
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone(), **longest}
 
 
-def packed(model):
+def packed_batch(model):
+    """A batch of sequences packed in one row, and the answer to each sequence alone."""
     parts = tiny.tokens(sum(LENGTHS), batch=1).split(LENGTHS, 1)
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = collate([{"input_ids": part[0].tolist()} for part in parts])
@@ -84,7 +85,7 @@ def assert_same_gradients(actual, expected):
     assert actual.keys() == expected.keys()
     largest = max(gradient.abs().max() for gradient in expected.values())
     for name, gradient in expected.items():
-        # Some are 0 in exact arithmetic, such as that of k's bias, and contain rounding only.
+        # Some gradients, such as that of k's bias, are exactly 0 apart from rounding.
         scale = torch.maximum(gradient.abs().max(), 1e-2 * largest)
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-4 * scale, msg=name)
 

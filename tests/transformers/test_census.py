@@ -49,7 +49,7 @@ def test_classes_are_those_of_every_auto_class():
 
 
 @pytest.mark.parametrize(("model_type", "kind"), ONCE_WRONG)
-def test_equal(model_type, kind):
+def test_classes_that_were_wrong_equal_eager(model_type, kind):
     entry = census.examine(model_type, kind)
     assert entry.outcome in {"equal", "equal, not sensitive"}, entry
     assert entry.calls
@@ -57,7 +57,7 @@ def test_equal(model_type, kind):
 
 
 @pytest.mark.parametrize(("model_type", "kind", "reason", "advice"), REFUSED)
-def test_refused(model_type, kind, reason, advice):
+def test_refusals_name_a_reason_and_working_advice(model_type, kind, reason, advice):
     entry = census.examine(model_type, kind)
     assert entry.faults == []
     assert reason in entry.refused
@@ -67,7 +67,7 @@ def test_refused(model_type, kind, reason, advice):
 
 @pytest.mark.parametrize("kind", ["BloomModel", "FalconModel"])
 def test_wrong_advice_is_a_fault(kind, monkeypatch):
-    """sdpa_replaced() where it has no effect, and eager attention where sdpa_replaced() works."""
+    """Bloom gets the advice for Falcon, which has no effect, and Falcon that for Bloom."""
     advice = "Load it, and call it in `sdpa_replaced()`"
     monkeypatch.setattr(refusals, "_THROUGH_SDPA", refusals._NOTHING_TO_REPLACE)
     monkeypatch.setattr(refusals, "_NOTHING_TO_REPLACE", advice)
@@ -86,7 +86,7 @@ def test_faults_are_noticed(monkeypatch):
     assert census.examine("bert", "BertModel").faults == ["accepted, and no kernel was called"]
 
 
-def test_page():
+def test_summary_lists_outcomes():
     entries = [
         census.Entry("a", "AModel", {"unpadded": ""}, calls=2),
         census.Entry("a", "AForCTC", {"unpadded": "", "padded left": ""}, calls=8),

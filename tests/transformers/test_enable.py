@@ -41,7 +41,7 @@ WRAPPERS = {
     "DataParallel": torch.nn.DataParallel,
 }
 Q = normal(1, 2, 13, 8)
-GOOD = {"query": Q, "key": Q, "value": Q, "attention_mask": None, "module": torch.nn.Module()}
+VALID = {"query": Q, "key": Q, "value": Q, "attention_mask": None, "module": torch.nn.Module()}
 ENDS = bounds(0, 6, 13)
 LEFT = metal_attention_mask(1, 13, 13, attention_mask=torch.arange(13)[None] > 0, device="cpu")
 NUMBER = torch.tensor(0.5, requires_grad=True)
@@ -50,14 +50,14 @@ REFUSED = {
         "sliding_window=8": {"sliding_window": 8},
         "scaling requires grad": {"scaling": NUMBER},
         "softcap requires grad": {"softcap": NUMBER},
-        "novelty=3 in Module: metal_attn does not know it": {"novelty": 3},
+        "novelty=3 in Module: metal_attn does not know novelty": {"novelty": 3},
         r"indices=an int64 tensor of shape": {"indices": torch.zeros(2, dtype=torch.int64)},
         r"sinks=.*\(2,\) in Module: it must be": {"sinks": torch.zeros(2)},
         "sinks together with cu_seq_lens_q": {"sinks": torch.zeros(1, 2, 13, 1)} | ENDS,
         r"cu_seq_lens_q=an int32 tensor of shape \(3,\) in Module without cu_seq_lens_k": {
             "cu_seq_lens_q": ENDS["cu_seq_lens_q"]
         },
-        "with a batch of 2": dict.fromkeys(list(GOOD)[:3], Q.expand(2, -1, -1, -1)) | ENDS,
+        "with a batch of 2": dict.fromkeys(list(VALID)[:3], Q.expand(2, -1, -1, -1)) | ENDS,
         "together with a mask": {"attention_mask": torch.ones(13, 13, dtype=torch.bool)} | ENDS,
         r"together with a mask \(causal padded\)": {"attention_mask": LEFT} | ENDS,
         "position_bias together": {"position_bias": torch.zeros(1, 2, 13, 13)} | ENDS,
@@ -65,7 +65,7 @@ REFUSED = {
     },
     TypeError: {
         "sliding_window is nan; it must be an int": {"sliding_window": float("nan")},
-        **{f"{name} is an int; it must be a tensor": {name: 3} for name in list(GOOD)[:3]},
+        **{f"{name} is an int; it must be a tensor": {name: 3} for name in list(VALID)[:3]},
         **{f"{name} is a list": {name: [1]} for name in ("attention_mask", "sinks", "s_aux")},
         **{f"{name} is a bool": {name: True} for name in ("position_bias", "indices")},
         "module is None; it must be an nn.Module": {"module": None},
@@ -75,20 +75,20 @@ REFUSED = {
 
 
 @each_case("error, message", [(error, message) for error in REFUSED for message in REFUSED[error]])
-def test_refused_arguments(error, message):
+def test_unsupported_arguments_are_refused(error, message):
     with pytest.raises(error, match=message):
-        metal_attention(**GOOD | REFUSED[error][message])
+        metal_attention(**VALID | REFUSED[error][message])
 
 
-def test_ignored_arguments():
+def test_harmless_arguments_are_ignored():
     ignored = {"novelty": None, "position_ids": 3, "max_new_tokens": 3, "do_sample": False}
-    out, weights = metal_attention(**GOOD, sliding_window=13, **ignored)
+    out, weights = metal_attention(**VALID, sliding_window=13, **ignored)
     assert weights is None
     torch.testing.assert_close(out.transpose(1, 2), attention(Q, Q, Q)[0])
 
 
 class TestAttentionFunction:
-    def test_without_a_mask(self):
+    def test_is_causal_of_the_module_is_ignored(self):
         q, (k, v), module = torch.randn(1, 2, 4, 8), torch.randn(2, 1, 2, 6, 8), torch.nn.Module()
         causal = attention(q, k, v, causal=True, q_offset=0)[0].transpose(1, 2)
         full = attention(q, k, v)[0].transpose(1, 2)
@@ -103,7 +103,7 @@ class TestAttentionFunction:
         ("queries", "options"),
         [(DECODE_QUERIES, {}), (DECODE_QUERIES + 1, {}), (1, {"dropout": 0.5}), (1, None)],
     )
-    def test_kernel(self, queries, options):
+    def test_few_queries_without_gradients_decode(self, queries, options):
         q = torch.randn(1, 2, queries, 8, requires_grad=options is None)
         k = torch.randn(1, 1, 20, 8)
         with simulate(record=True) as run:
@@ -127,14 +127,14 @@ class TestAttentionFunction:
         assert plain.rows[0].copied == ()
         assert copied.cost.bytes - plain.cost.bytes == 2 * k.numel() * 4
 
-    def test_queries_shared_by_the_batch(self):
+    def test_queries_are_shared_by_the_batch(self):
         q, (k, v) = torch.randn(1, 2, 4, 8), torch.randn(2, 3, 2, 6, 8)
         out, _ = metal_attention(torch.nn.Module(), q, k, v, None, is_causal=False)
         expected = attention(q.expand(3, -1, -1, -1), k, v)[0]
         assert torch.equal(out.transpose(1, 2), expected)
 
     @pytest.mark.parametrize("form", ["none", "causal", "bool", "float", "descriptor"])
-    def test_position_bias_with_every_mask(self, form):
+    def test_position_bias_is_added_next_to_every_mask(self, form):
         q, k, v = torch.randn(3, 2, 3, 13, 8)
         bias = torch.randn(1, 13, 13, 3).permute(0, 3, 1, 2)
         padded = torch.arange(13) >= torch.tensor([[0], [4]])
@@ -157,7 +157,7 @@ class TestAttentionFunction:
         torch.testing.assert_close(out.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_sink_per_query(self, dtype):
+    def test_sink_per_query_equals_eager(self, dtype):
         generator = torch.Generator().manual_seed(0)
         exact = [torch.randn(2, 3, 13, 8, generator=generator) for _ in range(3)]
         exact.append(3 * torch.randn(2, 3, 13, 1, generator=generator))
@@ -187,7 +187,7 @@ class TestAttentionFunction:
 
 
 @pytest.mark.parametrize("dtype, causal", [("int32", True), ("int64", True), ("int32", False)])
-def test_packed_on_device(dtype, causal, device):
+def test_packed_sequences_on_device(dtype, causal, device):
     q, k, v = torch.randn(3, 1, 2, 31, 16)
     ends = bounds(0, 17, 18, 31, dtype=getattr(torch, dtype))
     ends |= {name: ends[name].to(device) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
@@ -209,11 +209,11 @@ class TestEnable:
         assert "Did you mean" not in str(refused.value)
 
     @pytest.mark.parametrize("name", ["metal_atn", "metal-attn", "metal_attention"])
-    def test_misspelled_names(self, name):
+    def test_misspelled_names_get_a_suggestion(self, name):
         with pytest.raises(ValueError, match=rf'{name}.* Did you mean "metal_attn"\?$'):
             tiny.build("Llama").set_attn_implementation(name)
 
-    def test_source_of_classes(self):
+    def test_source_of_a_class_is_its_text(self):
         class Local:
             class Inner:
                 pass
@@ -224,7 +224,7 @@ class TestEnable:
             assert refusals.source(kind).rstrip() == inspect.getsource(kind).rstrip()
         assert refusals.source(int) == ""
 
-    def test_refuses_to_return_weights(self):
+    def test_output_attentions_in_the_config_is_refused(self):
         model = tiny.build("Llama", output_attentions=True)
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in the config of"):
             enable(model)
@@ -232,7 +232,7 @@ class TestEnable:
         with pytest.raises(ValueError, match="output_attentions"):
             enable(tiny.build("Llama")).config.output_attentions = True
 
-    def test_refuses_to_return_weights_of_a_model_that_ignores_the_argument(self):
+    def test_output_attentions_of_a_model_that_ignores_it_is_refused(self):
         """BridgeTower returns the weights of its attention modules, which would be None."""
         model, inputs, _ = census.eager("bridgetower", "BridgeTowerModel")
         assert model(**inputs, output_attentions=True).attentions[0][0].dim() == 4
@@ -247,7 +247,7 @@ class TestEnable:
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in BridgeTowerMod"):
             loaded(**inputs, output_attentions=True)
 
-    def test_refuses_a_part(self):
+    def test_an_unsupported_part_is_refused(self):
         model = tiny.build("Llama")
         with torch.device("meta"):
             model.draft = transformers.BloomModel(transformers.BloomConfig(n_layer=1))
@@ -255,13 +255,13 @@ class TestEnable:
             enable(model)
         assert model.config._attn_implementation == "eager"
 
-    def test_reaches_every_part(self):
+    def test_every_part_is_switched(self):
         model = enable(tiny.build("CLIP"))
         for part in (model.text_model, model.vision_model):
             assert part.config._attn_implementation == "metal_attn"
 
     @pytest.mark.parametrize("wrapped", WRAPPERS)
-    def test_wrapped_models(self, wrapped):
+    def test_wrapped_models_are_switched(self, wrapped):
         model = WRAPPERS[wrapped](tiny.build("Llama"))
         inputs = {"input_ids": tiny.tokens()}
         with torch.compiler.set_stance("force_eager"):
@@ -279,7 +279,7 @@ class TestEnable:
             assert inner.config._attn_implementation == "metal_flash_attn"
         assert inner.config._attn_implementation == "metal_attn"
 
-    def test_refuses_other_objects_and_options(self):
+    def test_other_objects_and_options_are_refused(self):
         linear = torch.nn.Linear(2, 2)
         for model in (linear, torch.compile(linear)):
             with pytest.raises(TypeError, match=r"model is an? \w+; it must be a transformers Pre"):
@@ -288,7 +288,7 @@ class TestEnable:
             with pytest.raises(TypeError, match=f"{option} is 'yes'; it must be a bool"):
                 enable(linear, **{option: "yes"})
 
-    def test_without_transformers(self, monkeypatch):
+    def test_a_missing_or_old_transformers_is_named(self, monkeypatch):
         original = builtins.__import__
 
         def absent(name, *arguments, **options):
@@ -306,7 +306,7 @@ class TestEnable:
                 importlib.import_module(PACKAGE)
 
 
-def test_records_inside_records():
+def test_nested_records_count_separately():
     q = torch.randn(1, 2, 4, 8)
     with record_routes() as outer:
         with record_routes() as inner:

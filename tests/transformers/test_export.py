@@ -31,7 +31,7 @@ def texts(length, batch):
 
 class TestTraced:
     @pytest.mark.parametrize("fuse_rope", [False, True])
-    def test_text(self, fuse_rope):
+    def test_trace_takes_other_batches_and_lengths(self, fuse_rope):
         scores = Scores("Gemma2")
         cases = [texts(19, 2), texts(13, 3), texts(31, 1)]
         with torch.no_grad():
@@ -46,7 +46,7 @@ class TestTraced:
         names = [node.kind() for node in loaded.inlined_graph.nodes()]
         assert names.count("metal_attn::flash_fwd") == 2
 
-    def test_causal_without_a_mask(self):
+    def test_trace_without_a_mask_takes_other_lengths(self):
         q, k, v = normal(3, 1, 2, 21, 8)
 
         def attend(q, k, v):
@@ -58,8 +58,8 @@ class TestTraced:
             torch.testing.assert_close(traced(*inputs), attend(*inputs))
 
 
-def test_exported(tmp_path):
-    """For any batch and length. AOTInductor's C++ is generated, but not compiled."""
+def test_exported_program_takes_other_batches_and_lengths(tmp_path):
+    """AOTInductor's C++ is generated, but not compiled."""
     scores = Scores("Llama", num_hidden_layers=1)
     cases = [texts(19, 2), texts(40, 3)]
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2, max=64)}

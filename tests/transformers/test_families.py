@@ -1,4 +1,4 @@
-"""Families of models against eager attention, in the ways that census.py does not go."""
+"""Compares families of models with eager attention in ways that census.py does not test."""
 
 import pytest
 import torch
@@ -22,16 +22,16 @@ DECODERS = [name for name in GENERATORS if FAMILIES[name].takes == "ids"]
 TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 COMPILED = {"Gemma2": {}, "Gemma4": TWO_KINDS | {"num_kv_shared_layers": 0}, "ModernBERT": {}}
 
-# Families that refuse check.packed batches: the message.
-REFUSES_PACKED = {
+# Families that refuse packed batches, with their messages.
+REFUSED_PACKED = {
     "DeepSeek-V3.2": "indices together with cu_seq_lens_q",
     "GLM-MoE-DSA": "indices together with cu_seq_lens_q",
     "Gemma4": "together with a mask",
     "Llama4": "together with a mask .causal chunk 10",
 }
-# Its model does not pass cu_seq_lens on to attention.
+# StableLM's model does not pass cu_seq_lens on to attention.
 POSITIONS_ONLY = "StableLM"
-PACKED = [name for name in DECODERS if name not in {*REFUSES_PACKED, POSITIONS_ONLY}]
+PACKED = [name for name in DECODERS if name not in {*REFUSED_PACKED, POSITIONS_ONLY}]
 
 
 def assert_routes(name, side, routes):
@@ -45,7 +45,7 @@ class TestForward:
         ("name", "side"),
         [(n, side) for n in CORE for side in ("none", "right") if side == "none" or n in PADDABLE],
     )
-    def test_routes(self, name, side):
+    def test_routes_and_results(self, name, side):
         apart, routes = check.compare(name, side)
         assert apart <= check.TOLERANCE
         assert_routes(name, side, routes)
@@ -80,7 +80,7 @@ class TestForward:
         assert check.difference(actual, expected) <= check.TOLERANCE
 
     @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
-    def test_prompt_in_three_parts(self, name):
+    def test_prompt_in_three_parts_equals_one_forward(self, name):
         model = tiny.build(name)
         ids, mask = tiny.tokens(length=30), padding("left", 30)
         expected = tiny.answer(model, input_ids=ids, attention_mask=mask)
@@ -95,9 +95,9 @@ class TestForward:
 
 class TestPacked:
     @pytest.mark.parametrize("name", PACKED)
-    def test_bounds(self, name):
+    def test_bounds_separate_sequences(self, name):
         model = tiny.build(name)
-        batch, expected = check.packed(model)
+        batch, expected = check.packed_batch(model)
         enable(model)
         for use_cache in (True, False):
             with record_routes() as routes:
@@ -107,18 +107,18 @@ class TestPacked:
             assert "in 3 sequences" in next(iter(routes.packed))
 
     @pytest.mark.parametrize("name", [POSITIONS_ONLY, "Gemma4", "Llama4"])
-    def test_positions(self, name):
+    def test_positions_separate_sequences(self, name):
         model = tiny.build(name)
-        batch, expected = check.packed(model)
+        batch, expected = check.packed_batch(model)
         inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         actual = tiny.answer(enable(model), **inputs, use_cache=False)
         assert check.difference(actual, expected) <= check.TOLERANCE
 
-    @pytest.mark.parametrize("name", REFUSES_PACKED)
-    def test_refused(self, name):
+    @pytest.mark.parametrize("name", REFUSED_PACKED)
+    def test_unsupported_families_are_refused(self, name):
         model = tiny.build(name)
-        batch, _ = check.packed(model)
-        with pytest.raises(NotImplementedError, match=REFUSES_PACKED[name]):
+        batch, _ = check.packed_batch(model)
+        with pytest.raises(NotImplementedError, match=REFUSED_PACKED[name]):
             tiny.answer(enable(model), **batch)
 
 
@@ -237,14 +237,14 @@ class TestPlantedFaults:
         monkeypatch.setattr(attention_module, "_flash", faulty)
 
     @pytest.mark.parametrize("fault", FAULTS)
-    def test_option(self, fault, monkeypatch):
+    def test_a_changed_option_is_noticed(self, fault, monkeypatch):
         name, side, fault = FAULTS[fault]
         self.plant(monkeypatch, fault)
         assert check.compare(name, side)[0] > 10 * check.TOLERANCE
 
     @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Llama4", "gpt-oss", "Whisper"])
-    def test_offset(self, name, monkeypatch):
-        """Ignored in decode steps with a static cache; dense masks and full windows have none."""
+    def test_an_ignored_offset_is_noticed(self, name, monkeypatch):
+        """Decode steps with a static cache have one; dense masks and full windows have none."""
         self.plant(monkeypatch, change("q_offset", lambda offset: 0))
         model, inputs = tiny.build(name), tiny.inputs(name)
         options = {"cache_implementation": "static", "disable_compile": True}

@@ -16,11 +16,11 @@ from torch_metal_attn import install_flash_attn  # noqa: E402
 from torch_metal_attn.simulator import runs  # noqa: E402
 
 NAME = "flash_attention_2"
-# transformers has no flash-attn for these, and does not pass PaliGemma's prefix on.
-WITHOUT = {"gpt-oss", "Llama4", "PaliGemma", "T5", "DeepSeek-V3.2", "GLM-MoE-DSA"}
+# For these families transformers has no flash-attn, or (PaliGemma) does not pass the prefix on.
+UNSUPPORTED = {"gpt-oss", "Llama4", "PaliGemma", "T5", "DeepSeek-V3.2", "GLM-MoE-DSA"}
 
 
-@pytest.mark.parametrize("name", [name for name in CORE if name not in WITHOUT])
+@pytest.mark.parametrize("name", [name for name in CORE if name not in UNSUPPORTED])
 def test_matches_eager(name, device):
     side = "right" if name in ("BERT", "ModernBERT", "Whisper", "Gemma3") else "left"
     model, inputs = tiny.build(name), tiny.inputs(name, side)
@@ -44,15 +44,15 @@ def test_generates(name, device):
     assert difference(scores, expected_scores) <= TOLERANCE
 
 
-def refused():
+def assert_refused():
     with pytest.raises(ImportError, match="FlashAttention2"):
         tiny.build("Llama").set_attn_implementation(NAME)
 
 
-def test_only_if_requested():
-    refused()
+def test_allowed_only_inside_the_block():
+    assert_refused()
     with install_flash_attn():
-        refused()
+        assert_refused()
         with install_flash_attn(transformers=True):
             with install_flash_attn(transformers=True):
                 pass
@@ -60,7 +60,7 @@ def test_only_if_requested():
             model.set_attn_implementation(NAME)
             tiny.answer(model, input_ids=tiny.tokens())
         assert "flash_attn" in sys.modules
-        refused()
+        assert_refused()
     with pytest.raises(ImportError):
         tiny.answer(model, input_ids=tiny.tokens())
 

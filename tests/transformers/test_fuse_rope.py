@@ -1,4 +1,4 @@
-"""enable(model, fuse_rope=True): the kernel rotates queries, and nothing writes them rotated."""
+"""enable(model, fuse_rope=True): the kernel rotates queries; memory never has rotated queries."""
 
 import copy
 import io
@@ -26,9 +26,9 @@ OTHER_ROPE = ["DeepSeek-V2", "DeepSeek-V3", "DeepSeek-V3.2", "GLM-MoE-DSA", "Lla
 REFUSED = {
     **dict.fromkeys(WITHOUT_ROPE, "has no attention that calls apply_rotary_pos_emb"),
     **dict.fromkeys(OTHER_ROPE, "rotates its queries by .*, which is not known"),
-    "DINOv3": "rotates its queries neither by halves nor by pairs",  # skips registers
+    "DINOv3": "rotates its queries neither by halves nor by pairs",  # only those of patches
     "Gemma4": "calls apply_rotary_pos_emb in an unknown way",
-    "Ministral 3": "works on its queries after they are rotated",
+    "Ministral 3": "uses its queries between rotation and attention",
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.3}
 YARN["original_max_position_embeddings"] = 32
@@ -45,10 +45,10 @@ class TestMatchesEager:
     def test_dropped_tables_are_noticed(self, name, monkeypatch):
         options = Unrotated.options
 
-        def dropped(unrotated):
+        def without_cos(unrotated):
             return options(unrotated) | {"q_rotary_cos": torch.ones_like(unrotated.cos)}
 
-        monkeypatch.setattr(Unrotated, "options", dropped)
+        monkeypatch.setattr(Unrotated, "options", without_cos)
         assert check.compare(name, "left", fuse_rope=True)[0] > 10 * check.TOLERANCE
 
     @pytest.mark.parametrize("name", ["Llama", "Cohere2", "StableLM"])
@@ -117,21 +117,21 @@ class TestMatchesEager:
 
 
 class TestQueriesAreNeverWrittenRotated:
-    def test_launches(self):
+    def test_rope_runs_for_keys_only(self):
         model = enable(tiny.build("Llama"), fuse_rope=True)
         with simulate(record=True) as run:
             tiny.answer(model, **tiny.inputs("Llama", "left"))
         assert [launch.kernel for launch in run.recorded] == ["rope", "flash_fwd"] * 2
         for launch in run.recorded:
             if launch.kernel == "rope":
-                # Whole threadgroups for the 2 KV heads of two sequences. q has 4 heads.
+                # The 2 KV heads of 2 sequences, rounded up to whole threadgroups. q has 4 heads.
                 length, heads = launch.grid[1:]
                 assert length == tiny.PROMPT
                 assert 2 * 2 <= heads < 2 * 4
             else:
                 assert launch.defines["Q_ROTARY"] == "1"
 
-    def test_device_memory(self):
+    def test_less_device_memory_is_moved(self):
         q, k = torch.randn(1, 8, 64, 64).half(), torch.randn(1, 2, 64, 64).half()
         cos, sin = torch.randn(2, 1, 64, 32).half()
         ops = torch.ops.metal_attn
@@ -150,7 +150,7 @@ class TestQueriesAreNeverWrittenRotated:
 
 class TestRefusals:
     @pytest.mark.parametrize("name", REFUSED)
-    def test_family(self, name):
+    def test_unsupported_families_are_refused(self, name):
         model = tiny.build(name)
         classes = [type(module) for module in model.modules()]
         reason = rf"fuse_rope=True for {type(model).__name__}.*{REFUSED[name]}.*use enable\(model\)"
@@ -159,7 +159,7 @@ class TestRefusals:
         assert model.config._attn_implementation == "eager"
         assert [type(module) for module in model.modules()] == classes
 
-    def test_another_rotation(self, monkeypatch):
+    def test_another_rotation_is_refused(self, monkeypatch):
         llama = transformers.models.llama.modeling_llama
         rotate = llama.apply_rotary_pos_emb
         for function in (
@@ -171,14 +171,14 @@ class TestRefusals:
             with pytest.raises(NotImplementedError, match="LlamaAttention rotates its queries"):
                 enable(tiny.build("Llama"), fuse_rope=True)
 
-    def test_a_replaced_forward(self):
+    def test_a_replaced_forward_is_refused(self):
         model = tiny.build("Llama")
         layer = model.model.layers[1].self_attn
         layer.forward = layer.forward
         with pytest.raises(NotImplementedError, match="a LlamaAttention has a forward that is not"):
             enable(model, fuse_rope=True)
 
-    def test_tables_that_match_on_one_axis_only(self, monkeypatch):
+    def test_tables_that_match_on_one_axis_only_are_refused(self, monkeypatch):
         """Halves of different axes match where time, height and width are equal."""
         model = tiny.build("Qwen3-VL")
         kind = type(model.rotary_emb)
@@ -194,7 +194,7 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match="rotates its queries neither by halves nor"):
             enable(model, fuse_rope=True)
 
-    def test_other_uses_of_unrotated_queries(self):
+    def test_other_uses_of_unrotated_queries_raise(self):
         x, table, cat = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 2), fusion._Torch().cat
         q = Unrotated(x, table, table, False, "SomeAttention")
         for use in (
@@ -210,14 +210,14 @@ class TestRefusals:
             with pytest.raises((NotImplementedError, TypeError), match=r"SomeAttention|Unrotated"):
                 use()
 
-    def test_another_implementation_on_a_fused_model(self):
+    def test_another_implementation_on_a_fused_model_raises(self):
         model = enable(tiny.build("Llama"), fuse_rope=True)
         for other in ("eager", "sdpa"):
             model.set_attn_implementation(other)
             with pytest.raises((NotImplementedError, TypeError), match=r"LlamaAttention|Unrotated"):
                 tiny.answer(model, input_ids=tiny.tokens())
 
-    def test_another_unsqueeze_dim(self):
+    def test_another_unsqueeze_dim_is_refused(self):
         rotate_k = fusion._key_rotation("SomeAttention", Tables("halves", False))
         q, table = torch.randn(2, 1, 3, 4), torch.randn(1, 3, 4)
         with pytest.raises(NotImplementedError, match="unsqueeze_dim=2 in SomeAttention"):
@@ -242,13 +242,13 @@ class TestModel:
         assert type(layer) is original
 
     @pytest.mark.parametrize("where", [torch.device("meta"), FakeTensorMode()])
-    def test_without_values(self, where):
+    def test_models_without_values_are_fused(self, where):
         expected = self.fused()
         with where:
             model = enable(type(expected)(expected.config), fuse_rope=True)
         assert type(model.model.layers[0].self_attn) is type(expected.model.layers[0].self_attn)
 
-    def test_copies_and_pickles(self):
+    def test_copies_and_pickles_stay_fused(self):
         model, ids, stream = self.fused(), tiny.tokens(), io.BytesIO()
         expected = tiny.answer(model, input_ids=ids)
         torch.save(model, stream)
@@ -258,7 +258,7 @@ class TestModel:
             assert isinstance(one.model.layers[0].self_attn, fusion._Fused)
             assert torch.equal(tiny.answer(one, input_ids=ids), expected)
 
-    def test_saved(self, tmp_path):
+    def test_a_saved_model_is_not_fused(self, tmp_path):
         model, plain = self.fused(), tiny.build("Llama")
         assert model.state_dict().keys() == plain.state_dict().keys()
         assert str(model) == str(plain)
@@ -267,7 +267,7 @@ class TestModel:
         assert type(loaded) is type(plain)
         assert "metal" not in (tmp_path / "config.json").read_text()
 
-    def test_a_part_of_a_model(self):
+    def test_a_part_of_a_model_can_be_fused(self):
         model, inputs = tiny.build("PaliGemma"), tiny.inputs("PaliGemma")
         expected = tiny.answer(model, **inputs)
         enable(enable(model).model.language_model, fuse_rope=True)

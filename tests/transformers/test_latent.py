@@ -28,7 +28,7 @@ from torch_metal_attn.quantisation import DTYPES, dequantise, quantise  # noqa: 
 from torch_metal_attn.simulator import runs  # noqa: E402
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES  # noqa: E402
 
-# The other models that cache latent rows. Two of them do in some layers only.
+# The other models that cache latent rows. Two of these models do so in some layers only.
 OTHERS = [
     *("AXK1", "BailingHybrid", "Glm4MoeLite", "KimiLinear", "LongcatFlash", "MiniCPM3", "Mistral4"),
     *("Youtu", "Kimi_K25ForConditionalGeneration"),
@@ -41,7 +41,7 @@ GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
 
 
-def generated(model, inputs, **options):
+def generate(model, inputs, **options):
     return tiny.generate(model, inputs, **GREEDY | options)
 
 
@@ -49,7 +49,7 @@ def check(model, inputs, expected, tolerance=TOLERANCE, **options):
     """The routes of a model that must generate the tokens and scores of `expected`."""
     tokens, scores = expected
     with record_routes() as routes:
-        actual, actual_scores = generated(model, inputs, **options)
+        actual, actual_scores = generate(model, inputs, **options)
     assert actual.tolist() == tokens.tolist()
     assert difference(actual_scores, scores) <= tolerance
     return routes
@@ -60,7 +60,7 @@ def check(model, inputs, expected, tolerance=TOLERANCE, **options):
 def test_tokens_match_eager(name, paging):
     side = "none" if paging is None else "left"
     model, inputs = tiny.build(name), tiny.inputs(name, side)
-    expected = generated(model, inputs)
+    expected = generate(model, inputs)
     enable(model, absorb=True)
     options = {} if paging is None else {"cache": latent_cache(model, 64, **paging)}
     routes = check(model, inputs, expected, **options)
@@ -70,10 +70,10 @@ def test_tokens_match_eager(name, paging):
     assert all(f"q (2, 4, 1, {COLUMNS}) k (2, 1, " in call for call in steps)
 
 
-def test_masks_with_holes():
+def test_masks_with_holes_match_eager():
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
     inputs["attention_mask"][:, 4] = 0
-    expected = generated(model, inputs)
+    expected = generate(model, inputs)
     enable(model, absorb=True)
     for page_size in (None, 5):
         cache = latent_cache(model, 64, page_size=page_size)
@@ -82,13 +82,13 @@ def test_masks_with_holes():
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_every_model(kind):
+def test_other_models_match_eager(kind):
     model, inputs = tiny.smallest(kind), tiny.inputs("Llama", "left")
     options = {"max_new_tokens": 3}
-    expected = generated(model, inputs, **options)
+    expected = generate(model, inputs, **options)
     enable(model, absorb=True)
     if kind in ("BailingHybrid", "KimiLinear"):
-        with pytest.raises(NotImplementedError, match="of whose layers 1 have absorbed latent"):
+        with pytest.raises(NotImplementedError, match="has it in 1 layer: call enable"):
             latent_cache(model, 64)
     else:
         options["cache"] = latent_cache(model, 64)
@@ -98,17 +98,17 @@ def test_every_model(kind):
 
 @pytest.mark.parametrize("absorb", [False, True])
 @pytest.mark.parametrize("kind", SELECTING)
-def test_keys_that_an_indexer_selects(kind, absorb):
+def test_selected_keys_match_eager(kind, absorb):
     inputs = tiny.inputs("Llama", "left")
     model = tiny.smallest(kind, index_topk=3)
-    expected = generated(model, inputs, max_new_tokens=3)
+    expected = generate(model, inputs, max_new_tokens=3)
     if absorb and kind.startswith("Dots3"):
         with pytest.raises(NotImplementedError, match=r"have 1024 \+ 64 columns; the kernels take"):
             enable(model, absorb=True)
         return
     routes = check(enable(model, absorb=absorb), inputs, expected, max_new_tokens=3)
     assert any("3 keys of each query" in call for call in routes.dense)
-    _, of_all = generated(tiny.smallest(kind, index_topk=64), inputs, max_new_tokens=1)
+    _, of_all = generate(tiny.smallest(kind, index_topk=64), inputs, max_new_tokens=1)
     assert difference(of_all, expected[1][:, :1]) > 10 * TOLERANCE
 
 
@@ -116,11 +116,11 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
 
 
 def check_rounded(rounded, inputs, options, length, format, **cache_options):
-    """Compare with eager attention whose cache `rounded` updates; (cache, model, scores)."""
+    """Compare with eager attention, whose cache `rounded` updates. Returns cache, model, scores."""
     model = tiny.build("DeepSeek-V3", **WIDE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicLayer, "update", rounded)
-        expected = generated(model, inputs, **options)
+        expected = generate(model, inputs, **options)
     enable(model, absorb=True)
     cache = latent_cache(model, length, format, **cache_options)
     # Rounding in float32 may change a row's code.
@@ -132,7 +132,7 @@ def check_rounded(rounded, inputs, options, length, format, **cache_options):
     "format, page_size, options",
     [("q8_0", None, BEAMS), ("fp8_e4m3", None, LOOKUP), ("q4_0", 5, BEAMS), ("q3_g32", 16, LOOKUP)],
 )
-def test_quantised_rows(format, page_size, options):
+def test_quantised_rows_match_rounded_eager(format, page_size, options):
     update = DynamicLayer.update
 
     def rounded(self, key_states, value_states, *arguments, **inputs):
@@ -151,7 +151,7 @@ def test_quantised_rows(format, page_size, options):
     "repeats, page_size, options",
     [(3, None, {}), (16, 16, {}), (16, None, BEAMS), (16, 16, LOOKUP)],
 )
-def test_recent_rows(repeats, page_size, options):
+def test_recent_rows_are_not_rounded(repeats, page_size, options):
     """All rows except for the last ones are rounded."""
     update, kept, padding = DynamicLayer.update, 8 + VERIFY_QUERIES, 3
 
@@ -171,7 +171,7 @@ def test_recent_rows(repeats, page_size, options):
     inputs = {"input_ids": ids[:batch], "attention_mask": mask[:batch]}
     cache_options = {"page_size": page_size, "recent": 8}
     _, model, expected = check_rounded(rounded, inputs, options, 128, "q4_0", **cache_options)
-    exact = generated(model, inputs, cache=latent_cache(model, 128), **options)[1]
+    exact = generate(model, inputs, cache=latent_cache(model, 128), **options)[1]
     assert (difference(exact, expected) > 1e-2) == (repeats > 3)
 
 
@@ -179,14 +179,14 @@ def test_quantised_rows_on_device(device):
     model, inputs = tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), tiny.inputs("Llama")
     enable(model, absorb=True)
     options = [{"max_new_tokens": 3, "cache": latent_cache(model, 40, "q8_0")} for _ in range(2)]
-    expected = generated(model, inputs, **options[0])
+    expected = generate(model, inputs, **options[0])
     check(model.to(device), inputs, expected, **options[1])
 
 
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_on_device(page_size, device):
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
-    expected = generated(model, inputs, max_new_tokens=3)
+    expected = generate(model, inputs, max_new_tokens=3)
     enable(model, absorb=True).to(device)
     cache = latent_cache(model, 40, page_size=page_size)
     check(model, inputs, expected, max_new_tokens=3, cache=cache)
@@ -202,7 +202,7 @@ def test_on_device(page_size, device):
 @pytest.mark.parametrize("options", [{"num_beams": 3}, LOOKUP, SAMPLE], ids=str)
 @pytest.mark.parametrize("page_size", [None, 5])
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-V3.2", "GLM-MoE-DSA"])
-def test_ways_to_generate(name, page_size, options):
+def test_ways_to_generate_match_eager(name, page_size, options):
     torch.manual_seed(0)
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY, **options}
@@ -213,19 +213,19 @@ def test_ways_to_generate(name, page_size, options):
     assert model.generate(**inputs, cache=cache).tolist() == expected.tolist()
 
 
-FAULTS = {  # drops the rotated keys; takes the first head's values for all heads
+FAULTS = {  # one drops the rotated keys, the other takes the first head's values for all heads
     "rows": lambda self: torch.cat([self.latents, 0 * self.k_rotated], -1),
     "values": lambda self, out: Latents.unbroken(self, out[:, :, :1].expand_as(out)),
 }
 
 
 @pytest.mark.parametrize("method, fault", FAULTS.items())
-def test_fault_is_caught(method, fault, monkeypatch):
+def test_a_fault_is_noticed(method, fault, monkeypatch):
     monkeypatch.setattr(Latents, "unbroken", getattr(Latents, method), raising=False)
     monkeypatch.setattr(Latents, method, fault)
     model, inputs = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
-    _, scores = generated(model, inputs, max_new_tokens=2)
-    _, actual_scores = generated(enable(model, absorb=True), inputs, max_new_tokens=2)
+    _, scores = generate(model, inputs, max_new_tokens=2)
+    _, actual_scores = generate(enable(model, absorb=True), inputs, max_new_tokens=2)
     assert difference(actual_scores, scores) > 10 * TOLERANCE
 
 
@@ -241,7 +241,7 @@ def test_explain_shows_the_bytes():
     text = str(torch_metal_attn.explain(model.generate, tiny.tokens(8, batch=1), **options))
     # float32: 24 columns, or for each of 4 heads 24 for the key and 16 for the value.
     assert "latent rows of 96 bytes a token" in text
-    assert "keys and values expanded to 4 heads would be 640" in text
+    assert "keys and values expanded to 4 heads would be 640 bytes" in text
 
 
 def test_enable_removes_absorption():
@@ -279,8 +279,8 @@ class TestRefused:
     def test_recent_rows_of_selected_keys(self):
         model = enable(tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), absorb=True)
         cache = latent_cache(model, 64, "q8_0", recent=8)
-        with pytest.raises(NotImplementedError, match="indices with the recent rows of a latent"):
-            generated(model, tiny.inputs("Llama"), cache=cache)
+        with pytest.raises(NotImplementedError, match="indices is not implemented for the recent"):
+            generate(model, tiny.inputs("Llama"), cache=cache)
 
     def test_models_without_latents(self):
         model = tiny.build("Llama")
@@ -299,7 +299,7 @@ class TestRefused:
 
     def test_latent_cache(self):
         model = tiny.build("DeepSeek-V3")
-        with pytest.raises(NotImplementedError, match="0 have absorbed latent attention; call en"):
+        with pytest.raises(NotImplementedError, match="has it in 0 layers: call enable"):
             latent_cache(model, 16)
         with pytest.raises(TypeError, match="model is None; it must be a transformers"):
             latent_cache(None, 16)
@@ -318,5 +318,5 @@ class TestRefused:
             model(tiny.tokens(5), cache=cache)
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="10 new rows of 2 sequence"):
             model(tiny.tokens(5), cache=latent_cache(model, 4, page_size=4))
-        with pytest.raises(ValueError, match="it must be latents"):
+        with pytest.raises(ValueError, match="they must be latents"):
             tiny.build("Llama")(tiny.tokens(3), past_key_values=cache)

@@ -96,7 +96,7 @@ def dense(call):
 
 
 def check_attention(mask, whole, batch, q_length, kv_length):
-    """The mask, a copy without the attribute, and a bias with it give a dense mask's results."""
+    """The mask, its copy without the attribute, and the mask next to a bias act as dense masks."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(batch, 2, q_length, 8, generator=generator)
     k, v = torch.randn(2, batch, 1, kv_length, 8, generator=generator)
@@ -153,7 +153,7 @@ class TestMaskFunction:
             shapes = {self.mask(q_offset=at, **call).shape for at in (5, 14, 15)}
             assert shapes == {(2, 1, 1, 8)}
 
-    def test_compiled_diagonal(self):
+    def test_compiled_causal_masks_equal_dense_masks(self):
         @torch.compile(fullgraph=True, backend="eager")
         def compiled(q, offset):
             return attend(q, k, metal_attention_mask(1, q.shape[2], 9, offset))
@@ -181,7 +181,7 @@ class TestMaskFunction:
         causal = self.mask(**call | {"attention_mask": None})
         assert torch.equal(causal, masking_utils.eager_mask(2, 16, 16, dtype=torch.float16))
 
-    def test_descriptor(self):
+    def test_descriptor_has_a_row_per_sequence(self):
         window = masking_utils.sliding_window_causal_mask_function(6)
         mask = self.mask(q_length=16, mask_function=window, attention_mask=PADDED)
         assert mask.dtype == torch.int32
@@ -192,7 +192,7 @@ class TestMaskFunction:
 
     def test_masks_that_are_not_bands_are_dense(self):
         blocks = masking_utils.blockwise_overlay(torch.zeros(2, 16, dtype=torch.int64))
-        # Their origin is not the padding.
+        # These chunks do not begin where the padding ends.
         chunks = masking_utils.chunked_causal_mask_function(5, torch.tensor([0, 2]))
 
         def other(batch_idx, head_idx, q_idx, kv_idx):
@@ -216,7 +216,7 @@ class TestMaskFunction:
             assert torch.equal(mask, dense(call))
 
     @pytest.mark.parametrize("kept, q_offset", [(12, 33), (13, 33), (14, 33), (17, 37), (18, 37)])
-    def test_caches_that_begin_inside_a_chunk(self, kept, q_offset):
+    def test_masks_of_caches_that_begin_inside_a_chunk(self, kept, q_offset):
         sizes = {"batch_size": 2, "q_length": 9, "kv_length": kept + 9, "q_offset": q_offset}
         call = sizes | {
             "kv_offset": q_offset - kept,
@@ -233,7 +233,7 @@ class TestHiddenValues:
     """Masks whose values the host cannot read: on meta, fake, and inside of torch.func."""
 
     @pytest.mark.parametrize("name", ["Llama", "Llama4"])
-    def test_shapes(self, name):
+    def test_forwards_without_values_have_the_right_shapes(self, name):
         model, inputs = enable(tiny.build(name)), tiny.inputs(name, "left")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             ids = mode.from_tensor(inputs["input_ids"])
@@ -247,7 +247,7 @@ class TestHiddenValues:
                 shape = model(**part, past_key_values=cache).logits.shape
                 assert shape[:2] == part["input_ids"].shape
 
-    def test_gradients_of_each_sample(self):
+    def test_gradients_of_each_sample_equal_eager(self):
         model, inputs = enable(tiny.build("Llama")), tiny.inputs("Llama", "right")
         weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
@@ -334,12 +334,12 @@ class TestDescriptor:
         monkeypatch.setattr(attention, "_flash", lambda q, k, v, **options: q)
         tolist = torch.Tensor.tolist
 
-        def waits(tensor):
+        def recorded(tensor):
             read.append(tensor.shape)
             return tolist(tensor)
 
         for name in ("tolist", "item", "__bool__", "__int__", "__index__", "cpu", "numpy"):
-            monkeypatch.setattr(torch.Tensor, name, waits)
+            monkeypatch.setattr(torch.Tensor, name, recorded)
         attend(q, q, mask)
         assert read == []
         attend(q, q, copied)
@@ -362,7 +362,7 @@ class TestDescriptor:
             torch.testing.assert_close(compiled(q, k, every), attend(q, k, every))
             if queries != made_for:
                 has = f"has {count_text(queries, 'query')} and 32 keys"
-                words = f"{has}, and its mask is for {made_for} "
+                words = f"{has}, but its mask is for {made_for} "
                 for function in (attend, compiled):
                     with pytest.raises(NotImplementedError, match=words):
                         function(q, k, mask)
@@ -376,8 +376,8 @@ class TestDescriptor:
         changed = [mask[..., :4], torch.cat([mask, mask], 1), mask.float(), mask.bool()]
         changed += [diagonal.float(), diagonal.bool(), diagonal == 0]
         for queries, keys, other, words in (
-            (one, q, mask, "its mask is for 16 and 16"),
-            (q, q[:, :, :12], mask, "its mask is for 16 and 16"),
+            (one, q, mask, "its mask is for 16 queries and 16 keys"),
+            (q, q[:, :, :12], mask, "its mask is for 16 queries and 16 keys"),
             (one, q, diagonal[:, :, -1:], "its mask is for"),
             (q, q, diagonal[:, :, :7], "its mask is for"),
             *((q, q, other, "mask") for other in changed),
@@ -421,6 +421,6 @@ class TestDescriptor:
         ({"attention_mask": True}, "attention_mask is a bool; it must be a tensor"),
     ],
 )
-def test_mask_of_wrong_arguments(changes, message):
+def test_wrong_arguments_are_refused(changes, message):
     with pytest.raises((TypeError, ValueError), match=message):
         metal_attention_mask(**{"batch_size": 2, "q_length": 4, "kv_length": 16} | changes)

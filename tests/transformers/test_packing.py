@@ -47,7 +47,7 @@ def positions_of(rows):
 
 
 def call_for(function, positions, remapped=True):
-    """The arguments that transformers passes to the mask function; older versions do not remap."""
+    """transformers' arguments for the mask function. remapped: False for older versions."""
     sequences = masking_utils.find_packed_sequence_indices(positions)
     batch, length = positions.shape
     remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
@@ -66,7 +66,7 @@ def call_for(function, positions, remapped=True):
 
 
 @st.composite
-def packed(draw):
+def packed_calls(draw):
     rows = [draw(st.lists(st.integers(1, 9), min_size=2, max_size=4)) for _ in range(2)]
     short, long = sorted(rows, key=sum)
     rows = [long, [*short, sum(long) - sum(short)] if sum(long) > sum(short) else short]
@@ -76,7 +76,7 @@ def packed(draw):
 
 class TestDescriptor:
     @settings(max_examples=50)
-    @given(packed())
+    @given(packed_calls())
     def test_equals_transformers(self, call):
         batch, length = call["batch_size"], call["q_length"]
         mask = metal_attention_mask(**call)
@@ -115,14 +115,14 @@ class TestBounds:
         for ends in ((0, 17, 18, 31), (0, 0, 17, 18, 18, 31, 31)):
             assert torch.equal(attend(mask, **bounds(*ends)), attend(mask))
 
-    def test_tokens_of_no_sequence(self):
+    def test_tokens_outside_of_all_sequences_give_zero(self):
         out = attend(self.mask(), **bounds(0, 17, 18))
         assert torch.equal(out[:, :18], attend(self.mask())[:, :18])
         assert not out[:, 18:].any()
 
     @pytest.mark.parametrize("ends", [(0, 31), (0, 17, 31), (0, 16, 18, 31), (0, 9, 17, 18, 31)])
-    def test_others_are_refused(self, ends):
-        with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* and position_ids say that diff"):
+    def test_bounds_that_contradict_positions_are_refused(self, ends):
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* and position_ids disagree"):
             attend(self.mask(), **bounds(*ends))
 
     def test_only_the_first_layer_synchronises(self, monkeypatch):
@@ -136,9 +136,9 @@ class TestBounds:
         assert len(compared) == 2
 
 
-def test_model_by_positions():
+def test_positions_separate_the_sequences_of_a_model():
     model = tiny.build("Mistral")
-    batch, expected = model_check.packed(model)
+    batch, expected = model_check.packed_batch(model)
     by_positions = {name: batch[name] for name in ("input_ids", "position_ids")}
     for fuse_rope, inputs in ((False, by_positions), (True, by_positions), (True, batch)):
         with record_routes() as routes:
@@ -151,10 +151,10 @@ def test_model_by_positions():
 def test_models_whose_masks_ignore_positions(name):
     """The advice of the error works. Xmod counts positions from 1."""
     model = tiny.smallest(name)
-    batch, expected = model_check.packed(model)
+    batch, expected = model_check.packed_batch(model)
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     positions = batch["position_ids"]
-    advice = r"use_cache=False .* If you did, .* cu_seq_lens_\* and max_length_\* as well"
+    advice = r"use_cache=False .* If this model does not, pass cu_seq_lens_\* and max_length_\* as"
     with pytest.raises(ValueError, match=advice):
         tiny.answer(enable(model), **inputs, position_ids=positions)
     positions = positions + (name == "Xmod")
@@ -162,7 +162,7 @@ def test_models_whose_masks_ignore_positions(name):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_bounds_with_a_mask_of_chunks():
+def test_bounds_with_a_mask_of_chunks_are_refused():
     """A descriptor cannot represent chunks inside of sequences. The error says what to do."""
     mask = metal_attention_mask(**call_for(CHUNKS, positions_of([(17, 1, 13)])))
     with pytest.raises(NotImplementedError, match="pass position_ids and use_cache=False"):
@@ -177,8 +177,8 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-# Batches of TRL 1.16's collator for sequences of 3, 1 and 2 tokens, by its pad_to_multiple_of.
-# unsloth adds packed_seq_lengths.
+# position_ids, bounds and seq_idx from TRL 1.16's collator for sequences of 3, 1 and 2 tokens,
+# for values of its pad_to_multiple_of. unsloth adds packed_seq_lengths.
 IDS = (5, 9, 2, 7, 4, 4)
 BATCHES = {
     None: ([0, 1, 2, 0, 0, 1], [0, 3, 4, 6], [0, 0, 0, 1, 2, 2]),
@@ -194,7 +194,7 @@ def expected():
 
 
 class TestBatchesOfTrainers:
-    """`seq_idx` and other names of sequences, next to the bounds that keep them apart."""
+    """`seq_idx` and other descriptions of sequences, next to the bounds that separate them."""
 
     def batch(self, multiple=None):
         positions, ends, numbers = BATCHES[multiple]
@@ -225,38 +225,38 @@ class TestBatchesOfTrainers:
         for one in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
             for end, apart in ((5, True), (4, False)):
                 ends = torch.tensor([0, end, 16])
-                assert packing.keeps_apart("cu_seqlens", ends, (1, 16), None, one) == apart
+                assert packing.separates("cu_seqlens", ends, (1, 16), None, one) == apart
 
     @pytest.mark.parametrize(
         ("kept", "changed", "error"),
         [
-            (BOUNDS + POSITIONS, {"seq_idx": [[0, 0, 1, 1, 2, 2]]}, "cu_seq_lens_* say that diff"),
-            (BOUNDS, {"packed_seq_lengths": [2, 2, 2]}, "cu_seq_lens_* say that different tokens"),
-            (BOUNDS, {"cu_seqlens": [0, 6]}, "cu_seq_lens_* say that different tokens begin"),
-            (POSITIONS, {"seq_idx": [[0, 0, 1, 1, 2, 2]]}, "position_ids say that different"),
-            ((), {"seq_idx": [[0, 0, 0, 1, 2, 2]]}, "no attention of transformers reads seq_idx"),
+            (BOUNDS + POSITIONS, {"seq_idx": [[0, 0, 1, 1, 2, 2]]}, "cu_seq_lens_* disagree about"),
+            (BOUNDS, {"packed_seq_lengths": [2, 2, 2]}, "cu_seq_lens_* disagree about where"),
+            (BOUNDS, {"cu_seqlens": [0, 6]}, "cu_seq_lens_* disagree about where"),
+            (POSITIONS, {"seq_idx": [[0, 0, 1, 1, 2, 2]]}, "position_ids disagree about where"),
+            ((), {"seq_idx": [[0, 0, 0, 1, 2, 2]]}, "No attention of transformers reads seq_idx"),
             ((), {"packed_seq_lengths": [3, 1, 2]}, "Pass cu_seq_lens_* and max_length_* as well"),
-            (BOUNDS, {"seq_idx": [[0.5] * 6]}, "it must be integers, of shape (1, 6)"),
-            (BOUNDS, {"seq_idx": [[0] * 7]}, "it must be integers, of shape (1, 6)"),
+            (BOUNDS, {"seq_idx": [[0.5] * 6]}, "it must be a tensor of integers of shape (1, 6)"),
+            (BOUNDS, {"seq_idx": [[0] * 7]}, "it must be a tensor of integers of shape (1, 6)"),
         ],
     )
-    def test_others_are_refused(self, kept, changed, error):
+    def test_contradictory_sequences_are_refused(self, kept, changed, error):
         batch = {name: one for name, one in self.batch().items() if name in (*kept, "input_ids")}
         batch |= {name: torch.tensor(one) for name, one in changed.items()}
         with pytest.raises(ValueError, match=re.escape(error)) as raised:
             self.answer(batch, use_cache=False)
         assert "set_attn_implementation" not in str(raised.value)
 
-    def test_a_mask_shared_by_rows(self):
+    def test_a_mask_must_separate_the_sequences_of_every_row(self):
         """The mask separates the sequences of one row, but not those of the other."""
         q, k, v = normal(3, 2, 2, 6, 8)
         mask = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
         for second, apart in ((3, True), (2, False)):
             numbers = torch.tensor([[0] * 3 + [1] * 3, [0] * second + [1] * (6 - second)])
-            with nullcontext() if apart else pytest.raises(ValueError, match="nothing else keeps"):
+            with nullcontext() if apart else pytest.raises(ValueError, match="no bounds and no "):
                 metal_attention(torch.nn.Module(), q, k, v, mask[None, None], seq_idx=numbers)
 
-    def test_one_sequence_a_row(self):
+    def test_one_sequence_per_row_is_accepted(self):
         ids = torch.tensor([IDS] * 2)
         numbers = torch.tensor([[0] * 6, [1] * 6])
         expected = self.answer({"input_ids": ids})
@@ -274,7 +274,7 @@ class TestBatchesOfTrainers:
             assert waits.count == 0
         assert pickle.loads(pickle.dumps(batch)).keys() == batch.keys()
         batch["seq_idx"][0, 0] = 5
-        with pytest.raises(ValueError, match="different tokens begin sequences"):
+        with pytest.raises(ValueError, match="disagree about where sequences begin"):
             metal_attention(torch.nn.Module(), q, k, v, None, **batch)
 
     def test_compiled_graphs_trust_bounds(self, expected):
@@ -284,13 +284,13 @@ class TestBatchesOfTrainers:
         actual = tiny.answer(model, **batch, use_cache=True)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         batch = {name: batch[name] for name in ("input_ids", "seq_idx")}
-        with pytest.raises(Exception, match="which nothing else keeps apart"):
+        with pytest.raises(Exception, match="that no bounds and no mask separate"):
             tiny.answer(model, **batch, use_cache=True)
 
     @pytest.mark.parametrize(
         ("changed", "advice"),
         [
-            ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know it. If it says"),
+            ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know tree_kv_index. If"),
             ({"output_attentions": True}, "use model.*, and packed sequences as a padded batch"),
         ],
     )
@@ -320,15 +320,15 @@ class TestPositionsWithCache:
             ("Llama", [LENGTHS], True),
         ],
     )
-    def test_refused(self, name, rows, static):
+    def test_restarting_positions_are_refused(self, name, rows, static):
         inputs = {"position_ids": positions_of(rows), "batch": len(rows)}
         if static:
             config = tiny.build(name).config
             inputs["past_key_values"] = transformers.StaticCache(config=config, max_cache_len=40)
-        with pytest.raises(ValueError, match=r"position_ids in \w+ fall back .* use_cache=False"):
+        with pytest.raises(ValueError, match=r"position_ids in \w+ restart at 0.* use_cache=False"):
             self.forward(name, **inputs)
 
-    def test_other_positions(self):
+    def test_positions_that_do_not_restart_are_accepted(self):
         count = torch.arange(31)
         for positions in (
             *(count, count + 5, 0 * count, (count - 7).clamp(min=0)),
@@ -338,29 +338,29 @@ class TestPositionsWithCache:
             assert model_check.compare("Llama", inputs=inputs)[0] <= model_check.TOLERANCE
 
     @pytest.mark.parametrize("shape", [(2, 31), (1, 1, 31, 31)])
-    def test_masks_of_users(self, shape):
+    def test_explicit_masks_are_accepted(self, shape):
         mask = torch.ones(shape, dtype=torch.bool).tril() if len(shape) > 2 else torch.ones(shape)
         self.forward(position_ids=self.PACKED, attention_mask=mask, batch=len(mask))
 
-    def test_second_part_of_a_prompt(self):
+    def test_restarting_positions_after_a_cache_are_accepted(self):
         model, ids = enable(tiny.build("Mistral")), tiny.tokens(31, batch=1)
         cache = transformers.DynamicCache(config=model.config)
         tiny.answer(model, input_ids=ids, past_key_values=cache)
         tiny.answer(model, input_ids=ids, position_ids=self.PACKED, past_key_values=cache)
 
-    def test_bands(self):
+    def test_only_causal_masks_check_positions(self):
         bands = [BANDS[name](5) for name in ("causal", "sliding", "both sides")]
         for function, refused in zip([CHUNKS, *bands], [True, True, True, False], strict=True):
             mask = metal_attention_mask(1, 31, 31, 0, 0, function)
-            assert packing.falls_back(mask, self.PACKED) == refused
-            assert not packing.falls_back(mask, torch.arange(31)[None])
+            assert packing.positions_restart(mask, self.PACKED) == refused
+            assert not packing.positions_restart(mask, torch.arange(31)[None])
 
-    def test_positions_on_several_axes(self):
+    def test_positions_on_several_axes_are_not_checked(self):
         q, k, v = torch.randn(3, 1, 2, 31, 8)
-        mask = packing.unpacked(band.causal(1, 31, "cpu"))
+        mask = packing.mark_unseparated(band.causal(1, 31, "cpu"))
         several = self.PACKED.expand(3, 1, -1)
         metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=several)
-        with pytest.raises(ValueError, match="fall back to 0"):
+        with pytest.raises(ValueError, match="restart at 0"):
             metal_attention(torch.nn.Module(), q, k, v, mask, position_ids=several[0])
 
     def test_one_synchronisation_for_all_layers(self):

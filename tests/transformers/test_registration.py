@@ -68,7 +68,7 @@ def test_an_older_transformers_is_left_alone(tmp_path):
     assert "ImportError: torch_metal_attn.integrations.transformers needs" in done.stderr
 
 
-def test_from_pretrained_refuses(tmp_path):
+def test_from_pretrained_refuses_unsupported_models(tmp_path):
     config = transformers.BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=99)
     transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
     auto = transformers.AutoModelForCausalLM
@@ -87,8 +87,8 @@ def stub(monkeypatch, tmp_path):
     (tmp_path / "integration_stub.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(registration, "_AWAITED", "awaited_stub.models")
-    monkeypatch.setattr(registration, "_INTEGRATION", "integration_stub")
+    monkeypatch.setattr(registration, "_TRANSFORMERS_MODULE", "awaited_stub.models")
+    monkeypatch.setattr(registration, "_TRANSFORMERS_INTEGRATION", "integration_stub")
     registration.register_with_transformers()
     yield package
     for name in ("awaited_stub", "awaited_stub.models", "integration_stub"):
@@ -97,7 +97,7 @@ def stub(monkeypatch, tmp_path):
 
 def waiting():
     finders = [finder for finder in sys.meta_path if isinstance(finder, imports._Finder)]
-    return [finder for finder in finders if finder.awaited == registration._AWAITED]
+    return [finder for finder in finders if finder.awaited == registration._TRANSFORMERS_MODULE]
 
 
 class TestFinder:
@@ -134,7 +134,7 @@ class TestFinder:
         importlib.import_module("awaited_stub.models")
         assert "integration_stub" in sys.modules
 
-    def test_with_a_finder_that_delegates(self, stub):
+    def test_a_finder_that_asks_the_others_does_not_recurse(self, stub):
         class Asking:
             def find_spec(self, name, path, target=None):
                 others = (finder for finder in sys.meta_path if finder is not self)
@@ -146,7 +146,7 @@ class TestFinder:
         importlib.import_module("awaited_stub.models")
         assert "integration_stub" in sys.modules
 
-    def test_many_threads(self, stub):
+    def test_threads_that_import_at_once_register_once(self, stub):
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(importlib.import_module, ["awaited_stub.models"] * 8))
         assert "integration_stub" in sys.modules
@@ -158,7 +158,7 @@ class TestFinder:
             importlib.import_module("awaited_stub.models")
         assert sys.modules["awaited_stub.models"].value == 3
 
-    def test_without_the_module(self, stub):
+    def test_a_missing_module_raises_as_usual(self, stub):
         (stub / "models.py").unlink()
         with pytest.raises(ModuleNotFoundError, match=r"awaited_stub\.models"):
             importlib.import_module("awaited_stub.models")

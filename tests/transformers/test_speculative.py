@@ -1,4 +1,4 @@
-"""transformers' assisted generation and prompt lookup: greedy's tokens, in fewer calls."""
+"""Assisted generation and prompt lookup give the tokens of greedy generation in fewer calls."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def prompt():
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def counted(model):
+def count_queries(model):
     queries = []
     model.register_forward_hook(
         lambda module, args, kwargs, result: queries.append(result.logits.shape[1]),
@@ -40,7 +40,7 @@ def assistant(device, noise):
     return enable(model).to(device)
 
 
-# noise: added to the assistant's weights; with 0 all drafts are accepted, None is prompt lookup.
+# noise: added to the assistant's weights. If it is 0, all drafts are accepted. None: prompt lookup.
 @pytest.mark.parametrize(
     "noise, most_forwards",
     [(0.0, 3), (1.0, NEW_TOKENS), (None, 8)],
@@ -48,12 +48,12 @@ def assistant(device, noise):
 )
 def test_tokens_match_greedy(noise, most_forwards, device):
     expected = tiny.build(NAME).generate(**prompt(), **OPTIONS)
-    model, queries = counted(enable(tiny.build(NAME)).to(device))
+    model, queries = count_queries(enable(tiny.build(NAME)).to(device))
     drafts = []
     if noise is None:
         options = {"prompt_lookup_num_tokens": DRAFT}
     else:
-        draft_model, drafts = counted(assistant(device, noise))
+        draft_model, drafts = count_queries(assistant(device, noise))
         options = {"assistant_model": draft_model}
     inputs = {key: x.to(device) for key, x in prompt().items()}
     with record_routes() as routes:
@@ -65,5 +65,5 @@ def test_tokens_match_greedy(noise, most_forwards, device):
     assert routes.dense.total() == 0
     if (run := runs.current()) is not None:
         kernels = [one.kernel for one in run.launches if one.kernel.startswith("flash")]
-        # Prompts, drafts and verification: none has more than 32 queries.
+        # Prompts, drafts and verification have at most 32 queries.
         assert kernels == ["flash_decode"] * routes.kernel.total()

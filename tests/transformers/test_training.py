@@ -18,7 +18,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
     record_routes,
 )
 
-# With fewer experts a token, rounding may select another expert in a near tie.
+# With fewer experts per token, rounding may select another expert in a near tie.
 EVERY_EXPERT = {"gpt-oss": {"num_experts_per_tok": 4}, "DeepSeek-V3": {"num_experts_per_tok": 4}}
 
 # The padded side, the dtype of a model, autocast or not, and a fused rotation or not.
@@ -55,8 +55,8 @@ def bfloat16():
 
 class TestAutocast:
     @pytest.mark.parametrize("name, side, dtype, autocast, fuse_rope", PRECISIONS)
-    def test_forward(self, name, side, dtype, autocast, fuse_rope):
-        """At most twice eager's error. Autocast determines the dtype, also of rotary tables."""
+    def test_error_is_at_most_twice_that_of_eager(self, name, side, dtype, autocast, fuse_rope):
+        """Autocast determines the dtype of all operands, also of rotary tables."""
         model, inputs = tiny.build(name, **EVERY_EXPERT.get(name, {})), tiny.inputs(name, side)
         if FAMILIES[name].generates:
             inputs["use_cache"] = False  # a cache promotes keys and values to one dtype
@@ -70,7 +70,7 @@ class TestAutocast:
 
     @pytest.mark.parametrize("fuse_rope", [False, True])
     @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
-    def test_gradients(self, name, fuse_rope):
+    def test_error_of_gradients_is_at_most_twice_that_of_eager(self, name, fuse_rope):
         inputs = tiny.inputs(name, "right") | {"use_cache": False}
 
         def error(model):
@@ -83,7 +83,7 @@ class TestAutocast:
         eager = error(tiny.build(name))
         assert error(enable(tiny.build(name), fuse_rope=fuse_rope)) <= 2 * eager
 
-    def test_cache_of_another_dtype(self):
+    def test_a_cache_of_another_dtype_is_cast(self):
         options = {"max_new_tokens": 4}
         model, inputs = tiny.build("Qwen3"), tiny.inputs("Qwen3", "left")
         _, exact = tiny.generate(model, inputs, **options)
@@ -107,7 +107,7 @@ class TestAutocast:
         torch.testing.assert_close(actual, expected)
         assert not actual[:, :, 1].any()
 
-    def test_float64_is_left_alone(self):
+    def test_float64_is_not_cast(self):
         q = torch.randn(1, 2, 5, 8, dtype=torch.float64)
         with bfloat16(), pytest.raises(ValueError, match="float64"):
             metal_attention(torch.nn.Module(), q, q, q, None)
@@ -170,7 +170,7 @@ class TestTrainer:
     def test_matches_sdpa(self, name, packed, use_cache, tmp_path):
         self.compare(name, tmp_path, packed=packed, use_cache=use_cache)
 
-    def test_lora_with_checkpointing(self, tmp_path):
+    def test_lora_with_checkpointing_matches_sdpa(self, tmp_path):
         def wrap(model):
             torch.manual_seed(0)
             config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

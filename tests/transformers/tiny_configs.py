@@ -1,4 +1,4 @@
-"""A small configuration for any model type of transformers, by rules for its options' names."""
+"""Makes a small configuration for any model type of transformers. Option names decide values."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ TOKENS = 90  # ordinary tokens are below, special ones above
 HIDDEN = 64
 HEADS = 4
 
-# Sizes of integer options, by the first pattern that matches the whole name.
+# Sizes of integer options. The first pattern that matches an option's whole name decides.
 _SIZES: list[tuple[str, int]] = [
     (r"codebook_size|.*vocab_size.*|.*_vocab", VOCABULARY),
     (r"max_(position_embeddings|seq_len|length|(target|source)_positions)|n_positions|n_ctx", 128),
@@ -72,7 +72,7 @@ _FILLED: dict[str, Any] = {
 # Entries of a configuration that are not passed to its class.
 _FIXED = "architectures dtype id2label label2id model_type per_layer_config transformers_version"
 
-# The attempts differ in their rules, because some configurations compare sizes.
+# Rules for attempts at a configuration, because some configurations check sizes against each other.
 LEVELS = ("all", "filled", "without heads", "layers")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers")
 _DEPTHS = ("depths", "layers", "num_blocks")
@@ -88,7 +88,7 @@ def small(kind: type, level: str = "all", decodes: bool = False, **changes: Any)
         one. decodes: for a model that generates text and could also be an encoder.
     """
     config = kind()
-    options = dict(_changed(config, level))
+    options = dict(_small_options(config, level))
     if decodes and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         options["is_decoder"] = True
     return kind(**options | _parts(config, level) | changes)
@@ -102,13 +102,13 @@ def _parts(config: Any, level: str) -> dict[str, Any]:
         if part is None or isinstance(part, dict):
             continue
         if part.model_type == "timm_backbone":
-            part = ResNetConfig(out_indices=part.out_indices)  # most backbones of timm are one
-        kept = {option: value for option, value in _own(part).items() if value is not None}
-        parts[name] = type(part)(**kept | dict(_changed(part, level)) | _parts(part, level))
+            part = ResNetConfig(out_indices=part.out_indices)  # most timm backbones are ResNets
+        kept = {option: value for option, value in _own_options(part).items() if value is not None}
+        parts[name] = type(part)(**kept | dict(_small_options(part, level)) | _parts(part, level))
     return parts
 
 
-def _own(config: Any) -> dict[str, Any]:
+def _own_options(config: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in config.to_dict().items()
@@ -116,9 +116,9 @@ def _own(config: Any) -> dict[str, Any]:
     }
 
 
-def _changed(config: Any, level: str) -> Iterator[tuple[str, Any]]:
+def _small_options(config: Any, level: str) -> Iterator[tuple[str, Any]]:
     """The options of `config` that differ in a small one, except for sub-configurations."""
-    options = _own(config)
+    options = _own_options(config)
     total = next((options[name] for name in _LAYERS if isinstance(options.get(name), int)), None)
     depths = [options[name] for name in _DEPTHS if isinstance(options.get(name), (list, tuple))]
     stages = len(depths[0]) if depths else None

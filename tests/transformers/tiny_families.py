@@ -99,5 +99,5 @@ FAMILIES = CORE | {
     "StableLM": _causal("StableLm", **_GROUPED),
 }
 
-# Families that transformers can batch continuously: no chunks, and K and V of one head dim.
+# Families that transformers can batch continuously: no chunks, and one head dim for K and V.
 BATCHED = ["Llama", "Mistral", "Gemma2", "Gemma3", "Qwen3", "gpt-oss"]

@@ -1,4 +1,4 @@
-"""A model's inputs, guessed from the argument names of its forward and from its configuration."""
+"""Guesses a model's inputs from the argument names of its forward and from its configuration."""
 
 import inspect
 import re
@@ -192,7 +192,7 @@ def padded(model: Any, inputs: dict[str, Any], side: str) -> dict[str, Any] | No
 
 
 def with_as_many_tokens(model: Any, inputs: dict[str, Any], error: str) -> dict[str, Any] | None:
-    """`inputs` with as many image or audio tokens as the error names features; None if unclear."""
+    """`inputs` with an image or audio token for each feature that the error counts, or None."""
     match = _MISMATCH.search(error)
     token = _first(
         model.config,

@@ -20,7 +20,7 @@ from tests.transformers.tiny_inputs import tokens
 
 Prompts = list[list[int]]
 Batch = list[tuple[list[int], Tensor]]  # for each prompt its tokens and their log-probabilities
-PARAMETERS = 110e6  # the largest number that a small model may have
+PARAMETERS = 110e6  # the largest number of parameters of a small model
 
 
 def build(name: str, **changes: Any) -> Any:
@@ -77,7 +77,7 @@ def first_that_runs(
     gains: tuple[float, ...] = (4,),
     **changes: Any,
 ) -> tuple[Any, Any]:
-    """The first model of a class that runs, and its result, which is None if it is not finite."""
+    """The first model of a class that runs, and its result. run: None if it is not finite."""
     reasons: list[str] = []
     for level in tiny_configs.LEVELS:
         try:
@@ -110,7 +110,7 @@ def smallest(model_name: str, **changes: Any) -> Any:
 
 
 def prompts() -> Prompts:
-    """Prompts for continuous batching. The last takes several steps, the last two pass WINDOW."""
+    """Prompts for continuous batching. The last takes several steps; two are beyond WINDOW."""
     return [part.tolist() for part in tokens(48, batch=1)[0].split([5, 13, 30])]
 
 

@@ -172,7 +172,7 @@ def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):
 
 @pytest.mark.parametrize("row", [("a b", "X"), ("a b", "X=1", "s", "t"), ("a b", "X=1", "s\n\n")])
 def test_malformed_rows_are_refused(row):
-    with pytest.raises(ValueError, match="these are no rows"):
+    with pytest.raises(ValueError, match="each row must be a key"):
         tiles.make([row])
 
 

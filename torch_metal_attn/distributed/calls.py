@@ -1,8 +1,8 @@
 """The kernel calls for one process' queries and another process' keys.
 
-Without a window or ALiBi there is at most one call, because a chunk's queries see all keys of
-another chunk or none. Otherwise there is a call for each pair of chunks, because the mask or bias
-depends on their distance.
+Without a window or ALiBi there is at most one call, because a chunk's queries see either all keys
+of another chunk or no key. Otherwise there is a call for each pair of chunks, because the mask or
+bias depends on their distance.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_metal_attn.call.options import limit_options
 from torch_metal_attn.distributed.layout import Spans, rows
 
-Packing = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k and the longest of each
+Packing = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k and their longest lengths
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ def calls(
     packed: bool,
     device: torch.device,
 ) -> list[Call]:
-    """The calls for one process' keys. earlier: its first chunk precedes this process' first."""
+    """The calls for one process' keys. earlier: its first chunk precedes that of this process."""
     if visible.by_distance:
-        return _of_pairs(queries, keys, visible)
+        return _calls_of_pairs(queries, keys, visible)
     last_queries = first_keys = False
     if visible.causal and not is_local:
-        # Contiguous: all queries see earlier chunks, and none sees later chunks. Zigzag: earlier
+        # Contiguous: all queries see earlier chunks, and none of them later chunks. Zigzag: earlier
         # processes have one chunk of keys before and one after all queries here, and both chunks of
         # later processes are between the two chunks of queries.
         zigzag = len(queries) > 0 and len(queries[0]) > 1
@@ -110,8 +110,8 @@ def _packing(entries: list[tuple[int, int]], device: torch.device) -> Packing:
     return cu_seqlens_q, cu_seqlens_k, max(lengths[0], default=0), max(lengths[1], default=0)
 
 
-def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
-    made = []
+def _calls_of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
+    listed = []
     q_start = k_start = 0
     for sequence, (q_spans, k_spans) in enumerate(zip(queries, keys, strict=True)):
         q_places, q_start = _places(q_spans, q_start)
@@ -122,8 +122,8 @@ def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
                     # q_offset counts from the first key of this call.
                     limits = limit_options(visible.causal, visible.left, visible.right)
                     options = limits | {"q_offset": q_span.start - k_span.start}
-                    made.append(Call(q_place, k_place, options, sequence=sequence))
-    return made
+                    listed.append(Call(q_place, k_place, options, sequence=sequence))
+    return listed
 
 
 def _places(spans: list[range], start: int) -> tuple[list[slice], int]:

@@ -53,8 +53,8 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence that is split over the processes of a group.
 
-    Every process of the group calls it, and `backward` too if any process does. The result is this
-    process' share of the result of `flash_attn_func` for the whole sequence. Gradients of q, k, v
+    Every process of the group must call it, and all must call `backward` if one does. The result is
+    this process' share of that of `flash_attn_func` for the whole sequence. Gradients of q, k, v
     and learnable_sink are supported, also through the log-sum-exp. The gradient of learnable_sink
     is for this process' rows: add up those of all processes. Two runs give the same bits.
 
@@ -84,11 +84,11 @@ def ring_attention(
         (Hq, T), float32.
 
     Raises:
-        NotImplementedError: dropout, or alibi_slopes that requires grad; a transform of torch.func;
-            a second derivative, when it is requested.
-        TypeError: an argument of another type.
-        ValueError: a value that is not supported, here or on another process, or that differs
-            between the processes. Arguments are exchanged first, so every process raises.
+        NotImplementedError: dropout_p is not 0.0, alibi_slopes requires grad, the call is inside a
+            transform of torch.func, or (from `backward`) a second derivative is requested.
+        TypeError: an argument has the wrong type.
+        ValueError: a value is not supported, here or on another process, or it differs between the
+            processes. Arguments are exchanged first, so every process raises.
     """
     ring = groups.ring(group)
     packed = cu_seqlens is not None
@@ -117,7 +117,7 @@ def ring_attention(
             )
         bounds = None if cu_seqlens is None else bounds_of(cu_seqlens)
         sequences = None if bounds is None else len(bounds) - 1
-        added = _added(alibi_slopes, learnable_sink, sequences)
+        added = _score_tensors(alibi_slopes, learnable_sink, sequences)
         _check_operands(q, k, v, packed, options | added)
         agreement.number = q.shape[0 if packed else 1]
         agreement.same = {
@@ -133,10 +133,10 @@ def ring_attention(
             "softmax_scale": options.get("softmax_scale"),
             "softcap": options.get("softcap", 0.0),
             "cu_seqlens (here its checksum)": checksum(bounds),
-            "alibi_slopes (here its checksum)": _values(alibi_slopes),
-            "learnable_sink (here its checksum)": _values(learnable_sink),
+            "alibi_slopes (here its checksum)": _checksum_of(alibi_slopes),
+            "learnable_sink (here its checksum)": _checksum_of(learnable_sink),
             "whether q, k, v or learnable_sink requires grad": (
-                _differentiated(q, k, v, learnable_sink)
+                _requires_grad(q, k, v, learnable_sink)
             ),
         }
     spans = shares_of_all("q", agreement.numbers, layout, bounds)
@@ -150,22 +150,22 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _differentiated(*tensors: Tensor | None) -> bool:
+def _requires_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _values(tensor: Tensor | None) -> str | None:
+def _checksum_of(tensor: Tensor | None) -> str | None:
     return None if tensor is None else checksum([str(tensor.dtype), *tensor.tolist()])
 
 
-def _added(
+def _score_tensors(
     alibi_slopes: Tensor | None, learnable_sink: Tensor | None, sequences: int | None
 ) -> dict[str, Tensor]:
-    """Both as options of flash_fwd for one sequence."""
+    """alibi_slopes and learnable_sink as options of `flash_fwd` for one sequence."""
     added = only_given(alibi_slopes=alibi_slopes, learnable_sink=learnable_sink)
     check_tensors(**added)
     if alibi_slopes is not None:
-        if _differentiated(alibi_slopes):
+        if _requires_grad(alibi_slopes):
             raise NotImplementedError(
                 "alibi_slopes requires grad; ring_attention has no gradient for it: detach it"
             )
@@ -173,7 +173,7 @@ def _added(
             if alibi_slopes.shape[0] != sequences:
                 raise ValueError(
                     f"alibi_slopes has {count_text(alibi_slopes.shape[0], 'row')}; cu_seqlens has "
-                    f"{count_text(sequences, 'sequence')}, and each needs one"
+                    f"{count_text(sequences, 'sequence')}, and each sequence needs one row"
                 )
             # Without sequences there is no first row, but the number of columns is still checked.
             added["alibi_slopes"] = (
@@ -187,7 +187,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
     length = 0 if packed else 1
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be q's, {q.dtype}")
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {q.dtype}, as q has")
         if tensor.shape[length] != q.shape[length]:
             raise ValueError(
                 f"{name} has {count_text(tensor.shape[length], 'row')} and q {q.shape[length]}; "
@@ -195,8 +195,8 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
             )
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
     _NAMES.run(torch.ops.metal_attn_explain.flash_fwd, tuple(operands), options)
-    if _differentiated(q, k, v, options.pop("learnable_sink", None)):
-        # Without rows, because only the head dims matter.
+    if _requires_grad(q, k, v, options.pop("learnable_sink", None)):
+        # Tensors without rows suffice, because only the head dims matter.
         empty = [x.detach()[:, :, :0] for x in operands]
         out = empty[0].new_empty(*empty[0].shape[:3], v.shape[-1])
         lse = out.new_empty(out.shape[:3], dtype=torch.float32)

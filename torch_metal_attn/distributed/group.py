@@ -57,14 +57,14 @@ class Ring:
 class Agreement:
     """A `with` block in which a process checks its arguments. At its end they are compared.
 
-    If a process raises in its block, or the arguments differ, all processes raise at the end. So
-    none waits for a process that has raised. Set `same` and `number` in the block.
+    If a process raises in its block, or the arguments differ, all processes raise at the end. So no
+    process waits for another one that has raised. Set `same` and `number` in the block.
     """
 
     def __init__(self, ring: Ring, function: str) -> None:
-        self.same: dict[str, Any] = {}  # by name the values that must be equal on every process
-        self.number = 0  # this process' number
-        self.numbers: list[int] = []  # the numbers of all processes, after the block
+        self.same: dict[str, Any] = {}  # values, by name, that must be equal on every process
+        self.number = 0  # a number, such as a length, that this process sends to all others
+        self.numbers: list[int] = []  # after the block: `number` of each process
         self._ring, self._function = ring, function
 
     def __enter__(self) -> "Agreement":
@@ -124,7 +124,7 @@ def ring(group: Any) -> Ring:
     if group is None:
         group = distributed.group.WORLD
     elif group == distributed.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group does not contain this process; call the function on its members")
+        raise ValueError("group does not contain this process; only its members may call this")
     elif not isinstance(group, distributed.ProcessGroup):
         raise TypeError(
             f"group is {type_text(group)}; it must be a ProcessGroup, a DeviceMesh or None"

@@ -28,12 +28,12 @@ def bounds_of(cu_seqlens: Tensor) -> list[int]:
     if not bounds or bounds[0] != 0:
         raise ValueError(f"cu_seqlens starts with {bounds[:1]}; it must start with 0")
     if any(end < start for start, end in pairwise(bounds)):
-        raise ValueError("cu_seqlens decreases; it must hold a 0 and each sequence's end")
+        raise ValueError("cu_seqlens decreases; it must be 0 and then the end of each sequence")
     return bounds
 
 
 def checksum(values: list[Any] | None) -> str | None:
-    """A short text that differs between different values."""
+    """A short text that is different for different values."""
     return None if values is None else hashlib.sha256(str(values).encode()).hexdigest()[:16]
 
 

@@ -75,7 +75,7 @@ class RingAttention(torch.autograd.Function):
         out = exact_out.to(q.dtype)
         ctx.problem = problem
         ctx.set_materialize_grads(False)
-        # Unrounded, because the sink's gradient is a sum over all rows.
+        # Save the unrounded out too, because the sink's gradient is a sum over all rows.
         with_sink = (sink, exact_out) if ctx.needs_input_grad[4] else ()
         save(ctx, q, k, v, out, lse, *with_sink)
         return out, lse
@@ -99,14 +99,14 @@ class RingAttention(torch.autograd.Function):
 
 
 def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yields (owner, [k, v]), first this process'. The next ones are already being received."""
-    ring, flat = problem.ring, _packed_flat(k, v)
+    """Yields (owner, [k, v]), first those of this process, while the next ones are received."""
+    ring, flat = problem.ring, _flattened(k, v)
     for step in range(ring.processes):
         owner, last = ring.previous(step), step + 1 == ring.processes
         if not last:
             elements = _elements(problem, ring.previous(step + 1), k, v)
             coming = ring.pass_on(flat, elements, _KEYS)
-        yield owner, [k, v] if step == 0 else _unpacked(problem, owner, flat, k, v)
+        yield owner, [k, v] if step == 0 else _unflattened(problem, owner, flat, k, v)
         if not last:
             flat = coming()
 
@@ -127,17 +127,17 @@ def _gradients(
             for total, each in zip(dk_dv, part[1:], strict=True):
                 total[:, :, call.k] += each
         if coming is not None:
-            before = _unpacked(problem, owner, coming(), k, v)
+            before = _unflattened(problem, owner, coming(), k, v)
             dk_dv = [a + b for a, b in zip(before, dk_dv, strict=True)]
         elements = _elements(problem, (owner - 1) % ring.processes, k, v)
-        coming = ring.pass_on(_packed_flat(*dk_dv), elements, _GRADIENTS)
+        coming = ring.pass_on(_flattened(*dk_dv), elements, _GRADIENTS)
     assert coming is not None
-    dk, dv = _unpacked(problem, ring.rank, coming(), k, v)
+    dk, dv = _unflattened(problem, ring.rank, coming(), k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _nothing_seen(q: Tensor, v: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The float32 state of queries that have seen no key, but maybe the sink of their head."""
+    """The float32 state of queries that have seen no key, only the sink of their head, if any."""
     rows_of = q.shape[:3]
     out = q.new_zeros(*rows_of, v.shape[-1], dtype=torch.float32)
     lse = q.new_full(rows_of, -torch.inf, dtype=torch.float32)
@@ -185,7 +185,7 @@ def _backward(
     return [x.transpose(0, 1)[None] for x in gradients[:3]]
 
 
-def _packed_flat(k: Tensor, v: Tensor) -> Tensor:
+def _flattened(k: Tensor, v: Tensor) -> Tensor:
     """k and v, or their gradients, as one vector on the host."""
     return torch.cat([k.reshape(-1), v.reshape(-1)]).cpu()
 
@@ -199,8 +199,8 @@ def _elements(problem: Problem, owner: int, k: Tensor, v: Tensor) -> int:
     return sum(size.numel() for size in _sizes(problem, owner, k, v))
 
 
-def _unpacked(problem: Problem, owner: int, flat: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """The owner's tensors that `_packed_flat` joined, on this process' device."""
+def _unflattened(problem: Problem, owner: int, flat: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The owner's tensors that `_flattened` joined, on this process' device."""
     sizes = _sizes(problem, owner, k, v)
     parts = flat.split([size.numel() for size in sizes])
     return [part.view(size).to(k.device) for part, size in zip(parts, sizes, strict=True)]

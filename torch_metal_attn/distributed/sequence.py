@@ -49,8 +49,8 @@ def shard_sequence(
     bounds = [0, x.shape[dim]] if cu_seqlens is None else bounds_of(cu_seqlens)
     if bounds[-1] != x.shape[dim]:
         raise ValueError(
-            f"x has {count_text(x.shape[dim], 'row')} in dim {dim} and cu_seqlens ends at "
-            f"{bounds[-1]}; they must be the same"
+            f"x has {count_text(x.shape[dim], 'row')} in dim {dim} and the last element of "
+            f"cu_seqlens is {bounds[-1]}; they must be equal"
         )
     spans = shares(bounds, ring.processes, ring.rank, layout)
     parts = [x.narrow(dim, span.start, len(span)) for span in in_packed(spans, bounds)]
@@ -73,7 +73,7 @@ def unshard_sequence(
     Args: x: this process' share. The other arguments are those of `shard_sequence`.
 
     Raises:
-        NotImplementedError: x requires grad; detach it.
+        NotImplementedError: x requires grad, so detach it first.
         TypeError, ValueError: as `ring_attention`.
     """
     ring = groups.ring(group)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Called with a copied tensor and its name, or with None and a remark on the next call.
+# Called with a tensor's name and the tensor, before its copy; or with a remark and None.
 listeners: list[Callable[[str, Tensor | None], None]] = []
 
 

@@ -1,8 +1,8 @@
 """Replaces torch.nn.functional in diffusers' modules, so that attention uses diffusers' backend.
 
 diffusers' older attention (UNets, VAEs, Stable Diffusion 3 and others) calls torch's function and
-ignores backends. This module takes the place of `torch.nn.functional` in each module of diffusers,
-and differs from it in that one function. It imports nothing of diffusers.
+ignores backends. This module replaces `torch.nn.functional` in each module of diffusers, and only
+its `scaled_dot_product_attention` is different. This module does not import diffusers.
 """
 
 import sys
@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
 def metal_attention(
     query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> Tensor:
-    """Attention by the kernels, with contiguous copies; by torch if a hook waits for its call."""
+    """Attention by the kernels, with contiguous copies; by torch if a hook replaces its result."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
     if replaces_scores():
@@ -52,25 +52,25 @@ def _metal_is_active() -> bool:
 
 
 def replaces_scores() -> bool:
-    """True if a hook of diffusers waits for a call of torch's function, to replace its result."""
+    """True if a hook of diffusers intercepts torch's function to replace its result."""
     modes = _get_current_function_mode_stack()
     return any(type(mode).__module__.startswith("diffusers.") for mode in modes)
 
 
-def serve(module: ModuleType) -> None:
-    """Replace `torch.nn.functional` in a module by this one."""
+def replace_functional(module: ModuleType) -> None:
+    """Replace `torch.nn.functional` in a module of diffusers by this module."""
     for name, value in list(vars(module).items()):
         if value is functional:
             setattr(module, name, sys.modules[__name__])
         elif value is nn and _FULL_NAME in _source(module):
-            setattr(module, name, _NeuralNetworks("torch.nn"))
+            setattr(module, name, _TorchNn("torch.nn"))
 
 
-def serves(names: Collection[str], known: Mapping[str, Any]) -> bool:
-    """True if code that uses these names calls attention from here. known: the code's globals."""
-    served = (known.get(name) for name in names)
+def calls_replacement(names: Collection[str], known: Mapping[str, Any]) -> bool:
+    """True if code that uses `names` calls this module's attention. known: the code's globals."""
+    values = (known.get(name) for name in names)
     return "scaled_dot_product_attention" in names and any(
-        value is sys.modules[__name__] or isinstance(value, _NeuralNetworks) for value in served
+        value is sys.modules[__name__] or isinstance(value, _TorchNn) for value in values
     )
 
 
@@ -80,7 +80,7 @@ def _source(module: ModuleType) -> str:
     return (get_source and get_source(module.__name__)) or ""
 
 
-class _NeuralNetworks(ModuleType):
+class _TorchNn(ModuleType):
     """torch.nn with this module as its `functional`."""
 
     functional = sys.modules[__name__]

@@ -1,4 +1,4 @@
-"""Runs an action when a module is imported. The module is not imported here, which is slow."""
+"""Runs an action when a module is imported, without importing the module, which may be slow."""
 
 import importlib.abc
 import sys
@@ -21,7 +21,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 def with_each_module(package: str, action: Callable[[ModuleType], None]) -> None:
-    """Run `action` with each module of a package: now if it is imported, else after its import."""
+    """Run `action` with each module of a package: now if the module is imported, else later."""
     sys.meta_path.insert(0, _Finder(package, action, is_package=True))
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}.") and isinstance(module, ModuleType):
@@ -31,7 +31,7 @@ def with_each_module(package: str, action: Callable[[ModuleType], None]) -> None
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds modules by other finders, and adds a loader that runs the action.
 
-    awaited: a module, or a package whose modules are awaited until the process ends.
+    awaited: the name of a module, or of a package; its modules are awaited until the process ends.
     """
 
     def __init__(self, awaited: str, action: Callable[..., None], *, is_package: bool) -> None:
@@ -42,7 +42,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if self._is_package:
             self.action(module)
             return
-        # Only after a successful import, because a failed one may be repeated.
+        # Stop waiting only after a successful import, because a failed import may be repeated.
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         self.action()
@@ -53,7 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         is_awaited = (
             name.startswith(f"{self.awaited}.") if self._is_package else name == self.awaited
         )
-        # Another finder may ask all finders too, including this one.
+        # Another finder may ask this one while it asks the others; it must not ask again.
         if not is_awaited or getattr(self._asking, "now", False):
             return None
         self._asking.now = True
@@ -70,7 +70,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Wraps a module's loader, and restores that before the module runs."""
+    """Wraps a module's loader. Before the module runs, it gets its own loader back."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

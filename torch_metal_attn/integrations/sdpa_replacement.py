@@ -5,8 +5,8 @@ It needs four parts, because each one misses some calls:
 - A TorchFunctionMode sees the C function, under every name it was imported as. But a mode is off
   while it handles a Python function of torch, so it misses the calls inside
   `multi_head_attention_forward`. And a mode applies to one thread.
-- So the attribute of `torch.nn.functional` is replaced too, while any thread is inside a block. In
-  other threads the replacement calls the original.
+- Therefore the attribute of `torch.nn.functional` is also replaced while any thread is inside a
+  block. In other threads the replacement calls the original.
 - With `process_wide`, the C function is replaced under the names that other modules have for it,
   and there is no mode.
 - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have a fused inference path that calls no
@@ -71,7 +71,7 @@ class _Thread(threading.local):
     """The state of this thread: its open contexts, and whether a call is being decided."""
 
     def __init__(self) -> None:
-        # Not defaults of the class: torch.compile guards on what the object itself has.
+        # Not class attributes: torch.compile guards on the attributes of the object itself.
         self.entered: tuple[SdpaReplaced, ...] = ()
         self.deciding = False
 
@@ -80,7 +80,7 @@ class _Blocks:
     """The blocks that are open in all threads, and what they have changed in torch."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # for all but `this_thread`, and for every context's counts
+        self.lock = threading.Lock()  # for all attributes but this_thread, and for all counts
         self.this_thread = _Thread()
         self.open = 0  # the number of open blocks
         self.process_wide: tuple[SdpaReplaced, ...] = ()
@@ -88,7 +88,7 @@ class _Blocks:
         self.attributes: list[tuple[Any, str, Any]] = []  # replaced: owner, name, replacement
         self.renaming: Renaming | None = None  # of torch's C function
         self.compiled = False  # True if torch.compile has ever replaced a call
-        self.warned: set[str] = set()  # past warnings without their numbers
+        self.warned: set[str] = set()  # texts of past warnings, with "n" for each number
 
     def begin(self, everywhere: "SdpaReplaced | None") -> None:
         with self.lock:
@@ -112,18 +112,18 @@ class _Blocks:
     def end(self, everywhere: "SdpaReplaced | None") -> None:
         with self.lock:
             if everywhere is not None:
-                left = list(self.process_wide)
-                left.remove(everywhere)
-                self.process_wide = tuple(left)
-                self.in_every_thread = bool(left)
-                if not left and self.renaming is not None:
+                remaining = list(self.process_wide)
+                remaining.remove(everywhere)
+                self.process_wide = tuple(remaining)
+                self.in_every_thread = bool(remaining)
+                if not remaining and self.renaming is not None:
                     self.renaming.undo()
                     self.renaming = None
             self.open -= 1
             if self.open > 0:
                 return
             for owner, name, replacement in self.attributes:
-                # If other code has wrapped our function meanwhile, it stays.
+                # If other code has wrapped our function meanwhile, leave that wrapper in place.
                 if getattr(owner, name) is replacement:
                     setattr(owner, name, replacement.__wrapped__)
 
@@ -139,9 +139,9 @@ class SdpaReplaced(TorchFunctionMode):
     """The context of `sdpa_replaced()`, with the counts of the calls inside it.
 
     Attributes: replaced: number of calls that ran on the kernels. left_alone: number of calls that
-        torch ran, by reason; reasons that differ only in their numbers count as one. A function
-        under torch.compile counts while it is compiled, sometimes twice, and not when it runs.
-        fastest: True if torch runs the calls that it runs faster.
+        torch ran, by reason; reasons that differ only in their numbers count as one. Calls in a
+        function under torch.compile are counted when the function is compiled, sometimes twice, and
+        not when it runs. fastest: True if calls that torch runs faster are left to torch.
     """
 
     def __init__(self, process_wide: bool = False, fastest: bool = False) -> None:
@@ -170,10 +170,10 @@ class SdpaReplaced(TorchFunctionMode):
             _blocks.end(self if self._process_wide else None)
         # If torch.compile has replaced calls, uncounted compiled functions may have run.
         if error[:1] == (None,) and not (self.replaced or self.left_alone or _blocks.compiled):
-            why = "there was none. The model may have an attention of its own"
+            why = "no call was made. The model may have an attention of its own"
             if not self._process_wide:
                 why = (
-                    "there was none in this thread. If the model runs in other threads, use "
+                    "no call was made in this thread. If the model runs in other threads, use "
                     "sdpa_replaced(process_wide=True)"
                 )
             _warn(f"sdpa_replaced() replaced no call of scaled_dot_product_attention: {why}")
@@ -201,7 +201,7 @@ class SdpaReplaced(TorchFunctionMode):
 
 
 def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> SdpaReplaced:
-    """Run torch's `scaled_dot_product_attention` as `torch_metal_attn`'s inside a `with` block.
+    """Run calls of torch's `scaled_dot_product_attention` on our kernels inside a `with` block.
 
         with torch_metal_attn.sdpa_replaced() as calls:
             model(x)
@@ -213,11 +213,11 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     Args: process_wide: apply to every thread, including those that start later. Servers that run
         models in worker threads need this. It replaces the function under every name that a module
         has for it, but not references elsewhere, such as in an object or a local variable. The
-        block may end in a different thread. Calls that are running then finish as they began.
-        prefer: "metal_attn", or "fastest" to let torch run the calls that it runs faster on this
-        machine, by the times that `python -m torch_metal_attn tune` measured. left_alone counts
-        these calls, without a warning. Calls of other sizes run on the kernels, as do all calls
-        under torch.compile. If blocks are nested, the innermost decides.
+        block may end in a different thread. Its end does not affect calls that are still running.
+        prefer: "metal_attn", or "fastest" to leave calls to torch that it runs faster on this
+        machine, according to the times that `python -m torch_metal_attn tune` measured. left_alone
+        counts these calls, and there is no warning. Calls of other sizes run on the kernels, as do
+        all calls under torch.compile. If blocks are nested, the innermost decides.
 
     If the kernels cannot run a call, torch runs it with its arguments unchanged, and a UserWarning
     gives the reason, once per process and reason. Reasons are: CPU tensors outside `simulate()`,
@@ -230,9 +230,9 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     if `backward` runs inside `simulate()`; otherwise the reference does.
 
     With torch.compile, enter the block around the call of the compiled function, which is compiled
-    once for calls inside of blocks and once for others. The compiled code keeps the decision about
-    CPU tensors, which depends on `simulate()`. Entering the block inside a compiled function breaks
-    the graph (an error with fullgraph=True).
+    once for calls inside a block and once for calls outside. The compiled code keeps the decision
+    about CPU tensors, which depends on `simulate()`. Entering the block inside a compiled function
+    breaks the graph (an error with fullgraph=True).
 
     Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.
     """
@@ -288,7 +288,7 @@ def _let_torchscript_compile(replacement: Callable[..., Tensor]) -> None:
 
 
 def _fast_path_of(original: Callable[[], bool]) -> Callable[[], bool]:
-    """torch's switch of the fused layers. It is off in the threads of a block."""
+    """torch's switch for the fused layers. It is off in the threads of a block."""
 
     @functools.wraps(original)  # TorchScript compiles the source of `original`
     def get_fastpath_enabled() -> bool:
@@ -317,7 +317,7 @@ def _run_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     _note(_NESTED, _blocks.of_this_thread())
     with ExitStack() as without_modes:
-        # torch refuses nested tensors in any mode. Other code's modes stay, and modes below them.
+        # torch refuses nested tensors in any mode, so leave our modes until one of other code.
         while isinstance(_get_current_function_mode(), SdpaReplaced):
             without_modes.enter_context(_pop_mode_temporarily())
         _blocks.this_thread.deciding = True
@@ -345,12 +345,12 @@ def _run_by_compiler(function: _Function) -> _Function:
 def _decide(
     original: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    # Read now, because a block that ends during the call counts it. While compiling, read later.
+    # Read now: a block that ends during the call counts it too. While compiling, `_note` reads.
     contexts = None if torch.compiler.is_compiling() else _blocks.of_this_thread()
     _blocks.this_thread.deciding = True  # nested calls of torch's function are ignored
     try:
         problem, reason = problem_or_reason(args, kwargs)
-        if (slower := _slower(problem, contexts)) is not None:
+        if (slower := _why_slower(problem, contexts)) is not None:
             _note(slower, contexts, warns=False)
             return original(*args, **kwargs)
         out = None
@@ -362,7 +362,7 @@ def _decide(
         _blocks.this_thread.deciding = False
 
 
-def given_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(Arguments._fields, args, strict=False)) | kwargs
 
 
@@ -377,7 +377,7 @@ def open_elsewhere() -> bool:
     return _blocks.open > 0 and not open_here()
 
 
-def _slower(problem: Problem | None, contexts: tuple[SdpaReplaced, ...] | None) -> str | None:
+def _why_slower(problem: Problem | None, contexts: tuple[SdpaReplaced, ...] | None) -> str | None:
     """Why torch should run a call because it is faster, or None."""
     if problem is None or contexts is None:
         return None
@@ -389,9 +389,9 @@ def problem_or_reason(
     args: tuple[Any, ...], kwargs: dict[str, Any], *, on_mps: bool = False
 ) -> tuple[Problem | None, str | None]:
     """The call for the kernels, or why they cannot run it. on_mps: judge CPU tensors as on mps."""
-    arguments = given_by_name(args, kwargs)
+    arguments = arguments_by_name(args, kwargs)
     if is_causal_bias(arguments.get("attn_mask")):
-        del arguments["attn_mask"]  # it has no elements
+        del arguments["attn_mask"]  # a CausalBias has no elements to check
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     reason = _reason_of_tensors(tensors, on_mps)
     if reason is not None:
@@ -442,7 +442,7 @@ def _transform_level() -> int | None:
 def _note(
     reason: str | None, contexts: tuple[SdpaReplaced, ...] | None, warns: bool = True
 ) -> None:
-    """Count a call in the contexts, and warn once why torch runs it. None while compiling."""
+    """Count a call, and warn once why torch runs it. contexts: None while compiling."""
     with _blocks.lock:
         if contexts is None:
             contexts = _blocks.of_this_thread()

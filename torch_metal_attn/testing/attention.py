@@ -38,6 +38,7 @@ CALLS = (*OPS, *_FUNCTIONS, _WITH_KVCACHE, _SDPA)
 _PACKED = ("flash_varlen_fwd", "flash_varlen_bwd", *_PACKED_FUNCTIONS)
 _DENSE = tuple(call for call in CALLS if call not in _PACKED)
 _DECODES = ("flash_decode", _WITH_KVCACHE)
+# Calls with quantised formats, with caches, with rotation, and with options that change scores.
 _STORED = (*_FORWARDS, *_DECODES)
 _CACHED = (*_STORED, "flash_attn_varlen_func")
 _ROTATED = (*_FORWARDS, "flash_decode")
@@ -104,7 +105,7 @@ def _mask(*dtypes: str) -> Draw:
 
 
 def _tree(r: random.Random, case: "Attention") -> str:
-    possible = case.listed is None and not any(case.no_trees().values())
+    possible = case.listed is None and not any(case.tree_conflicts().values())
     return r.choice(("parents", "tree_mask")) if possible else ""
 
 
@@ -138,14 +139,14 @@ class Attention(Case):
     Attributes: packed: the numbers of queries and keys of each sequence, for calls with packed
         sequences; then batch, q_length and kv_length are not used. q_lengths: the queries of each
         sequence if only queries are packed; then q_length is not used. spare_rows: packed rows
-        after the last sequence. attn_mask, attn_bias: a dtype, and those of the dimensions (b, h,
-        q, k) whose size is not 1, such as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a
+        after the last sequence. attn_mask, attn_bias: a dtype, and the dimensions among b, h, q and
+        k whose size is not 1, such as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a
         dtype. rotary: the rotated tensors: "q", "k" or "qk". cache: "", "paged" or "indexed".
         format: "" or the format of a quantised cache, whose rows are rotated in blocks of
         `hadamard` columns. cache_dtype: the dtype of k and v, "" for that of q. values_in_keys: v
         is the first columns of k, as in MLA. listed: entries of each list of keys, of which one in
-        five is -1. list_dims: those of "bh" in which lists differ. tree: "", or the argument that
-        describes a random tree of the queries. tree_by_sequence: each sequence has a different
+        five is -1. list_dims: those of "bh" along which lists differ. tree: "", or the argument
+        that describes a random tree of the queries. tree_by_sequence: each sequence has a different
         tree. causal_bias: "", "upper_left" or "lower_right", an attn_mask of
         torch.nn.attention.bias. backward: also check the gradients, or that `backward` raises if
         the call has none. values: one of `tensors.KINDS`. poison: NaN or infinity in one element of
@@ -320,7 +321,7 @@ class Attention(Case):
         layouts = (*self.q_layout, *self.k_layout, *self.v_layout)
         poisoned = self.poison.partition(" in ")[2]
         return {
-            "calls with packed sequences need packed, and others do not have it": self.is_packed
+            "calls with packed sequences need packed, other calls do not take it": self.is_packed
             != bool(self.packed),
             "keys and values in one tensor need one head dim": self.in_one_tensor
             and self.v_head_dim != self.head_dim,
@@ -342,7 +343,7 @@ class Attention(Case):
             and self.is_packed,
             "flash_attn_varlen_func has no cache_batch_idx": self.call == "flash_attn_varlen_func"
             and self.cache == "indexed",
-            "values in keys are at most as wide, and not poisoned alone": self.values_in_keys
+            "values in keys must not be wider than keys, nor poisoned alone": self.values_in_keys
             and (self.v_head_dim > self.head_dim or poisoned == "v"),
             "causal_bias takes the place of attn_mask": self.causal_bias and self.attn_mask,
             "lists need queries and keys": (self.listed or 0) > 0 and min(self.longest) == 0,
@@ -381,7 +382,7 @@ class Attention(Case):
             ways = tuple(way for way in ways if not way.startswith("dimensions"))
         return ways
 
-    def no_trees(self) -> dict[str, Any]:
+    def tree_conflicts(self) -> dict[str, Any]:
         """Reasons why the fields are illegal with a tree, and whether each holds."""
         ends = self.seqused_k or [keys for _, keys in self.sequences]
         pads = self.leftpad_k or [0] * len(self.sequences)
@@ -421,7 +422,7 @@ class Attention(Case):
             "lists of keys with a mask, a bias or slopes": self.listed is not None
             and (self.attn_mask or self.attn_bias or self.alibi_slopes),
             "lists of keys with a tree": self.listed is not None and self.tree,
-            **(self.no_trees() if self.tree else {}),
+            **(self.tree_conflicts() if self.tree else {}),
             "block sizes of lists": not 1 <= self.kv_block_size <= 128
             or self.q_block_size < 1
             or (self.q_lengths and self.q_block_size > 1),

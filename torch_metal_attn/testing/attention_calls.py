@@ -16,7 +16,7 @@ from torch_metal_attn.testing.tensors import Memory
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
-# By function: its names for arguments of the ops, if they differ.
+# For each function, its names of the ops' arguments if they differ from the ops' names.
 _KVCACHE = {"k": "k_cache", "v": "v_cache", "leftpad_k": "cache_leftpad"}
 _SDPA = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "causal": "is_causal"}
 _RENAMED = {
@@ -107,5 +107,5 @@ def _causal_bias(case: Attention) -> Tensor:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of queries that see no key
-        made: Tensor = getattr(bias, f"causal_{case.causal_bias}")(case.q_length, case.kv_length)
-    return made
+        mask: Tensor = getattr(bias, f"causal_{case.causal_bias}")(case.q_length, case.kv_length)
+    return mask

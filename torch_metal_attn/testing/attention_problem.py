@@ -53,15 +53,15 @@ def build(case: Attention) -> Problem:
     if case.is_packed and not case.cache:
         kv_shape = (sum(lengths) + case.spare_rows, case.kv_heads)
 
-    def made(*shape: int, seed: int, dtype: torch.dtype, values: bool = False) -> Tensor:
+    def make(*shape: int, seed: int, dtype: torch.dtype, values: bool = False) -> Tensor:
         return numbers(*shape, kind=case.values, seed=case.seed + seed, dtype=dtype, values=values)
 
     # Quantised caches are made from float32. Refused cases may have float64, which has no formats.
     kv_dtype = dtype_of(case.cache_dtype or ("float32" if case.format else case.dtype))
     plain = not case.cache and not case.format
-    q = expanded(made(*q_shape, case.head_dim, seed=1, dtype=dtype), case.q_layout)
-    k = made(*kv_shape, case.head_dim, seed=2, dtype=kv_dtype)
-    v = made(*kv_shape, case.v_head_dim, seed=3, dtype=kv_dtype, values=True)
+    q = expanded(make(*q_shape, case.head_dim, seed=1, dtype=dtype), case.q_layout)
+    k = make(*kv_shape, case.head_dim, seed=2, dtype=kv_dtype)
+    v = make(*kv_shape, case.v_head_dim, seed=3, dtype=kv_dtype, values=True)
     if plain:
         k, v = expanded(k, case.k_layout), expanded(v, case.v_layout)
     if case.values_in_keys:
@@ -71,7 +71,7 @@ def build(case: Attention) -> Problem:
     options = options_of(case, batch, rows)
     poisoned_v = _poison(case, q, k, v, options)
     _hide(case, k, v)
-    (exact_k, exact_v), kept, where = stored(case, k, v)
+    (exact_k, exact_v), kept, where = store(case, k, v)
     if case.cache_dtype:
         exact_k, exact_v = exact_k.to(dtype), exact_v.to(dtype)
     if case.cache and case.is_packed:
@@ -97,7 +97,7 @@ def ends_of(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-# Options of the ops that a case has as fields, except those that are set with a tensor.
+# Numeric options of the ops that are fields of a case, except those that belong to a tensor.
 _NUMBERS = [
     argument.name
     for argument in torch.ops.metal_attn.flash_fwd.default._schema.arguments
@@ -194,7 +194,7 @@ def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
 
 
 def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
-    visible = normal(*sizes, seed=seed) > -0.84
+    visible = normal(*sizes, seed=seed) > -0.84  # four in five
     if dtype == torch.bool:
         return visible
     return normal(*sizes, seed=seed + 1000, dtype=dtype).masked_fill(~visible, -math.inf)
@@ -242,10 +242,10 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
     )
 
 
-def stored(
+def store(
     case: Any, k: Tensor, v: Tensor, table: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
-    """k and v (B, H, L, D) dequantised, k and v as stored in a cache, and the cache's options."""
+    """k and v (B, H, L, D) dequantised, k and v in the form of a cache, and the cache's options."""
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
     if case.format:
@@ -258,7 +258,7 @@ def stored(
             head_scale = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
             data, scale = quantise(x, format, head_scale, hadamard=size)
             exact[i] = dequantise(data, scale, torch.float32, hadamard=size)
-            # As bytes, a dtype of every device.
+            # As bytes, because not every device has the dtype of 8-bit floats.
             kept[name] = data.view(torch.uint8) if by_head else data
             assert scale is not None
             scales[f"{name}_scale"] = scale

@@ -83,7 +83,7 @@ def _by_autograd(
             raise
         return detached
     if not case.differentiable:
-        raise AssertionError("a call without a gradient returned one")
+        raise AssertionError("a call that has no gradient returned one")
     named = dict(zip(leaves, grads, strict=True))
     for together in ("qkv", "kv"):
         if together in named:
@@ -97,7 +97,7 @@ def _by_autograd(
 def _directly(
     case: Attention, function: Callable[..., Any], gradients: dict[str, Tensor], **arguments: Any
 ) -> Any:
-    """The same with direct calls of the ops that autograd calls."""
+    """The results of `_by_autograd`, by direct calls of the ops that autograd calls."""
     ops = torch.ops.metal_attn
     out, lse = function(**arguments)
     common = {"dout": gradients["dout"], "softmax_lse": lse, **arguments}
@@ -127,7 +127,7 @@ def judge(
     with as_multiplied():
         composed, _ = _attend(problem, None)
     if problem.poisoned_v is not None:
-        exact, composed = _poisoned(problem, actual.cpu(), exact, composed)
+        exact, composed = _with_poison(problem, actual.cpu(), exact, composed)
     if actual.dtype != problem.q.dtype:
         raise AssertionError(f"out has dtype {actual.dtype} and not {problem.q.dtype}")
     sequences = _torch_calls(case, problem)
@@ -176,7 +176,7 @@ def _scale(problem: Problem) -> float:
 def _score_errors(case: Attention, problem: Problem) -> Tensor:
     """Bounds of the errors of each row's scores: (B, Hq, Lq), or (T, Hq) for packed sequences."""
     options = problem.options
-    added = [largest(options[n]) for n in _ADDED[:2] if _added(options.get(n))]
+    added = [largest(options[n]) for n in _ADDED[:2] if _adds(options.get(n))]
     if "alibi_slopes" in options:
         added.append(
             largest(options["alibi_slopes"]) * (sum(case.longest) + abs(case.q_offset or 0))
@@ -204,10 +204,10 @@ def _attend(
     return function(q, k, v, *problem.packing, **options, compute_dtype=compute_dtype)
 
 
-def _poisoned(
+def _with_poison(
     problem: Problem, actual: Tensor, exact: Tensor, composed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The results with v's NaN or infinity: queries that do not see it may have NaN there too."""
+    """The results with v's NaN or infinity, whose column may be NaN for all other queries too."""
     place = problem.poisoned_v
     assert place is not None
     v = problem.v.clone()
@@ -233,7 +233,7 @@ def _torch_calls(
     kept = {n: x for n, x in problem.options.items() if n not in ("dropout_p", "rng_state")}
     ends_q, ends_k = (None if x is None else x.tolist() for x in problem.packing[:2])
     assert ends_q is not None
-    made = []
+    calls = []
     for b, (q_length, kv_length) in enumerate(case.sequences):
         if q_length and kv_length:
             rows = slice(ends_q[b], ends_q[b + 1])
@@ -246,8 +246,8 @@ def _torch_calls(
                 for x in (problem.k, problem.v)
             )
             options = {n: option_of_sequence(n, x, b, rows, k.shape[2]) for n, x in kept.items()}
-            made.append(((q, k, v), dout, options))
-    return made
+            calls.append(((q, k, v), dout, options))
+    return calls
 
 
 def _judge_gradients(
@@ -371,7 +371,7 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
         "v": relative * kept * largest_of_keys(weights) * largest(dout),
     }
     for name in ("attn_mask", "attn_bias"):
-        if _added(options.get(name)):
+        if _adds(options.get(name)):
             shape = options[name].shape
             whole = errors.sum_to_size((1,) * (4 - len(shape)) + tuple(shape))
             slacks[name] = whole.view(shape)
@@ -396,7 +396,7 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
 def _weights_and_score_gradients(case: Attention, problem: Problem) -> tuple[Tensor, Tensor]:
     """The softmax and the gradient of the scores in float64, (B, Hq, Lq, Lk)."""
     options = dict(problem.options)
-    name = next((n for n in ("attn_mask", "attn_bias") if _added(options.get(n))), "attn_bias")
+    name = next((n for n in ("attn_mask", "attn_bias") if _adds(options.get(n))), "attn_bias")
     bias = options.get(name, torch.zeros(())).double()
     whole = (len(case.sequences), case.heads, *case.longest)
     bias = bias.expand(whole).clone().requires_grad_()
@@ -411,5 +411,5 @@ def _weights_and_score_gradients(case: Attention, problem: Problem) -> tuple[Ten
     return weights, torch.autograd.grad(loss, bias)[0]
 
 
-def _added(x: Tensor | None) -> bool:
+def _adds(x: Tensor | None) -> bool:
     return x is not None and x.is_floating_point()

@@ -12,7 +12,7 @@ from torch_metal_attn.kv_cache import CascadePlan
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import attention_run
 from torch_metal_attn.testing.attention import Attention
-from torch_metal_attn.testing.attention_problem import Problem, options_of, stored, within_keys
+from torch_metal_attn.testing.attention_problem import Problem, options_of, store, within_keys
 from torch_metal_attn.testing.case import (
     Case,
     Prepared,
@@ -45,7 +45,9 @@ def _own(r: random.Random, case: "Cascade") -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cascade(Case):
-    """shared: pages of all sequences. branched: pages of every second one. own: further rows."""
+    """Attributes: shared: number of pages that all sequences share. branched: number of pages that
+    every second sequence shares. own: number of further rows of each sequence.
+    """
 
     call: str = call("CascadePlan.attend")
     kv_heads: int = field(1, one_of(1, 1, 2))
@@ -80,7 +82,7 @@ class Cascade(Case):
     num_splits: int = field(0, one_of(0, 1, 2))
     values: str = kinds()
 
-    cache: ClassVar[str] = "paged"  # read by `stored`
+    cache: ClassVar[str] = "paged"  # read by `store`
     OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("own",)
 
     @property
@@ -116,13 +118,13 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
     memory, attention, dtype = Memory(device), case.attention, dtype_of(case.dtype)
     batch, blocks = len(case.own), -(-max(case.lengths) // case.page)
 
-    def made(seed: int, *shape: int, values: bool = False) -> Tensor:
+    def make(seed: int, *shape: int, values: bool = False) -> Tensor:
         seed += case.seed
         return numbers(batch, *shape, kind=case.values, seed=seed, dtype=dtype, values=values)
 
-    q = made(1, case.heads, case.q_length, case.head_dim)
+    q = make(1, case.heads, case.q_length, case.head_dim)
     rows = case.kv_heads, blocks * case.page
-    k, v = made(2, *rows, case.head_dim), made(3, *rows, case.v_head_dim, values=True)
+    k, v = make(2, *rows, case.head_dim), make(3, *rows, case.v_head_dim, values=True)
     table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
     levels = [case.shared * case.page, (case.shared + case.branched) * case.page]
     for b in range(batch):
@@ -136,7 +138,7 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
     if case.values_in_keys:
         v = k[..., : case.v_head_dim]
     options = options_of(attention, batch, blocks * case.page)
-    exact, kept, where = stored(case, k, v, table)
+    exact, kept, where = store(case, k, v, table)
     arguments = {"q": q, **dict(zip(("k_cache", "v_cache"), kept, strict=True))}
     arguments |= {name: x for name, x in where.items() if name in ("k_scale", "v_scale")}
     if "learnable_sink" in options:

@@ -41,11 +41,11 @@ def field(
 ) -> Any:
     """A field of a case, and how it is drawn.
 
-    default: the value in the simplest case. share: how often the field is drawn; otherwise it is
-    the default. calls: the calls that have the field; None for all. when: a condition on earlier
-    fields for it to have a meaning. varied: no kernel is specialised for the value, so variations
-    of a case draw it again, unless its share left it at the default. least: the call refuses
-    smaller values. feature: the value in the cases of `features.FEATURES` for this option.
+    default: the value in the simplest case. share: the probability that the field is drawn;
+    otherwise it is the default. calls: the calls that have the field; None for all. when: True if
+    the field has a meaning next to the earlier fields. varied: no kernel is specialised for the
+    value, so variations of a case draw it again, unless its share left it at the default. least:
+    the call refuses smaller values. feature: the value for this option in `features.FEATURES`.
     """
     how = Drawn(draw, share, calls, when, varied)
     metadata = {"drawn": how, "least": least, "feature": feature}
@@ -102,12 +102,12 @@ class Prepared:
 class Case:
     """One call. Fields are numbers, strings and tuples; their defaults make the simplest call.
 
-    Attributes: call: the function. dtype: of its operands. seed: of the values. invalidated: the
-        argument that is made wrong, and how, so that the call must be refused; see `invalidation`.
-        strict: judge by the policy alone. Otherwise the bounds also allow the roundings that few or
-        equal values show (docs/numerics.md). threads: repeat the call in this number of threads at
-        once, and compare the bits. tiles: of attention: "8x8", "TF32" if the GPU has it, or ""
-        for those of the dtype.
+    Attributes: call: the function. dtype: that of its operands. seed: that of the values.
+        invalidated: the argument that is made wrong, and how, so that the call must be refused; see
+        `invalidation`. strict: judge by the policy alone. Otherwise the bounds also allow the
+        roundings that few or equal values show (docs/numerics.md). threads: repeat the call in this
+        number of threads at once, and compare the bits. tiles: those of attention: "8x8", "TF32" if
+        the GPU has it, or "" for the tiles that the dtype normally has.
     """
 
     call: str = ""
@@ -124,7 +124,8 @@ class Case:
     # Reasons of `refused` that depend on values of tensors, which the host does not read on mps.
     UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ()
 
-    # Fields with an entry for each sequence, or the number of sequences. Sizes that shrink at once.
+    # OF_SEQUENCES: fields with an entry for each sequence, or with the number of sequences. SIZES:
+    # groups of fields that shrink together.
     OF_SEQUENCES: ClassVar[tuple[str, ...]] = ()
     SIZES: ClassVar[tuple[tuple[str, ...], ...]] = ()
 

@@ -44,7 +44,7 @@ class Copy(Case):
         ordered = any("order 021" in word for word in self.layout)
         return {
             "shape needs two dimensions": len(self.shape) < 2,
-            "two copies have one target": len(targets) < len(self.copies),
+            "two copies have the same target": len(targets) < len(self.copies),
             "a source is also a target": sources & targets,
             "this layout needs three dimensions": ordered and len(self.shape) < 3,
         }
@@ -84,7 +84,7 @@ def prepare_copy(case: Copy, device: torch.device) -> Prepared:
 
 @dataclass(frozen=True)
 class Quantised(Case):
-    """Quantises and dequantises values. scale: for fp8_e4m3."""
+    """Quantises and dequantises values. scale: used by fp8_e4m3 only."""
 
     call: str = call(*FORMATS)
     rows: int = field(1, one_of(0, 1, 5, 40))

@@ -40,20 +40,21 @@ FAMILIES: dict[type[Case], Family] = {
     copies.Quantised: Family(3, copies.prepare_quantised),
     rotations.Tables: Family(0, rotations.prepare_tables),
 }
-# Compiling takes longer than running, so cases are variations of a few models: of _MODELS at first,
-# and of one more per _CASES_OF_A_MODEL cases.
-_MODELS, _CASES_OF_A_MODEL = 16, 20
-_REFUSED = 0.1  # of the cases
+# Compiling takes longer than running, so cases are variations of a few templates: _TEMPLATES at
+# first, and one more per _CASES_PER_TEMPLATE cases.
+_TEMPLATES, _CASES_PER_TEMPLATE = 16, 20
+_REFUSED = 0.1  # the share of cases that must be refused
 _TRIES = 20
 
 
 def draw(seed: int, index: int) -> Case:
     """Case `index` of a run. It depends only on the two numbers."""
     r = random.Random(f"{seed}/{index}")
-    model = random.Random(f"{seed}/model {r.randrange(_MODELS + index // _CASES_OF_A_MODEL)}")
+    number = r.randrange(_TEMPLATES + index // _CASES_PER_TEMPLATE)
+    template = random.Random(f"{seed}/model {number}")  # the text is part of every seed
     weights = [family.weight for family in FAMILIES.values()]
-    (family,) = model.choices(list(FAMILIES), weights)
-    return vary(draw_of(family, model), r)
+    (family,) = template.choices(list(FAMILIES), weights)
+    return vary(draw_of(family, template), r)
 
 
 def draw_of(family: type[Case], r: random.Random) -> Case:

@@ -28,7 +28,7 @@ def _option(name: str, value: Any) -> Callable[[Attention], dict[str, Any]]:
 # The score options that are numbers.
 ALL_OPTIONS = with_metadata(Attention, "feature")
 
-# By name the fields of a case, which may depend on its sizes.
+# For each feature's name, the fields of a case, which may depend on the sizes of the case.
 FEATURES: dict[str, Callable[[Attention], dict[str, Any]]] = {
     "plain": lambda c: {},
     "scale": lambda c: {"softmax_scale": 0.3},
@@ -69,7 +69,7 @@ _PAGED = ("q8_0", "q4_0", "fp8_e4m3", "q3_g64")
 CACHES = ("paged", "indexed", *FORMATS, *(f"paged {format}" for format in _PAGED))
 
 
-def _stored(cache: str) -> dict[str, str]:
+def _cache_fields(cache: str) -> dict[str, str]:
     """The fields for "", or for one of CACHES and HALF_CACHES."""
     if cache in HALF_CACHES:
         return {"cache_dtype": cache}
@@ -80,11 +80,11 @@ def _stored(cache: str) -> dict[str, str]:
 def attention(
     feature: str = "plain", cache: str = "", layout: str = "contiguous", **fields: Any
 ) -> Attention:
-    """A case of a feature at odd sizes, judged by the policy. fields: others of `Attention`."""
+    """A case of a feature at odd sizes, judged by the policy. fields: more of `Attention`'s."""
     values = _SIZES | fields
     words = _LAYOUTS[layout]
     values = {"v_head_dim": values["head_dim"], "q_layout": words, "v_layout": words} | values
-    values = {"k_layout": words, "strict": True, **_stored(cache)} | values
+    values = {"k_layout": words, "strict": True, **_cache_fields(cache)} | values
     if values.get("packed"):
         values |= dict.fromkeys(("batch", "q_length", "kv_length"), 1)
     if values.get("q_lengths"):

@@ -56,11 +56,11 @@ def prepare(case: IndexScores, device: torch.device) -> Prepared:
     """The call. Its weights are (B, Lq, H) in memory, as in the models."""
     memory, dtype = Memory(device), dtype_of(case.dtype)
 
-    def made(*shape: int, seed: int) -> Tensor:
+    def make(*shape: int, seed: int) -> Tensor:
         return numbers(*shape, kind=case.values, seed=case.seed + seed, dtype=dtype)
 
-    q = made(case.batch, case.heads, case.q_length, case.head_dim, seed=1)
-    k = made(case.batch, case.kv_length, case.head_dim, seed=2)
+    q = make(case.batch, case.heads, case.q_length, case.head_dim, seed=1)
+    k = make(case.batch, case.kv_length, case.head_dim, seed=2)
     weights = normal(
         case.batch, case.heads, case.q_length, seed=case.seed + 3, dtype=dtype_of(case.weight_dtype)
     )

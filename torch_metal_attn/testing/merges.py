@@ -30,8 +30,8 @@ class Merge(Case):
     """Merges results for parts of the keys.
 
     Attributes: packed: (tokens, heads) instead of (batch, heads, length). empty: the share of parts
-        without keys, whose out is NaN. infinity_is_empty: half of these have a log-sum-exp of +inf.
-        masked: merge only some rows. sink: a dtype, for merge_splits.
+        without keys, whose out is NaN. infinity_is_empty: parts without keys in every second split
+        have a log-sum-exp of +inf. masked: merge only some rows. sink: a dtype, for merge_splits.
     """
 
     call: str = call("merge_state", *_STATES, *_SPLITS)

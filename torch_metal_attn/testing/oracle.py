@@ -1,4 +1,4 @@
-"""Errors of torch's own attention on a problem in its dtype, which the bounds are made from."""
+"""Errors of torch's own attention on a problem in its dtype. The bounds are computed from them."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> flo
 def torch_gradient_errors(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
 ) -> list[float]:
-    """The same for dq, dk and dv. Queries without keys get all keys here, and a gradient of 0."""
+    """The errors of dq, dk and dv. Queries without keys get all keys here, and a dout of 0."""
     if q.numel() == 0:
         return [0.0] * 3
     visible = visible_keys(q, k, options)

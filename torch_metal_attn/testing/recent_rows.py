@@ -10,7 +10,7 @@ from torch_metal_attn.testing.tensors import dtype_of
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
 # Arguments of the op that a cache's `decode_step` does not take.
-_OF_CACHES = (
+_NOT_OF_CACHES = (
     *("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "hadamard"),
     *("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_from_leftpad"),
     "window_size_left",
@@ -41,7 +41,7 @@ def step_of_cache(
     cache.append(*sequences, *(x[:, :, : max(case.lengths)].to(device) for x in old))
     for id, length in zip(ids, case.lengths, strict=True):
         cache.truncate(id, length, keep_recent=False)
-    kept = {n: x for n, x in arguments.items() if n not in _OF_CACHES}
+    kept = {n: x for n, x in arguments.items() if n not in _NOT_OF_CACHES}
     if case.packed:
         kept["length"] = [new for _, new in case.packed]
     if not case.rotary_columns:
@@ -50,7 +50,7 @@ def step_of_cache(
 
 
 def first_recent(case: Any) -> list[int]:
-    """By sequence the first row that attention reads in full precision."""
+    """For each sequence, the first row that attention reads in full precision."""
     if not case.recent:
         return [case.capacity] * len(case.lengths)
     room = case.recent + VERIFY_QUERIES

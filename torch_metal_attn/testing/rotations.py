@@ -71,8 +71,8 @@ class Rotation(Case):
         return {
             "flash-attn's functions take no positions": self.call in _FUNCTIONS
             and self.place.startswith("positions"),
-            "apply_rotary_emb needs alone": self.call == "apply_rotary_emb" and not self.alone,
-            "one tensor needs equal heads": in_one_tensor and self.heads != self.kv_heads,
+            "apply_rotary_emb takes no k": self.call == "apply_rotary_emb" and not self.alone,
+            "q and k in one tensor need equal heads": in_one_tensor and self.heads != self.kv_heads,
             "repeated tensors cannot be written": self.call == "rope_"
             and any(word.startswith("repeated") for word in self.layout),
             "columns must be even and not negative": self.columns < 0 or self.columns % 2,
@@ -142,7 +142,7 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
 
 
 def _run(case: Rotation, **arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The rotated tensors, and the gradients if their own gradients are these tensors."""
+    """The rotated tensors, and the gradients if q and k serve as the incoming gradients."""
     names = [n for n in ("q", "k") if arguments[n] is not None]
     if case.call == "rope_":
         torch.ops.metal_attn.rope_(**arguments)

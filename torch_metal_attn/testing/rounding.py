@@ -18,7 +18,7 @@ def summing(terms: int) -> float:
 
 
 def score_errors(q: Tensor, k: Tensor, scale: float, operands: float, added: float) -> Tensor:
-    """Bounds of the errors of each row's scores, of q's shape without columns.
+    """Bounds of the errors of each row's scores, in the shape of q without its last dimension.
 
     operands: the relative error of a product that comes from rounding q and k. added: the largest
     magnitude that is added to a score, or the score's cap. By Cauchy-Schwarz, the terms of a score

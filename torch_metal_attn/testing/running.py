@@ -1,4 +1,4 @@
-"""Runs one case, whose result must be right, or an error if the documentation says so."""
+"""Runs one case, whose result must be right, or which must raise if the documentation says so."""
 
 import contextvars
 import traceback
@@ -33,9 +33,9 @@ class Outcome:
     """The outcome of a case.
 
     Attributes: status: PASSED; FAILED, an error beyond its bound; RAISED, an exception that is not
-        a refusal; REFUSED although the call is legal; ACCEPTED although it is not; DIED or HUNG,
-        the fate of the process that ran it; SKIPPED, for the reason in the message. what: the
-        result or the type of exception.
+        a refusal; REFUSED although the call is legal; ACCEPTED although it is not; DIED or HUNG, if
+        the process that ran the case did; SKIPPED, for the reason in the message. what: the result
+        or the type of exception.
     """
 
     status: str
@@ -102,7 +102,7 @@ def _run(case: Case, device: torch.device) -> Outcome:
     try:
         measures = [prepared.memory.undisturbed(prepared.written)]
         if not unchecked_on_mps:
-            repeated = _repeated(partial(prepared.function, **arguments), results, case.threads)
+            repeated = _repeat(partial(prepared.function, **arguments), results, case.threads)
             measures = [*prepared.judge(results), *repeated, *measures]
     except Exception as error:
         return _raised(FAILED, error)
@@ -112,7 +112,7 @@ def _run(case: Case, device: torch.device) -> Outcome:
     return Outcome(status, what, measures=tuple(measures))
 
 
-def _repeated(call: Callable[[], Any], first: Any, threads: int) -> list[Measure]:
+def _repeat(call: Callable[[], Any], first: Any, threads: int) -> list[Measure]:
     """Compares the bits of the first results with those of the same call in each thread."""
     if not threads:
         return []

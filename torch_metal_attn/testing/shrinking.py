@@ -10,11 +10,11 @@ from torch_metal_attn.testing.running import Outcome
 
 SHRINK_SECONDS = 120.0
 # Sizes to try first, because tiles and the blocks of formats divide them.
-_FULL = (8, 32)
+_FIRST_SIZES = (8, 32)
 
 
 def shrink(case: Case, outcome: Outcome, run: Callable[[Case], Outcome]) -> tuple[Case, Outcome]:
-    """The simplest such case, and its outcome. Stops after SHRINK_SECONDS."""
+    """The simplest case that fails like `case`, and its outcome. Stops after SHRINK_SECONDS."""
     tried, fault = {case}, outcome
     ends = time.monotonic() + SHRINK_SECONDS
     progress = True
@@ -44,7 +44,7 @@ def _simpler(case: Case) -> Iterator[Case]:
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(case)}
     for names in case.SIZES:
         sizes = {n: getattr(case, n) for n in names if case.has(n)}
-        for less in (*_FULL, *_fewer(max(sizes.values(), default=0))):
+        for less in (*_FIRST_SIZES, *_fewer(max(sizes.values(), default=0))):
             smaller = {n: min(size, max(less, defaults[n])) for n, size in sizes.items()}
             if smaller != sizes:
                 yield dataclasses.replace(case, **smaller)
@@ -85,7 +85,7 @@ def _less(value: Any, default: Any) -> Iterator[Any]:
 
 
 def _smaller(counts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The counts with one of them reduced; of a pair, one or both."""
+    """The counts with one of them reduced. If it is a pair, one or both of its numbers are."""
     for i, n in enumerate(counts):
         lesser: list[Any] = []
         if isinstance(n, tuple):

@@ -31,7 +31,7 @@ def _dim(r: random.Random, case: "Softmax") -> int:
 
 @dataclass(frozen=True)
 class Softmax(Case):
-    """A softmax along a dimension, or a causal mask for scores. hidden: the share of -inf."""
+    """A softmax along a dimension, or a causal mask for scores. hidden: the share of -inf in x."""
 
     call: str = call(*_CALLS)
     shape: tuple[int, ...] = field((1,), _shape)

@@ -18,7 +18,7 @@ from torch_metal_attn.testing.attention_problem import (
     ends_of,
     options_of,
     parents_of,
-    stored,
+    store,
     within_keys,
 )
 from torch_metal_attn.testing.case import (
@@ -229,7 +229,8 @@ class Step(Case):
         return {
             "a length without room for the new rows": min(self.lengths, default=0) < 0
             or any(n > self.capacity for n in self.lengths_after),
-            "no packed rows": self.packed and not all(map(sum, zip(*self.packed, strict=True))),
+            "packed without rows": self.packed
+            and not all(map(sum, zip(*self.packed, strict=True))),
             "a tree whose tokens are not the new rows": self.tree
             and any(queries != new for queries, new in self.pairs),
             "causal with more queries than new rows and recent rows": self.recent
@@ -272,22 +273,22 @@ def prepare(case: Step, device: torch.device) -> Prepared:
     memory, dtype = Memory(device), dtype_of(case.dtype)
     batch, attention = len(case.lengths), case.attention
 
-    def made(*shape: int, seed: int, values: bool = False) -> Tensor:
+    def make(*shape: int, seed: int, values: bool = False) -> Tensor:
         seed += case.seed
         return numbers(*shape, kind=case.values, seed=seed, dtype=dtype, values=values)
 
     most_queries, most_new = map(max, zip(*case.pairs, strict=True))
     new, old = (
         [
-            made(batch, case.kv_heads, length, case.head_dim, seed=seed),
-            made(batch, case.kv_heads, length, case.v_head_dim, seed=seed + 1, values=True),
+            make(batch, case.kv_heads, length, case.head_dim, seed=seed),
+            make(batch, case.kv_heads, length, case.v_head_dim, seed=seed + 1, values=True),
         ]
         for seed, length in ((1, most_new), (3, case.capacity))
     )
     old = [x.to(dtype_of(case.cache_dtype or case.dtype)) for x in old]
     if case.values_in_keys:
         new[1], old[1] = (x[..., : case.v_head_dim] for x in (new[0], old[0]))
-    q = made(batch, case.heads, most_queries, case.head_dim, seed=7)
+    q = make(batch, case.heads, most_queries, case.head_dim, seed=7)
     tables: dict[str, Tensor] = {}
     if case.rotary_columns:
         angles = 3 * normal(case.capacity, case.rotary_columns // 2, seed=case.seed + 5)
@@ -327,7 +328,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
 
     @torch.no_grad()
     def judge(results: Any) -> list[Measure]:
-        rotated, k = _rotated(case, device, tables, q, new[0])
+        rotated, k = _rotate_rows(case, device, tables, q, new[0])
         rotated = _packed_rows(case, rotated, 0)
         dense = [x.clone() for x in old]
         for x, rows in zip(dense, (k, new[1]), strict=True):
@@ -340,10 +341,10 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         # For rotated queries decode_step may have another tile than flash_decode.
         strict = case.strict and not case.recent
         if strict and case.call == "decode_step" and not case.rotary_columns:
-            parts = _in_sequence(case, device, rotated, after | options | packing)
+            parts = _by_separate_ops(case, device, rotated, after | options | packing)
             both = zip(("out", "softmax_lse"), results, parts, strict=True)
             return measures + [same_bits(*each) for each in both]
-        exact, kept, where = stored(case, *dense)
+        exact, kept, where = store(case, *dense)
         for x, rows in zip(exact, dense, strict=True):
             for b, first in enumerate(recent_rows.first_recent(case)):
                 x[b, :, first:] = rows[b, :, first:]
@@ -363,7 +364,7 @@ def _packed_rows(case: Step, x: Tensor, side: int) -> Tensor:
 
 
 def _caches(case: Step, dense: list[Tensor]) -> dict[str, Tensor]:
-    _, (k, v), where = stored(case, *dense)
+    _, (k, v), where = store(case, *dense)
     tensors = {n: x for n, x in where.items() if isinstance(x, Tensor)}
     return {"k_cache": k, "v_cache": v, **tensors}
 
@@ -372,7 +373,7 @@ def first_rotated(case: Step) -> int:
     return case.head_dim - case.rotary_columns if case.rotary_last else 0
 
 
-def _rotated(
+def _rotate_rows(
     case: Step, device: torch.device, tables: dict[str, Tensor], *rows: Tensor
 ) -> list[Tensor]:
     """The queries and the new keys, rotated by `rope`. The call must give the same bits."""
@@ -404,7 +405,7 @@ def _rotated(
     return rotated
 
 
-def _in_sequence(
+def _by_separate_ops(
     case: Step, device: torch.device, rotated: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """The results of `rope`, `append_kv` and `flash_decode` in sequence."""
@@ -431,7 +432,7 @@ def _without_gradient(case: Step, function: Callable[..., Any], **arguments: Any
                 x.backward(torch.ones_like(x))
             except NotImplementedError:
                 continue
-            raise AssertionError("a call without a gradient returned one")
+            raise AssertionError("a call that has no gradient returned one")
     return results
 
 

@@ -16,7 +16,7 @@ def to_json(case: Case) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Case:
-    """Read a case. Raises ValueError if the data are no case."""
+    """Read a case. Raises ValueError if the data are not a case."""
     fields = dict(data)
     name = fields.pop("family", None)
     if name not in _BY_NAME:

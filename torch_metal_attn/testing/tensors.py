@@ -46,17 +46,18 @@ def numbers(
 
 def expanded(x: Tensor, layout: Layout) -> Tensor:
     """x, expanded along the dimensions that the layout repeats."""
-    for dim in _repeated(layout, x.dim()):
+    for dim in _repeated_dims(layout, x.dim()):
         x = x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
     return x
 
 
 class Memory:
-    """The memory of a case's tensors. Each is part of a larger one, filled with NaN or nonsense."""
+    """The memory of a case's tensors. Each is part of a larger one of NaN or the largest int."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._held: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # whole, as it was, the part
+        # The whole tensor, a copy of it before the call, and the part that the call gets.
+        self._held: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     def place(self, name: str, x: Tensor, layout: Layout = ()) -> Tensor:
         """Copy x to the device in a layout, which is a tuple of these words:
@@ -76,7 +77,7 @@ class Memory:
                 order = named + [dim for dim in order if dim not in named]
             elif what == "padded":
                 padding = int(number)
-        repeated = _repeated(layout, x.dim())
+        repeated = _repeated_dims(layout, x.dim())
         sizes = [1 if dim in repeated and x.shape[dim] else x.shape[dim] for dim in order]
         ends = [1 if padding else 0] * x.dim()
         if ends:
@@ -105,8 +106,8 @@ class Memory:
         """Raises Skipped if the device has too little memory."""
         memory = memory_of(self.device)
         if memory < _MEMORY_FOR_FAR:
-            least = _MEMORY_FOR_FAR / 1e9
-            raise Skipped(f"the machine has {memory / 1e9:.0f} GB, and this takes {least:.0f}")
+            needed = _MEMORY_FOR_FAR / 1e9
+            raise Skipped(f"the machine has {memory / 1e9:.0f} GB; this case needs {needed:.0f} GB")
         parts = x.unbind(dim)
         count = parts[0].numel()
         try:
@@ -136,7 +137,7 @@ class Memory:
         return Measure("memory that must not be written, bytes that differ", changed, 0.0)
 
 
-def _repeated(layout: Layout, dims: int) -> list[int]:
+def _repeated_dims(layout: Layout, dims: int) -> list[int]:
     results = [int(word.split()[1]) for word in layout if word.startswith("repeated")]
     return [dim for dim in results if dim < dims]
 
@@ -163,7 +164,7 @@ def wrong_rotation(case: Any) -> dict[str, Any]:
 
 
 def partial_groups(case: Any) -> dict[str, Any]:
-    """Conflicts of a case with format and v_format: head dims that no group of columns divides."""
+    """Conflicts of a case with format and v_format: head dims that are not whole blocks."""
     operands = (
         ("k", case.format, case.head_dim),
         ("v", case.v_format or case.format, case.v_head_dim),
@@ -179,7 +180,7 @@ def partial_groups(case: Any) -> dict[str, Any]:
 def impossible_heads(case: Any) -> dict[str, Any]:
     """Conflicts of heads and head dims in a case with a cache."""
     return {
-        "values in keys are at most as wide": case.values_in_keys
+        "values in keys must not be wider than the keys": case.values_in_keys
         and case.v_head_dim > case.head_dim,
         "heads must be a multiple of kv_heads": case.kv_heads < 1 or case.heads % case.kv_heads,
         **partial_groups(case),

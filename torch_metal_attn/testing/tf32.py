@@ -1,4 +1,4 @@
-"""torch's products with operands rounded to TF32, which float32 is judged by if TF32 is allowed."""
+"""torch's products with operands rounded to TF32. If TF32 is allowed, they judge float32."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensor
 from torch_metal_attn.call.visibility import depths, tree_rows
 from torch_metal_attn.quantisation import columns
 
-_STATISTIC = torch.float32.itemsize  # softmax_lse and delta
+_STATISTIC = torch.float32.itemsize  # bytes of an element of softmax_lse or delta
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Seen:
-    """pairs: of a query and a key that it sees. keys: from the first to the last one seen."""
+    """pairs: the number of (query, key it sees). keys: those from the first to the last seen."""
 
     pairs: int
     keys: int
@@ -91,9 +91,9 @@ def seen(
     counts = np.where(visible, last - first, 0)
     if attention_chunk > 0:
         pairs = int(counts.sum())
-    else:  # in Python's ints, because twice the sum may exceed int64
+    else:  # arithmetic series; in Python's ints, because twice the sum may exceed int64
         spans = zip(counts.sum(0).tolist(), np.diff(begins).tolist(), strict=True)
-        pairs = sum(both * length for both, length in spans) // 2
+        pairs = sum(first_and_last * length for first_and_last, length in spans) // 2
     return Seen(pairs, int(last[visible].max() - first[visible].min()))
 
 
@@ -108,16 +108,16 @@ def gradient_flops(pairs: int, head_dim: int, v_head_dim: int) -> int:
 
 
 def cost(op: str, arguments: Mapping[str, Any]) -> Cost:
-    """The cost of `torch.ops.metal_attn.<op>` with these arguments, by name. None is as missing.
+    """The cost of `torch.ops.metal_attn.<op>` with these arguments by name. None counts as missing.
 
-    Lengths that are tensors are read, which waits for the GPU. If they have no data, every key
-    counts. Raises KeyError for an op without a formula.
+    Lengths that are tensors are read, which waits for the GPU. If the lengths have no data, every
+    key counts. Raises KeyError for an op without a formula.
     """
     args = {name: value for name, value in arguments.items() if value is not None}
     return _FORMULAS[op](args)
 
 
-def stored(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
     """Bytes of the tensor's elements; broadcast dimensions count once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -133,7 +133,7 @@ def row_bytes(x: Tensor, scale: Tensor | None) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """One call. pairs: of all heads. keys: rows of all KV heads."""
+    """The work of a call. pairs: those of all heads. keys: rows of keys of all KV heads."""
 
     pairs: int
     keys: int
@@ -182,7 +182,7 @@ def _sequences(args: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def _packed_lengths(args: dict[str, Any], side: str) -> list[int]:
-    """Without data, every sequence has the longest length."""
+    """The lengths of packed sequences; without data, the longest length for each."""
     bounds = args[f"cu_seqlens_{side}"]
     ends = _numbers(bounds)
     if ends is None:
@@ -235,7 +235,7 @@ def _work(args: dict[str, Any]) -> _Work:
             pairs += seen(1, kv_length, **options, seqused_k=end, leftpad_k=first).pairs * heads
     pairs = round(pairs * listed_share(args))
     if "indices" in args:
-        pairs, keys = _listed(args, keys)
+        pairs, keys = _listed_work(args, keys)
     scales = args.get("k_scale"), args.get("v_scale")
     by_row = row_bytes(k, scales[0]) + (0 if in_keys(k, v) else row_bytes(v, scales[1]))
     by_head = sum(scale.nbytes for scale in scales if scale is not None and scale.dim() < 3)
@@ -246,11 +246,11 @@ def _work(args: dict[str, Any]) -> _Work:
         head_dim=q.shape[-1],
         v_head_dim=columns(v, scales[1]),
         other_bytes=sum(
-            stored(value)
+            bytes_of(value)
             for name, value in args.items()
             if isinstance(value, Tensor) and name not in _COUNTED
         )
-        + sum(stored(tensor) for tensor in args.get("captures", ())),
+        + sum(bytes_of(tensor) for tensor in args.get("captures", ())),
     )
 
 
@@ -265,7 +265,7 @@ def listed_share(args: Mapping[str, Any]) -> float:
     return float(share) / blocks if counts.numel() and blocks else 0.0
 
 
-def _listed(args: Mapping[str, Any], keys: int) -> tuple[int, int]:
+def _listed_work(args: Mapping[str, Any], keys: int) -> tuple[int, int]:
     """Pairs of all heads, and at most `keys` rows of all KV heads, for `indices`."""
     q, indices = args["q"], args["indices"]
     batch = 1 if "cu_seqlens_q" in args else q.shape[0]
@@ -295,7 +295,7 @@ def _forward(args: dict[str, Any]) -> Cost:
 def _backward(args: dict[str, Any]) -> Cost:
     q, k, v, work = args["q"], args["k"], args["v"], _work(args)
     out = _rows(q) * work.v_head_dim * q.itemsize
-    # out, dout, softmax_lse and dlse are read, delta written.
+    # out, dout, softmax_lse and dlse are read, and delta is written.
     statistics = (3 if "dlse" in args else 2) * _rows(q) * _STATISTIC
     read = q.nbytes + work.key_bytes + work.other_bytes + 2 * out
     written = q.nbytes + k.nbytes + v.nbytes
@@ -368,7 +368,7 @@ def _rope(args: dict[str, Any]) -> Cost:
     for name in ("cos", "sin"):
         rows = _table_bytes(args[name], q.shape[2], q.shape[0] if by_sequence else 1)
         moved += min(args[name].nbytes, rows)
-    moved += sum(stored(args[name]) for name in ("positions", "seqlen_offsets") if name in args)
+    moved += sum(bytes_of(args[name]) for name in ("positions", "seqlen_offsets") if name in args)
     return Cost(0, moved)
 
 

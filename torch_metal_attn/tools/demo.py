@@ -81,14 +81,14 @@ def _say(line: str) -> None:
 
 
 def _each_way(model: Any, device: torch.device, run: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-    """Run in float64 on the CPU, with eager attention and with the kernels. Also returns routes."""
+    """The results in float64 on the CPU, of eager attention and of the kernels; and the routes."""
     from torch_metal_attn.integrations.transformers import enable, record_routes
 
     # Eager attention rounds float64 weights to float32, so the reference uses torch's function.
     reference = copy.deepcopy(model).double()
     reference.set_attn_implementation("sdpa")
     exact = run(reference)
-    # On the kernels' device, because it rounds the other layers too, as an M5's matrix units do.
+    # Eager runs on the kernels' device, which may round other layers, as an M5's matrix units do.
     model.to(device)
     eager = run(copy.deepcopy(model))
     enable(model)
@@ -161,7 +161,7 @@ def demo_generation(device: torch.device) -> bool:
     ways, routes = _each_way(model, device, generate)
     tokens, logits = zip(*ways, strict=True)
     _print_both(tokens, "d")
-    # Texts may differ from a step on whose two largest logits differ by less than their errors.
+    # The texts may differ from a step on if its two largest logits differ by less than errors.
     same = sum((tokens[0] == other).cumprod(0) for other in tokens[1:]) == 2
     steps = min(int(same.sum()) + 1, NEW_TOKENS)
     return _judge([x[:steps] for x in logits], not routes.dense)

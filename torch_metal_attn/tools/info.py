@@ -14,7 +14,7 @@ from torch_metal_attn.tuned import loading
 
 def _cpu_tensors() -> str:
     try:
-        return "the simulator" if session.active() else "the reference; the simulator in simulate()"
+        return "the simulator" if session.active() else "the reference (simulator in simulate())"
     except ValueError as error:
         return f"error: {error}"
 

@@ -1,4 +1,4 @@
-"""The progress of a long command: one line that changes on a terminal, plain lines in a file."""
+"""The progress of a long command: one changing line on a terminal, plain lines in a file."""
 
 import os
 import sys

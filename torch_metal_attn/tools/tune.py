@@ -168,7 +168,7 @@ def kernels_of(shape: Shape, device: torch.device) -> dict[str, Kernel]:
 
 
 class _Run:
-    """One run of the command. wrong: a tile's result was wrong."""
+    """One run of the command. wrong: True if the result of a tile was wrong."""
 
     def __init__(self, path: Path, table: Table, timer: Timer, rounds: int) -> None:
         self.table, self.wrong = table, False

@@ -63,7 +63,7 @@ def warm_up(
 ) -> WarmUp:
     """Compile the kernels that later calls need on mps, in parallel.
 
-        warm_up(model)                                   # of transformers: a prompt and a step
+        warm_up(model)                                   # a model of transformers
         warm_up(model.generate, input_ids, max_new_tokens=2)
         warm_up(lambda: [step(batch) for batch in batches])
         warm_up(q, k, v, causal=True, backward=True)     # tensors, which may be on "meta"
@@ -81,13 +81,13 @@ def warm_up(
             captures.
         threads: number of programs compiled at once; by default the number of cores, up to 8.
 
-    Nothing of ours is encoded on torch's stream, except the trials that a first launch would make.
+    Nothing of ours is encoded on torch's stream, except the trials that a first launch makes too.
 
     Returns: a `WarmUp`, whose str() is a summary.
 
     Raises:
         RuntimeError: the kernels cannot run on mps here. In the simulator nothing is warmed up.
-        TypeError: another first argument, or a wrong argument of the call.
+        TypeError: the first argument is none of these, or an argument of the call is wrong.
         ValueError: an op refuses its call.
     """
     backward = as_bool("backward", backward)

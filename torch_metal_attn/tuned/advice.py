@@ -24,7 +24,7 @@ def faster_in_torch(problem: Problem) -> str | None:
     kind = "training" if needs_grad and torch.is_grad_enabled() else "forward"
     row = loaded.rows.get(_key(problem, tensors))
     times = {} if row is None else row.torch
-    # Only the kernel of few queries has times of decoding, and a forward of such a call runs it.
+    # Only rows of flash_decode have times for decoding, and forwards with few queries run it too.
     ratio = times.get(kind, times.get("decode") if kind == "forward" else None)
     if ratio is None or ratio > 1 - loading.LEAST_GAIN:
         return None

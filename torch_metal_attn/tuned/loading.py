@@ -34,7 +34,7 @@ class BadTable(ValueError):
 
 
 class Machine(NamedTuple):
-    """The machines that a table is for: of macOS and torch the first two numbers of the version."""
+    """The machine of a table. Versions of macOS and torch are cut to their first two numbers."""
 
     gpu: str
     cores: str
@@ -168,6 +168,6 @@ def install() -> None:
 
 
 def install_on_import() -> None:
-    """Install the table, unless there is neither a GPU nor a table that the user names."""
+    """Install the table if there is a GPU, or if the user names a table."""
     if mps.available() or os.environ.get(SETTING, OFF) != OFF:
         install()

@@ -14,9 +14,9 @@ _in_use: ctypes.c_void_p | None = None
 def make(
     rows: Iterable[tuple[str, str, str]], library: ctypes.CDLL | None = None
 ) -> ctypes.c_void_p | None:
-    """Make a table for `use` from rows of key, tile and source. None for no rows.
+    """Make a table for `use` from rows of key, tile and source, or None if there are no rows.
 
-    Raises ValueError for other rows.
+    Raises ValueError if a row has another form.
     """
     library = library or extension.load()
     text = "\n".join("\t".join(row) for row in rows)
@@ -25,7 +25,7 @@ def make(
     library.metal_attn_make_tiles.restype = ctypes.c_void_p
     address = library.metal_attn_make_tiles(text.encode())
     if address is None:
-        raise ValueError(f"these are no rows of key, tile and source: {text!r}")
+        raise ValueError(f"each row must be a key, a tile and a source; got {text!r}")
     return ctypes.c_void_p(address)
 
 

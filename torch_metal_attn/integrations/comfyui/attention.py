@@ -1,6 +1,6 @@
 """An override of ComfyUI's attention (`optimized_attention_override`).
 
-ComfyUI calls an override with the function that it would have called, and with its arguments.
+ComfyUI passes the override its own attention function and that function's arguments.
 """
 
 import logging
@@ -15,16 +15,16 @@ from torch_metal_attn.sdpa import Problem
 from torch_metal_attn.wording import type_text
 
 LOG = logging.getLogger(__name__)
-OVERRIDE = "optimized_attention_override"  # among a model's transformer_options
-_RUN = "outer_sample"  # ComfyUI's name for a whole run of a sampler
+OVERRIDE = "optimized_attention_override"  # its name in a model's transformer_options
+_SAMPLER_RUN = "outer_sample"  # ComfyUI's name for a whole run of a sampler
 # Arguments without an effect here, because scores and sums are float32 in the kernels.
 _PRECISION = ("attn_precision", "low_precision_attention")
-_OF_COMFYUI = ("transformer_options", "_inside_attn_wrapper")
+_WRAPPER_ARGUMENTS = ("transformer_options", "_inside_attn_wrapper")
 _PASSED_ON = ("scale", "enable_gqa")
 
 
 class Attention:
-    """The override, with its counts.
+    """The override, which counts its calls.
 
     Attributes: replaced: number of calls that ran on the kernels. left_alone: number of calls that
         ComfyUI's function ran, by reason; reasons that differ only in numbers count as one.
@@ -37,7 +37,7 @@ class Attention:
     def __call__(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Run a call of ComfyUI's attention, or let `function` run it and log the reason once."""
         try:
-            problem, reason, by_heads = planned(*args, **kwargs)
+            problem, reason, by_heads = convert_call(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             problem, reason, by_heads = None, str(error), False
         if problem is not None:
@@ -50,26 +50,26 @@ class Attention:
             LOG.warning("metal_attn leaves calls of attention to ComfyUI: %s", reason)
         return function(*args, **kwargs)
 
-    def of_run(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_sampler(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a sampler, and log the counts of its attention."""
         before, alone = self.replaced, sum(self.left_alone.values())
         result = executor(*args, **kwargs)
         replaced, alone = self.replaced - before, sum(self.left_alone.values()) - alone
         if replaced:
-            LOG.info("metal_attn ran %d attentions, ComfyUI %d", replaced, alone)
+            LOG.info("metal_attn ran %d calls of attention, ComfyUI %d", replaced, alone)
         else:
             LOG.warning(
                 "metal_attn ran no attention of this model: %s",
                 "see the reasons above"
                 if alone
-                else "another node has replaced the override, or the model asks for none; in the "
-                "second case start ComfyUI with --use-pytorch-cross-attention and "
+                else "another node has replaced the override, or the model does not use overrides; "
+                "if it does not, start ComfyUI with --use-pytorch-cross-attention and "
                 "TORCH_METAL_ATTN_COMFYUI=all",
             )
         return result
 
 
-def planned(
+def convert_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -84,19 +84,19 @@ def planned(
 
     Args:
         q: (B, Lq, heads * D); with skip_reshape (B, heads, Lq, D).
-        k, v: likewise. With enable_gqa they may have fewer heads.
+        k, v: in the layout of q. With enable_gqa they may have fewer heads.
         mask: (Lq, Lk), (B, Lq, Lk) or (B, heads, Lq, Lk). Any size but the last may be 1.
             Bool: False hides the key. Floating: added to the scores.
         options: scale, enable_gqa, and arguments that ComfyUI passes to its wrappers.
 
-    Returns: the problem or None, the reason or None, and True if the result is (B, heads, Lq, D),
-        False if it is (B, Lq, heads * D).
+    Returns: the call for the kernels or None, the reason or None, and True if the result must be
+        (B, heads, Lq, D), False if it must be (B, Lq, heads * D).
 
     Raises:
-        TypeError: an unknown option, or an argument of another type.
-        ValueError: tensors with other numbers of dimensions or of heads.
+        TypeError: an option is unknown, or an argument has the wrong type.
+        ValueError: a tensor has the wrong number of dimensions or of heads.
     """
-    unknown = sorted(set(options).difference(_PASSED_ON, _PRECISION, _OF_COMFYUI))
+    unknown = sorted(set(options).difference(_PASSED_ON, _PRECISION, _WRAPPER_ARGUMENTS))
     if unknown:
         raise TypeError(f"attention has no option {', '.join(unknown)}")
     by_heads = as_bool("skip_reshape", skip_reshape)
@@ -111,8 +111,8 @@ def planned(
             if columns != heads * width and (not grouped or columns % width):
                 allowed = f"a multiple of {width}" if grouped else heads * width
                 raise ValueError(
-                    f"{name} has {columns} columns; with {heads} heads of {width} it must have "
-                    f"{allowed}"
+                    f"{name} has {columns} columns; with {heads} heads of {width} columns it must "
+                    f"have {allowed}"
                 )
         q, k, v = (x.unflatten(-1, (-1, width)).transpose(1, 2) for x in (q, k, v))
     if mask is not None:
@@ -128,11 +128,11 @@ def patch(model: Any) -> Any:
     """A clone of a ComfyUI model (a ModelPatcher) whose attention runs on these kernels.
 
     `model_options["transformer_options"]["optimized_attention_override"]` of the clone is an
-    `Attention`, which has the counts.
+    `Attention`, which counts the calls.
 
     Raises:
-        TypeError: `model` is no ModelPatcher.
-        ValueError: the model has the override of another node, which would be lost.
+        TypeError: `model` is not a ModelPatcher.
+        ValueError: another node has set the override, which would be lost.
     """
     if not hasattr(model, "clone") or not hasattr(model, "model_options"):
         raise TypeError(f"model is {type_text(model)}; it must be ComfyUI's ModelPatcher")
@@ -140,10 +140,10 @@ def patch(model: Any) -> Any:
     options = patched.model_options.setdefault("transformer_options", {})
     if not isinstance(options.get(OVERRIDE), Attention | None):
         raise ValueError(
-            f"the model has an override of attention by another node: {options[OVERRIDE]!r}; "
-            "take that node out"
+            f"another node has set the model's attention override to {options[OVERRIDE]!r}; "
+            "remove that node"
         )
     options[OVERRIDE] = Attention()
-    patched.remove_wrappers_with_key(_RUN, "metal_attn")
-    patched.add_wrapper_with_key(_RUN, "metal_attn", options[OVERRIDE].of_run)
+    patched.remove_wrappers_with_key(_SAMPLER_RUN, "metal_attn")
+    patched.add_wrapper_with_key(_SAMPLER_RUN, "metal_attn", options[OVERRIDE].run_sampler)
     return patched

@@ -38,7 +38,7 @@ def comfyui(options: argparse.Namespace) -> bool:
         )
     file = options.folder / FOLDER / FILE
     if file.exists() and file.read_text() != TEXT:
-        raise NotComfyUI(f"{file} was not made by this command, or by another version: delete it")
+        raise NotComfyUI(f"{file} was not written by this version of the command: delete it")
     if options.action == "install":
         file.parent.mkdir(exist_ok=True)
         file.write_text(TEXT)

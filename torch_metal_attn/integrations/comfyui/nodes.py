@@ -31,7 +31,7 @@ NODE_DISPLAY_NAME_MAPPINGS = {"MetalAttention": "Metal attention"}
 
 
 def replace_everywhere() -> None:
-    """With TORCH_METAL_ATTN_COMFYUI=all, run all of ComfyUI's calls of torch's attention here.
+    """If TORCH_METAL_ATTN_COMFYUI=all, run all of ComfyUI's calls of torch's attention on kernels.
 
     Raises: ValueError: the variable has another value.
     """

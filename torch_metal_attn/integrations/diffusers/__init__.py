@@ -5,8 +5,8 @@
 environment variable DIFFUSERS_ATTN_BACKEND=metal_attn work as with diffusers' own backends.
 
 Models whose attention is older than diffusers' backends (UNets, VAEs, Stable Diffusion 3 and
-others) call torch's `scaled_dot_product_attention` and ignore the backend of the model. They run
-here too while "metal_attn" is diffusers' active backend, which each of these three ways sets.
+others) call torch's `scaled_dot_product_attention` and ignore the backend of the model. They too
+run here while "metal_attn" is diffusers' active backend, as in each of the three ways above.
 """
 
 from torch_metal_attn.integrations.diffusers.backend import (

@@ -15,7 +15,7 @@ from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.diffusers.reach import has_attention
 from torch_metal_attn.integrations.imports import when_imported
 
-_NEEDED = (
+_REQUIREMENT = (
     "torch_metal_attn.integrations.diffusers needs diffusers 0.42 or later "
     "(pip install 'diffusers>=0.42')"
 )
@@ -24,12 +24,12 @@ try:
     from diffusers import __version__
     from diffusers.models import attention_dispatch as dispatch
 except ImportError as error:
-    raise ImportError(f"{_NEEDED}: {error}") from error
+    raise ImportError(f"{_REQUIREMENT}: {error}") from error
 if tuple(map(int, __version__.split(".")[:2])) < (0, 42):
-    raise ImportError(f"{_NEEDED}: this is {__version__}")
+    raise ImportError(f"{_REQUIREMENT}: this is {__version__}")
 
 BACKEND = "metal_attn"
-_MEMBER = "METAL_ATTN"  # of diffusers' enumeration of backends
+_MEMBER = "METAL_ATTN"  # our member of diffusers' enumeration of backends
 _MODELS = "diffusers.models.modeling_utils"
 
 
@@ -52,8 +52,8 @@ def metal_attention(
         key: (B, Lk, Hkv, D).
         value: (B, Lk, Hkv, Dv); Dv up to 512.
         attn_mask: (B, Lk), or broadcastable to (B, Hq, Lq, Lk). Bool: False hides the key.
-            Floating: added to the scores. Or a BlockMask, as `torch_metal_attn.flex_attention`
-            takes it, without dropout and is_causal.
+            Floating: added to the scores. Or a BlockMask, as for `torch_metal_attn.flex_attention`;
+            then dropout_p must be 0.0 and is_causal False.
         dropout_p: probability to drop a weight.
         is_causal: query i sees key j only if j <= i.
         scale: factor of the scores; D ** -0.5 if None.
@@ -63,12 +63,12 @@ def metal_attention(
         (B, Lq, Hq, Dv). Operands whose last dimension is not contiguous are copied first.
 
     Raises:
-        ValueError: return_lse, context parallelism, or a BlockMask with dropout or is_causal;
-            the errors of `torch_metal_attn.flex_attention` for a BlockMask, else those of
-            `torch_metal_attn.scaled_dot_product_attention`.
+        ValueError: return_lse is True, there is a parallel config, or a BlockMask comes with
+            dropout or is_causal. `torch_metal_attn.flex_attention` (for a BlockMask) and
+            `torch_metal_attn.scaled_dot_product_attention` raise further errors.
     """
     if as_bool("return_lse", return_lse):
-        raise ValueError("return_lse is True; the metal_attn backend does not return it")
+        raise ValueError("return_lse is True; the metal_attn backend returns no log-sum-exp")
     if _parallel_config is not None:
         raise ValueError(
             "the model has a parallel config, and the metal_attn backend does not support context "
@@ -89,8 +89,8 @@ def metal_attention(
             )
         if diffusers_functional.replaces_scores():
             raise ValueError(
-                "attn_mask is a BlockMask, and a guidance hook of diffusers replaces the scores; "
-                "it waits for torch's scaled_dot_product_attention, which takes no BlockMask"
+                "attn_mask is a BlockMask, and a guidance hook of diffusers is active; the hook "
+                "intercepts torch's scaled_dot_product_attention, which takes no BlockMask"
             )
         query, key, value = (
             with_contiguous_rows(name, x.transpose(1, 2)) for name, x in operands.items()
@@ -113,7 +113,7 @@ def activate() -> None:
 
 
 def register() -> None:
-    """Add the backend to diffusers' enumeration and registry, and warn for models without calls."""
+    """Add the backend to diffusers, and warn later if a model has no attention that it can run."""
     names: Any = dispatch.AttentionBackendName
     if BACKEND not in names._value2member_map_:
         _add_member(names)
@@ -126,14 +126,14 @@ def _add_member(names: Any) -> None:
     """Add a member to diffusers' enumeration of str, which has no public way to do it."""
     member = str.__new__(names, BACKEND)
     member._name_, member._value_ = _MEMBER, BACKEND
-    setattr(names, _MEMBER, member)  # first, because an enumeration's members cannot be set
+    setattr(names, _MEMBER, member)  # first: setattr refuses names that are in _member_map_
     names._member_map_[_MEMBER] = member
     names._member_names_.append(_MEMBER)
     names._value2member_map_[BACKEND] = member
 
 
 def _warn_of_models_without_attention() -> None:
-    """Let `model.set_attention_backend` warn if the model has no attention to run here."""
+    """Let `model.set_attention_backend` warn if the model has no attention that we can run."""
     models = sys.modules[_MODELS].ModelMixin
     choose = models.set_attention_backend
     if hasattr(choose, "__wrapped__"):
@@ -145,7 +145,7 @@ def _warn_of_models_without_attention() -> None:
         if backend.lower() == BACKEND and not has_attention(self):
             warnings.warn(
                 f"{type(self).__name__} never calls diffusers' attention dispatcher or torch's "
-                f'scaled_dot_product_attention, so the backend "{BACKEND}" runs nothing of it',
+                f'scaled_dot_product_attention, so the backend "{BACKEND}" has no effect on it',
                 stacklevel=2,
             )
 

@@ -5,16 +5,16 @@ is imported too. Then `from_pretrained(..., attn_implementation="metal_attn")` a
 `enable(model)` switches an existing model. Both refuse models that would ignore the implementation
 or give wrong results with it.
 
-Every call runs one op of `metal_attn`. The mask has the smallest form that can express it: nothing
-for full or plain causal attention; a compact descriptor for windows, chunks, padding and caches
-(see `masks`); a dense mask for everything else.
+Every call runs one op of `metal_attn`. A mask is passed in the smallest form that can express it:
+nothing for full or plain causal attention; a compact descriptor for windows, chunks, padding and
+caches (see `masks`); a dense mask for everything else.
 
-`continuous_batching(model)` does the same for `model.generate_batch`.
+`continuous_batching(model)` switches the attention of `model.generate_batch`.
 """
 
 import inspect
 
-_NEEDED = (
+_REQUIREMENT = (
     "torch_metal_attn.integrations.transformers needs transformers 5.4 or later "
     "(pip install 'transformers>=5.4')"
 )
@@ -27,9 +27,9 @@ try:
         sliding_window_bidirectional_overlay,  # noqa: F401
     )
 except ImportError as error:
-    raise ImportError(f"{_NEEDED}: {error}") from error
+    raise ImportError(f"{_REQUIREMENT}: {error}") from error
 if "q_length" not in inspect.signature(sdpa_mask).parameters:
-    raise ImportError(f"{_NEEDED}: masks are asked for in another way before that")
+    raise ImportError(f"{_REQUIREMENT}: older versions call mask functions in another way")
 
 from torch_metal_attn.integrations.transformers.attention import metal_attention  # noqa: E402
 from torch_metal_attn.integrations.transformers.continuous import (  # noqa: E402

@@ -21,9 +21,9 @@ from torch_metal_attn.integrations.transformers.latent import HeldRows, Latents
 from torch_metal_attn.integrations.transformers.packing import (
     SEQUENCES,
     Packing,
-    falls_back,
-    keeps_apart,
     packing_of,
+    positions_restart,
+    separates,
 )
 from torch_metal_attn.integrations.transformers.refusals import PADDED, refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
@@ -32,7 +32,7 @@ from torch_metal_attn.ops.differentiation import call
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 from torch_metal_attn.wording import count_text, type_text, value_text
 
-# The bounds of packed sequences, and their longest lengths.
+# The arguments for packed sequences: their bounds and the longest lengths.
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments that reach attention functions from a model's **kwargs and do not affect attention.
 # Every kernel is `deterministic`. CTC models pass the options of `generate`, and LFM3-VL passes the
@@ -69,7 +69,7 @@ def metal_attention(
         module: the attention module.
         query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch; an `Unrotated` if
             a fused module leaves the rotation to the kernel.
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); a `Latents` of an absorbed module.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); or a `Latents` from an absorbed module.
         attention_mask: the result of `metal_attention_mask`, or a bool or additive mask
             broadcastable to (B, Hq, Sq, Sk), which includes causality. None masks nothing out, as
             in eager attention, even if the module's `is_causal` is True.
@@ -78,20 +78,21 @@ def metal_attention(
         sinks: (B, Hq, Sq, 1), a sink per query.
         position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores.
         indices: (B, Sq, n) integers, the distinct keys that an indexer selected for each query.
-        keywords: known harmless ones and None are ignored, others are refused, except
+        keywords: these are supported. Keywords that are None or known to be harmless are ignored,
+            and all others are refused.
             dropout: probability to drop a weight while the module is in training.
             softcap: scores become softcap * tanh(scores / softcap).
             s_aux: (Hq,), attention sinks.
-            cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds
-                of sequences packed in a batch of 1, each attending to itself.
-            seq_idx, packed_seq_lengths, cu_seqlens: only checked: the bounds or the mask must
-                separate the sequences that they name.
+            cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none of them; the
+                bounds of sequences packed in a batch of 1, each of which attends to itself.
+            seq_idx, packed_seq_lengths, cu_seqlens: only checked, because the bounds or the mask
+                must separate the sequences that these keywords describe.
 
     Returns:
         out (B, Sq, Hq, Dv), contiguous, and None for the attention weights, which are never
         computed. A query that sees no key gets 0. Under autocast, as in torch's own attention,
-        query, key, value and tensors that are added to the scores are cast to its dtype, which is
-        also the dtype of out.
+        query, key, value and tensors that are added to the scores are cast to autocast's dtype,
+        which is also the dtype of out.
     """
     per_query = {"sinks": sinks, "position_bias": position_bias, "indices": indices}
     tensors = {"attention_mask": attention_mask, "s_aux": keywords.get("s_aux"), **per_query}
@@ -137,7 +138,7 @@ def metal_attention(
     if indices is not None and indices.shape[2] < kv_length:
         # Each query reads its list separately, so a mask costs less if there are many queries.
         by_lists = _can_read_lists(q, key, value, **options)
-        visible = _restricted(module, indices, kv_length, visible, by_lists)
+        visible = _restrict_to_indices(module, indices, kv_length, visible, by_lists)
         route, detail = "dense", f"{detail}, {indices.shape[2]} keys of each query"
     options |= visible
     if position_bias is not None:
@@ -164,7 +165,7 @@ def _check_arguments(
             check_tensor(name, x)
     sinks, indices, form = others["sinks"], others["indices"], ""
     if sinks is not None and (sinks.dim() != 4 or sinks.shape[3] != 1):
-        form = "(B, Hq, Sq, 1), a sink per query; those of heads are s_aux"
+        form = "(B, Hq, Sq, 1), a sink per query; pass a sink per head as s_aux"
     elif indices is not None and (
         indices.dim() != 3 or indices.shape[1] != operands["query"].shape[2]
     ):
@@ -201,9 +202,9 @@ def score_options(
     for name, value in unknown.items():
         if value is not None and name not in _HARMLESS:
             raise NotImplementedError(
-                f"{_shown({name: value})} in {type(module).__name__}: metal_attn does not know it. "
-                "If it says which keys a token sees, pass an attention_mask or cu_seq_lens_* in "
-                "its place; else leave it out"
+                f"{_shown({name: value})} in {type(module).__name__}: metal_attn does not know "
+                f"{name}. If {name} decides which keys a token sees, pass an attention_mask or "
+                f"cu_seq_lens_* instead; otherwise leave {name} out"
             )
     options = {
         "softmax_scale": None if scaling is None else as_number("scaling", scaling),
@@ -245,18 +246,18 @@ def _flash(
 
 
 def _can_read_lists(query: Tensor, key: Any, value: Any, **options: Any) -> bool:
-    """True for few queries without gradients and dropout."""
+    """True if the kernel can read `indices`: few queries, no gradients and no dropout."""
     tensors = (query, key, value, *options.values())
     trains = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
     )
-    # A graph for any number of queries must not get the op for few. Traced sizes are tensors.
+    # A graph for any number of queries must not contain the op for few. Traced sizes are tensors.
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
     few = not tracing and statically_known_true(query.shape[2] <= DECODE_QUERIES)
     return few and not trains and "dropout_p" not in options
 
 
-def _restricted(
+def _restrict_to_indices(
     module: nn.Module, indices: Tensor, kv_length: int, visible: dict[str, Any], by_lists: bool
 ) -> dict[str, Any]:
     """The options `visible`, restricted to the keys in each query's `indices`."""
@@ -294,7 +295,7 @@ def _visibility(
         # A single query is the last one, so it sees every key.
         causal = causal and q_length > 1
         _check_window(module, sliding_window, min(q_length, kv_length) if causal else kv_length)
-        # If there are more keys than queries, it is the prefill of a static cache, whose trailing
+        # With more keys than queries, the call is the prefill of a static cache, whose trailing
         # keys are still empty. So the diagonal is aligned top-left.
         return "plain", {"causal": causal, "q_offset": 0}, "causal" if causal else "full"
     if packing is not None:
@@ -317,7 +318,8 @@ def _visibility(
     band = bands.unpack(mask)
     queries_agree = band.q_length == q_length or band.is_same_for_all_queries
     if band.kv_length != kv_length or not queries_agree:
-        raise _wrong_size(module, q_length, kv_length, f"{band.q_length} and {band.kv_length}")
+        sizes = f"{count_text(band.q_length, 'query')} and {count_text(band.kv_length, 'key')}"
+        raise _wrong_size(module, q_length, kv_length, sizes)
     return "compact", band.options(), str(band)
 
 
@@ -338,13 +340,13 @@ def _bounds(
             _check_sequences(module, name, sequence, query, key, mask, packing, bounds)
     if bounds:
         return bounds
-    if falls_back(mask, keywords.get("position_ids")):
+    if positions_restart(mask, keywords.get("position_ids")):
         raise ValueError(
-            f"position_ids in {type(module).__name__} fall back to 0, as those of packed sequences "
-            "do, and transformers made a mask that does not keep the sequences apart. Pass "
-            "use_cache=False (to a Trainer TrainingArguments(use_cache=False)): without a cache "
-            "most models make masks from position_ids. If you did, this model does not: pass "
-            "cu_seq_lens_* and max_length_* as well, which "
+            f"position_ids in {type(module).__name__} restart at 0, as those of packed sequences "
+            "do, and transformers made a mask that does not separate the sequences. Pass "
+            "use_cache=False (to a Trainer, TrainingArguments(use_cache=False)): without a cache "
+            "most models make masks from position_ids. If this model does not, pass cu_seq_lens_* "
+            "and max_length_* as well, which "
             "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes"
         )
     if packing is None or query.shape[0] > 1 or any(x is not None for x in per_query.values()):
@@ -374,7 +376,7 @@ def _check_packed(
     if query.shape[0] != 1 or key.shape[0] != 1:
         raise NotImplementedError(
             f"{shown} in {name} with a batch of {max(query.shape[0], key.shape[0])}: packed "
-            "sequences come in a batch of 1"
+            "sequences must be in a batch of 1"
         )
 
 
@@ -395,12 +397,12 @@ def _packed_window(
     elif packing is not None:
         known = packing.cu_seqlens
         if not all(
-            ends is known or keeps_apart("cu_seqlens", ends, (1, length), known, None)
+            ends is known or separates("cu_seqlens", ends, (1, length), known, None)
             for ends in (bounds[side] for side in BOUNDS[:2])
         ):
             raise ValueError(
-                f"{_shown(bounds)} in {name} and position_ids say that different tokens begin "
-                "sequences; pass one of them only, or the same bounds in both"
+                f"{_shown(bounds)} in {name} and position_ids disagree about where sequences "
+                "begin; pass only one of them, or the same bounds in both"
             )
         left, right = packing.window_size_left, packing.window_size_right
     else:
@@ -410,7 +412,7 @@ def _packed_window(
                 f"{_shown(bounds)} in {name} together with a mask ({band or tuple(mask.shape)}): "
                 "pass position_ids and use_cache=False instead, without cu_seq_lens_* and without "
                 "attention_mask. In a compiled graph pass cu_seq_lens_* and use_cache=True "
-                "(TrainingArguments(use_cache=True)), with which transformers makes no mask"
+                "(TrainingArguments(use_cache=True)), because transformers then makes no mask"
             )
         left, right = band.window_size_left, band.window_size_right
     return {"window_size_left": left, "window_size_right": right}
@@ -451,25 +453,26 @@ def _check_sequences(
     check_tensor(name, sequence)
     shown = f"{_shown({name: sequence})} in {type(module).__name__}"
     if sequence.is_floating_point() or (name == SEQUENCES[0] and sequence.shape != shape):
-        raise ValueError(f"{shown}: it must be integers, of shape {shape} if it is {SEQUENCES[0]}")
+        form = f" of shape {shape}" if name == SEQUENCES[0] else ""
+        raise ValueError(f"{shown}: it must be a tensor of integers{form}")
     ends = [bounds[side] for side in BOUNDS[:2] if isinstance(bounds.get(side), Tensor)]
     if not ends and packing is not None:
         ends = [packing.cu_seqlens]
     dense = mask if mask is not None and mask.dtype != torch.int32 else None
-    if all(keeps_apart(name, sequence, shape, one, None) for one in ends) and (
-        ends or keeps_apart(name, sequence, shape, None, dense)
+    if all(separates(name, sequence, shape, one, None) for one in ends) and (
+        ends or separates(name, sequence, shape, None, dense)
     ):
         return
     if ends:
         says = "cu_seq_lens_*" if bounds else "position_ids"
         raise ValueError(
-            f"{shown} and {says} say that different tokens begin sequences; pass the same "
-            f"sequences in both, or leave {name} out"
+            f"{shown} and {says} disagree about where sequences begin; pass the same sequences in "
+            f"both, or leave {name} out"
         )
     raise ValueError(
-        f"{shown} names sequences, which nothing else keeps apart. Pass cu_seq_lens_* and "
+        f"{shown} describes sequences that no bounds and no mask separate. Pass cu_seq_lens_* and "
         "max_length_* as well, which DataCollatorWithFlattening(return_flash_attn_kwargs=True) "
-        f"makes; no attention of transformers reads {name}, so each would mix the sequences"
+        f"makes. No attention of transformers reads {name}, so all of them would mix the sequences"
     )
 
 
@@ -478,18 +481,17 @@ def _wrong_size(
 ) -> NotImplementedError:
     return NotImplementedError(
         f"{type(module).__name__} has {count_text(q_length, 'query')} and "
-        f"{count_text(kv_length, 'key')}, and its mask is for {made_for}: it uses the mask in a "
-        "way that metal_attn does not know; use "
-        f'attn_implementation="sdpa"{PADDED}'
+        f"{count_text(kv_length, 'key')}, but its mask is for {made_for}: the model uses the mask "
+        f'in a way that metal_attn does not know; use attn_implementation="sdpa"{PADDED}'
     )
 
 
 def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> None:
-    """Refuse a window that would mask out keys, because without a mask its side is unknown."""
+    """Refuse a window that would hide keys, because only a mask says which side it is on."""
     if sliding_window is not None and reach > as_int("sliding_window", sliding_window):
         raise NotImplementedError(
-            f"sliding_window={sliding_window} in {type(module).__name__} with "
-            f"{count_text(reach, 'key')} in reach and no mask"
+            f"sliding_window={sliding_window} in {type(module).__name__} would hide some of "
+            f"{count_text(reach, 'key')}, and no mask says which: pass an attention_mask"
         )
 
 

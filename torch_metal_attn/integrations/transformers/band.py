@@ -2,15 +2,15 @@
 
 transformers calls the mask function once per forward and the attention function once per layer, and
 passes one tensor from the first to the second. A `Band` is passed as a descriptor: an int32 tensor
-(B, Sq, 1, 8) with one row per sequence, expanded over the queries. Their number is in the shape
-because a compiled graph cannot read values. If every query sees the same keys, the descriptor is
+(B, Sq, 1, 8) with one row per sequence, expanded over the queries. The shape contains Sq because
+a compiled graph cannot read values. If every query sees the same keys, the descriptor is
 (B, 1, 1, 5), for any number of queries. The band is also attached as an attribute, so a layer does
 not wait for the device. If the attribute is lost (`.to()`, slicing, checkpoints), the values give
 the same band.
 
-The diagonal from the first key, which most forwards have, is an int32 tensor (B, 1, Sq, 0), a mask
-without keys. So None keeps its meaning of transformers' eager attention: every query sees every
-key, and models that pass no mask get no diagonal.
+A causal mask whose diagonal begins at the first key, as in most forwards, is an int32 tensor
+(B, 1, Sq, 0), a mask without columns. So None keeps the meaning that it has in transformers' eager
+attention: every query sees every key. Models that pass no mask get no causal mask.
 """
 
 from dataclasses import dataclass
@@ -126,7 +126,7 @@ def is_causal(mask: Tensor) -> bool:
 
 
 def is_descriptor(mask: Tensor, kv_length: int) -> bool:
-    """True for a whole descriptor. Calls with at most 8 keys have none."""
+    """True for an uncut descriptor. Calls with up to 8 keys have none: dense masks look alike."""
     return (
         mask.dtype == torch.int32
         and mask.dim() == 4
@@ -137,18 +137,19 @@ def is_descriptor(mask: Tensor, kv_length: int) -> bool:
 
 
 def is_for(descriptor: Tensor, q_length: int) -> bool:
-    """True if a descriptor is for this number of queries, by its shape."""
+    """True if the shape of a descriptor is that for this number of queries."""
     return descriptor.shape[3] == _SHARED or descriptor.shape[1] == q_length
 
 
 def unpack(descriptor: Tensor) -> Band:
-    """A descriptor's band, from its attribute or from the device. ValueError for other values."""
+    """A descriptor's band, from its attribute or from the device. Raises ValueError."""
     band = getattr(descriptor, _ATTRIBUTE, None)
     if isinstance(band, Band):
         return band
     table = descriptor[:, 0, 0]
     names = COLUMNS[: table.shape[1]]
     rows = [dict(zip(names, row, strict=True)) for row in table.tolist()]
+    # The sequences of a batch may differ in start and end only.
     shared = [{**row, "start": 0, "end": 0} for row in rows]
     if not rows or any(row != shared[0] for row in shared):
         raise foreign(descriptor)
@@ -169,8 +170,8 @@ def unpack(descriptor: Tensor) -> Band:
 
 def foreign(mask: Tensor) -> ValueError:
     return ValueError(
-        f"attention_mask is an int32 tensor {tuple(mask.shape)}, which only "
-        "metal_attention_mask makes, but it has other values: pass a bool mask"
+        f"attention_mask is an int32 tensor {tuple(mask.shape)}, but its values are not those of "
+        "a mask from metal_attention_mask: pass a bool mask"
     )
 
 
@@ -189,7 +190,7 @@ def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
 
 
 def lengths(descriptor: Tensor) -> dict[str, Tensor]:
-    """leftpad_k and seqused_k, int32 (B,), of a single query; equal if it sees no key."""
+    """The range of a single query's keys: leftpad_k and seqused_k, int32 (B,); equal if empty."""
     position, _, _, start, end, left, right, chunk = _columns(descriptor[:, 0, 0])  # (B,) each
     # The first key of the chunk, or of all keys.
     first = start + (position - start) // chunk.clamp(min=1) * chunk
@@ -201,7 +202,7 @@ def lengths(descriptor: Tensor) -> dict[str, Tensor]:
 
 
 def _columns(rows: Tensor) -> list[Tensor]:
-    """The last dimension's columns, by COLUMNS."""
+    """The last dimension's columns in the order of COLUMNS, without limits if they are missing."""
     columns = list(rows.unbind(-1))
     missing = _NO_LIMITS[len(columns) - _SHARED :]
     return [*columns, *(torch.full_like(columns[0], number) for number in missing)]

@@ -30,8 +30,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _MANAGER = "_cached_continuous_batching_manager"
 
 # By the id of a configuration, the context in which `continuous_batching` was entered. Layers run
-# in a thread of the manager, where `simulate()` would have no effect without it.
-_entered: dict[int, Context] = {}
+# in a thread of the manager, where `simulate()` has no effect without this context.
+_contexts: dict[int, Context] = {}
 
 
 @contextmanager
@@ -39,10 +39,10 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
     """Let `model.generate_batch` and continuous batching managers run on the kernels.
 
     Inside the block every attention of the model has the implementation "metal_flash_attn", which
-    works for continuous batching only: `forward` and `generate` raise. The end of the block, also
-    by an exception, restores the model and destroys a manager that `persistent_manager=True` kept.
-    Blocks nest, for one model or several. Stop managers inside the block. A model may be wrapped as
-    for `enable`.
+    works for continuous batching only: `forward` and `generate` raise. When the block ends, also by
+    an exception, the model is restored and a manager that `persistent_manager=True` kept is
+    destroyed. Blocks may be nested, for one model or several. Stop managers inside the block. A
+    model may be wrapped as for `enable`.
 
     Raises: TypeError, NotImplementedError: as `enable`; also NotImplementedError if the model does
         not support attention without masks, or caches latent rows. ImportError: transformers is
@@ -62,31 +62,31 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
             )
     if any(hasattr(module, EXPAND) for module in inner.modules()):
         raise NotImplementedError(
-            f"{type(inner).__name__} caches latent rows, for which transformers' pages have no "
-            "place; use enable(model, absorb=True) and generate"
+            f"{type(inner).__name__} caches latent rows, which do not fit transformers' pages; use "
+            "enable(model, absorb=True) and generate"
         )
     # Every configuration from which a layer may read its implementation.
     held = (getattr(module, "config", None) for module in inner.modules())
     known = (inner.config.get_text_config(), *held)
     configs = {id(config): config for config in known if isinstance(config, PretrainedConfig)}
-    names = {key: config._attn_implementation for key, config in configs.items()}
-    outer = {key: _entered[key] for key in configs if key in _entered}
-    # A manager of another attention is not reused, because it may use masks.
+    names = {number: config._attn_implementation for number, config in configs.items()}
+    outer = {number: _contexts[number] for number in configs if number in _contexts}
+    # Do not reuse a manager that was made for another attention, because it may use masks.
     manager = inner.__dict__.pop(_MANAGER, None)
     context = copy_context()
     try:
-        for key, config in configs.items():
+        for number, config in configs.items():
             config._attn_implementation_internal = FLASH_NAME
-            _entered[key] = context
+            _contexts[number] = context
         yield model
     finally:
         inner.destroy_cached_continuous_batching_manager()
         if manager is not None:
             setattr(inner, _MANAGER, manager)
-        for key, config in configs.items():
-            config._attn_implementation_internal = names[key]
-            del _entered[key]
-        _entered.update(outer)
+        for number, config in configs.items():
+            config._attn_implementation_internal = names[number]
+            del _contexts[number]
+        _contexts.update(outer)
 
 
 # A compiled graph would copy the views through which the paged cache is updated in place.
@@ -107,17 +107,18 @@ def metal_flash_attention(
 
     Args: module: the attention module. query: (1, Hq, T, D). key, value: (1, Hkv, T, D) of the new
         tokens. cache: transformers' PagedAttentionCache, which stores the new tokens and returns
-        those of all requests, concatenated. From 5.24 on the layer does that itself: cache is None,
-        key and value are those of all requests, and the lengths are the layer's. sliding_window:
-        only checked if there is a cache, which knows its window. keywords: scaling, softcap, s_aux
-        and dropout as in `metal_attention`; cu_seq_lens_q, int32 (requests + 1,); cu_seq_lens_k and
-        max_length_k, with a cache by type of layer; read_index and write_index, int64, rows of the
-        cache, by group of layers.
+        those of all requests, concatenated. From transformers 5.24 on the layer does this itself:
+        then cache is None, key and value are those of all requests, and the lengths are those of
+        the layer. sliding_window: only checked if there is a cache, which knows its window.
+        keywords: scaling, softcap, s_aux and dropout as in `metal_attention`; cu_seq_lens_q, int32
+        (requests + 1,); cu_seq_lens_k and max_length_k, by type of layer if there is a cache;
+        read_index and write_index, int64 rows of the cache, by group of layers.
 
     Returns: out (1, T, Hq, D), contiguous, and None.
 
-    Raises: NotImplementedError: no paged cache (`generate` and `forward` have none), a mask,
-        attention that is not causal, a different window than the cache's, an unknown argument.
+    Raises: NotImplementedError: there is no paged cache (as in `generate` and `forward`), there is
+        a mask, attention is not causal, the window differs from the cache's window, or an argument
+        is unknown.
     """
     if isinstance(query, Unrotated):
         query = query.rotated()
@@ -126,22 +127,22 @@ def metal_flash_attention(
     for argument, x in (("query", query), ("key", key), ("value", value)):
         check_rank(argument, x, "(1, H, T, D)")
     name = type(module).__name__
-    context = _entered.get(id(module.config))
+    context = _contexts.get(id(module.config))
     packed = {name: keywords.pop(name, None) for name in (*BOUNDS, "read_index", "write_index")}
     has_lengths = isinstance(packed["cu_seq_lens_k"], Tensor)
     updated = cache is None and packed["read_index"] is not None and has_lengths
     paged = cache is not None or updated
     if not paged or context is None:
         raise NotImplementedError(
-            f"{name} has attn_implementation={FLASH_NAME!r} and got "
-            f"{'here outside of continuous_batching(model)' if paged else 'no paged cache'}"
-            ": within continuous_batching(model) use generate_batch, and enable(model) for forward "
-            "and generate"
+            f"{name} has attn_implementation={FLASH_NAME!r} and was called "
+            f"{'outside of continuous_batching(model)' if paged else 'without a paged cache'}"
+            ": call generate_batch inside continuous_batching(model); for forward and generate use "
+            "enable(model) instead"
         )
     if attention_mask is not None or is_causal is False:
         raise NotImplementedError(
-            f"attention_mask and is_causal=False in {name}: in continuous batching every token "
-            "sees the tokens up to itself"
+            f"{name} got an attention_mask or is_causal=False: in continuous batching every token "
+            "sees itself and all earlier tokens"
         )
     options = score_options(module, query.device, **keywords)
     window = None if sliding_window is None else as_int("sliding_window", sliding_window)
@@ -154,7 +155,7 @@ def metal_flash_attention(
                 f"sliding_window={sliding_window} in {name}, layer {module.layer_idx}, whose cache "
                 f"keeps {'every token' if window is None else f'a window of {window}'}"
             )
-        # This replaces `packed`'s lengths by type of layer by those of this layer.
+        # The update replaces the lengths of all types of layers in `packed` by this layer's.
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packed
         )

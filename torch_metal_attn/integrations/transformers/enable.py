@@ -25,10 +25,10 @@ def enable(model: _Model, *, fuse_rope: bool = False, absorb: bool = False) -> _
         enable(model) undoes both.
 
     Raises: TypeError: `model` is not a transformers model. NotImplementedError: a part of the model
-        ignores the attention interface, or depends on the implementation's name, so that its
-        results would be wrong or not come from this library; its queries are rotated in an unknown
-        way (fuse_rope); it has no such attention (absorb). The message names the part and what to
-        do instead. The model is not changed.
+        ignores the attention interface or depends on the implementation's name, so it would not
+        use this library or would give wrong results; with fuse_rope, the queries are rotated in an
+        unknown way; with absorb, the model has no multi-head latent attention. The message names
+        the part and what to do instead. The model is not changed.
     """
     fuse_rope, absorb = as_bool("fuse_rope", fuse_rope), as_bool("absorb", absorb)
     inner = unwrapped(model)

@@ -1,25 +1,25 @@
 """Allows transformers' `flash_attention_2` if `flash_attn` is `torch_metal_attn.flash_attn`.
 
-transformers allows it on CUDA only, without an option. So two things are replaced where it looks
-them up: the test if flash-attn 2 is installed, and the devices that it runs on.
+transformers allows it on CUDA only, and has no option to change that. So two things are replaced
+where transformers looks them up: the test whether flash-attn 2 is installed, and its devices.
 """
 
 import contextlib
 
 from transformers import modeling_flash_attention_utils as lookups
 
-_PLACES = ("FLASH_ATTENTION_COMPATIBILITY_MATRIX", "_loaded_implementation")
+_REPLACED_NAMES = ("FLASH_ATTENTION_COMPATIBILITY_MATRIX", "_loaded_implementation")
 
 
 def allow(undo: contextlib.ExitStack) -> None:
     """Allow attn_implementation="flash_attention_2" until `undo` closes."""
-    if not all(hasattr(lookups, place) for place in _PLACES):
+    if not all(hasattr(lookups, place) for place in _REPLACED_NAMES):
         raise ImportError(
             "install_flash_attn(transformers=True) needs transformers 5.23 "
             "(pip install 'transformers>=5.23')"
         )
     before = lookups.is_flash_attn_2_available
-    if before():
+    if before():  # flash-attn 2 is already allowed
         return
     rules = lookups.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     undo.callback(setattr, lookups, "is_flash_attn_2_available", before)

@@ -2,8 +2,8 @@
 
 transformers rotates q and k by `apply_rotary_pos_emb`, which the forward of an attention module
 calls long before the attention function. A fused module gets a class whose forward is the same
-code, but calls a function of this file instead. That function rotates k, which the cache needs
-rotated, and leaves q to the kernel (see `unrotated`).
+code, but calls a function of this file instead. That function rotates k, because the cache holds
+rotated keys, and leaves q to the kernel (see `unrotated`).
 """
 
 import functools
@@ -24,8 +24,8 @@ from torch_metal_attn.reference import rotate
 from torch_metal_attn.wording import with_article
 
 _FUNCTION = "apply_rotary_pos_emb"
-_RENAMING = "transformers.utils.deprecation"  # since 5.24 it decorates most forwards
-_POSITIONS = (3, 17, 101)
+_RENAMING = "transformers.utils.deprecation"  # its decorator is on most forwards since 5.24
+_POSITIONS = (3, 17, 101)  # of the tokens with which a rotation is tried out
 
 
 def restore(model: nn.Module) -> None:
@@ -41,49 +41,49 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
     rotating = [(module, kind) for module, kind in modules if _rotations(kind)]
     where = f"fuse_rope=True for {type(model).__name__}"
     if not rotating:
-        raise _refused(f"{where}, which has no attention that calls {_FUNCTION}")
+        raise _refusal(f"{where}, which has no attention that calls {_FUNCTION}")
     for module, kind in rotating:
         if "forward" in vars(module):
             # accelerate adds such a forward if a model is spread over devices.
             text = f"{where}: {with_article(kind.__name__)} has a forward that is not its class's"
-            raise _refused(text, ", or fuse before hooks are added")
+            raise _refusal(text, ", or fuse before hooks are added")
     kinds = {kind for _, kind in rotating}
     fused = {kind: fused_class(kind, _probe(model, kind, where)) for kind in kinds}
     return [(module, fused[kind]) for module, kind in rotating]
 
 
-def _refused(text: str, more: str = "") -> NotImplementedError:
+def _refusal(text: str, more: str = "") -> NotImplementedError:
     return NotImplementedError(f"{text}; use enable(model){more}")
 
 
-class Replacing:
-    """The first base of a class that replaces the class of a module. The second is that class."""
+class Replacement:
+    """The first base of a class that replaces a module's class, which is its second base."""
 
-    _metal_attn_own: type
-    _metal_attn_made: tuple[Any, ...]
+    _metal_attn_original: type
+    _metal_attn_factory: tuple[Any, ...]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By the original class, because pickle looks classes up by their names.
-        return _bare, self._metal_attn_made, self.__dict__
+        # Pickle the original class, because pickle looks classes up by their names.
+        return _bare, self._metal_attn_factory, self.__dict__
 
 
 def _bare(make: Callable[..., type], *arguments: Any) -> Any:
     return object.__new__(make(*arguments))
 
 
-def replacing(base: type, make: Callable[..., type], kind: type, *more: Any, **body: Any) -> type:
+def subclass_of(base: type, make: Callable[..., type], kind: type, *more: Any, **body: Any) -> type:
     """A subclass of `kind` with the attributes `body`. make(kind, *more) returns it again."""
-    attributes = {"_metal_attn_own": kind, "_metal_attn_made": (make, kind, *more)}
+    attributes = {"_metal_attn_original": kind, "_metal_attn_factory": (make, kind, *more)}
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (base, kind), body | attributes | names)
 
 
-class _Fused(Replacing):
+class _Fused(Replacement):
     """The base of fused classes."""
 
 
 def own_class(module: nn.Module) -> type:
-    kind: type = getattr(type(module), "_metal_attn_own", type(module))
+    kind: type = getattr(type(module), "_metal_attn_original", type(module))
     return kind
 
 
@@ -96,7 +96,7 @@ def fused_class(kind: type, tables: Tables) -> type:
     replaced: dict[str, Any] = {_FUNCTION: _key_rotation(kind.__name__, tables)}
     if "cat" in code.co_names:
         replaced["torch"] = _Torch()
-    # In the same globals, because torch.compile looks names up in the module of a code object.
+    # Add to forward's globals: torch.compile looks names up in the module of a code object.
     prefix = f"_metal_attn_{kind.__name__}_{tables.repeats}_{tables.interleaved}_"
     forward.__globals__.update({prefix + name: value for name, value in replaced.items()})
     names = (prefix + name if name in replaced else name for name in code.co_names)
@@ -105,11 +105,11 @@ def fused_class(kind: type, tables: Tables) -> type:
     fused.__annotations__, fused.__doc__ = forward.__annotations__, forward.__doc__
     fused.__qualname__ = forward.__qualname__
     forward = _decorated(kind.forward, fused)  # type: ignore[attr-defined]
-    return replacing(_Fused, fused_class, kind, tables, forward=forward)
+    return subclass_of(_Fused, fused_class, kind, tables, forward=forward)
 
 
 def _undecorated(kind: type) -> Any:
-    """The forward of `kind` without decorators that rename arguments; None if it has others."""
+    """The forward of `kind` without decorators that rename arguments; None if others wrap it."""
     forward = kind.forward  # type: ignore[attr-defined]
     while hasattr(forward, "__wrapped__"):
         if forward.__globals__["__name__"] != _RENAMING:
@@ -154,7 +154,7 @@ def _key_rotation(owner: str, tables: Tables) -> Callable[..., tuple[Unrotated, 
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Unrotated, Tensor]:
         if unsqueeze_dim != 1:
-            raise _refused(
+            raise _refusal(
                 f"unsqueeze_dim={unsqueeze_dim} in {owner} with fuse_rope=True: the heads must be "
                 "the second dimension of q"
             )
@@ -177,28 +177,28 @@ def _rotations(kind: type) -> list[str]:
 
 
 def _probe(model: PreTrainedModel, kind: type, where: str) -> Tables:
-    """Find out how modules of `kind` rotate, by their function's results on the model's tables."""
+    """Find out how modules of `kind` rotate by calling their function on the model's tables."""
     where = f"{where}: {kind.__name__}"
     forward, names = _undecorated(kind), _rotations(kind)
     rotates = f"{where} rotates its queries"
     if names != [_FUNCTION] or forward is None:
-        raise _refused(f"{rotates} by {', '.join(names)}, which is not known")
+        raise _refusal(f"{rotates} by {', '.join(names)}, which is not known")
     _check_uses(forward, where)
     function = forward.__globals__[_FUNCTION]
     arguments = list(inspect.signature(function).parameters)
     if arguments[:4] != ["q", "k", "cos", "sin"]:
         by = f"a function of {', '.join(arguments)}"
-        raise _refused(f"{rotates} by {by}, which is not known")
+        raise _refusal(f"{rotates} by {by}, which is not known")
     try:
         with unset_fake_temporarily():
             forms = {_recognise(function, *tables) for tables in _tables_of(model, kind)}
     except Exception as error:
-        raise _refused(f"{where} could not be tried out ({error!r})") from error
+        raise _refusal(f"{where} could not be tried out ({error!r})") from error
     form = forms.pop() if len(forms) == 1 else None
     if form is None:
-        raise _refused(
-            f"{rotates} neither by halves nor by pairs of columns, with tables that the kernel "
-            "takes"
+        raise _refusal(
+            f"{rotates} neither by halves nor by pairs of columns, or with tables of a form that "
+            "the kernel does not take"
         )
     return form
 
@@ -209,12 +209,14 @@ def _check_uses(forward: Callable[..., Any], where: str) -> None:
     call = re.search(rf"(\w+), \w+ = {_FUNCTION}\(", text)
     end = text.find("attention_interface(", call.end() if call else 0)
     if call is None or end < 0:
-        raise _refused(f"{where} calls {_FUNCTION} in an unknown way")
+        raise _refusal(f"{where} calls {_FUNCTION} in an unknown way")
     query = call.group(1)
     for line in text[call.end() : end].splitlines()[1:]:
         appended = rf"\w+ = torch\.cat\(\({query}, \w+\), dim=-1\)"
         if re.search(rf"\b{query}\b", line) and not re.search(appended, line):
-            raise _refused(f"{where} works on its queries after they are rotated ({line.strip()})")
+            raise _refusal(
+                f"{where} uses its queries between rotation and attention ({line.strip()})"
+            )
 
 
 def _tables_of(model: PreTrainedModel, kind: type) -> Iterator[tuple[Tensor, Tensor]]:
@@ -223,7 +225,7 @@ def _tables_of(model: PreTrainedModel, kind: type) -> Iterator[tuple[Tensor, Ten
         cls = type(module)
         if cls.__module__ != kind.__module__ or not cls.__name__.endswith("RotaryEmbedding"):
             continue
-        if any(map(hidden, module.buffers())):  # on meta or fake
+        if any(map(hidden, module.buffers())):  # on meta or fake, so make the tables on the CPU
             with torch.device("cpu"):
                 module = cls(module.config)
         device = next(module.buffers()).device

@@ -17,21 +17,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, as_int_at_least
 from torch_metal_attn.integrations import copies
-from torch_metal_attn.integrations.transformers.fusion import Replacing, own_class, replacing
+from torch_metal_attn.integrations.transformers.fusion import Replacement, own_class, subclass_of
 from torch_metal_attn.integrations.transformers.refusals import unwrapped
 from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.recent import RecentRows
 from torch_metal_attn.kv_cache.writes import CacheStorage
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
-from torch_metal_attn.wording import type_text, with_article
+from torch_metal_attn.wording import count_text, type_text, with_article
 
 EXPAND = "expand_kv"  # the method of modules that cache latent rows
 
 
 @dataclass(frozen=True)
 class HeldRows:
-    """All rows of a `LatentLayer`, in place of keys and values. columns: C and R of a row."""
+    """All rows of a `LatentLayer`, instead of keys and values. columns: (C, R) of each row."""
 
     layer: "LatentLayer"
     columns: tuple[int, int]
@@ -47,12 +47,12 @@ class HeldRows:
         storage, where = self.layer.storage, self.layer.where()
         lengths = [self.shape[2]] * self.shape[0]
         if isinstance(storage.recent, RecentRows):
-            limits = {n: x for n, x in _known(options) if torch.is_tensor(x) or x != _OFF.get(n)}
+            limits = {n: x for n, x in _present(options) if torch.is_tensor(x) or x != _OFF.get(n)}
             for name in limits:
                 if name not in _WITH_RECENT or (name == "window_size_right" and limits[name] != 0):
                     raise NotImplementedError(
-                        f"{name} with the recent rows of a latent cache, of which only causal "
-                        "attention and padding are implemented: use latent_cache without recent"
+                        f"{name} is not implemented for the recent rows of a latent cache; only "
+                        "causal attention and padding are: use latent_cache without recent"
                     )
             attend = functools.partial(
                 storage.recent.attend, 0, q, lengths, self.layer.slots(), where, limits
@@ -71,7 +71,7 @@ class HeldRows:
                 options["seqused_k"] = storage.indices(lengths)
         else:
             k, v = k[:, :, : lengths[0]], v[:, :, : lengths[0]]
-            kept = {n: x[:, :, : lengths[0]] if x.dim() == 4 else x for n, x in _known(kept)}
+            kept = {n: x[:, :, : lengths[0]] if x.dim() == 4 else x for n, x in _present(kept)}
         out, lse = torch.ops.metal_attn.flash_decode(q, k, v, **kept, **where, **options)
         return out, lse
 
@@ -81,7 +81,7 @@ class HeldRows:
         batch, _, length, _ = self.shape
 
         def gathered(x: Tensor) -> Tensor:
-            """(B, 1, Lk, ...); scales of heads are not changed."""
+            """The rows in order, (B, 1, Lk, ...). Scales per head are returned unchanged."""
             if x.dim() != 4:
                 return x
             for places in where.values():
@@ -96,11 +96,11 @@ class HeldRows:
         return rows.split(self.columns, -1)
 
 
-def _known(options: dict[str, Any]) -> list[tuple[str, Any]]:
+def _present(options: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in options.items() if x is not None]
 
 
-# Values of options that have no effect, and the options that attention to recent rows supports.
+# The values that switch options off, and the options that attention to recent rows supports.
 _OFF = {"window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0}
 _WITH_RECENT = (
     *("softmax_scale", "softcap", "learnable_sink", "causal", "q_offset"),
@@ -123,7 +123,7 @@ class Latents:
     def expanded(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all heads, made by the model's code."""
         parts = (self.latents, self.k_rotated) if self._held is None else self._held.parts()
-        expand = getattr(self._module._metal_attn_own, EXPAND)
+        expand = getattr(self._module._metal_attn_original, EXPAND)
         k, v = expand(self._module, *parts)
         return k, v
 
@@ -143,15 +143,15 @@ class Latents:
         return q, rows, rows[..., : self.latents.shape[-1]]
 
     def values(self, out: Tensor) -> Tensor:
-        """The result (B, Lq, H, Dv), contiguous, from that of attention to the rows."""
+        """The module's result (B, Lq, H, Dv), contiguous. out: that of attention to the rows."""
         up = self._up_projections()[1]
         return (out.transpose(1, 2) @ up.transpose(1, 2)).transpose(1, 2).contiguous()
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(
             f"{type(self._module).__name__} was given absorb=True, so only metal_attn's attention "
-            f"can use its latent rows, but other code reads their {name}: call enable(model) for "
-            "this model, and before you set another attn_implementation"
+            f"can use its latent rows, but other code reads their {name}: call enable(model) to "
+            "undo this, also before you set another attn_implementation"
         )
 
     def _up_projections(self) -> list[Tensor]:
@@ -165,7 +165,7 @@ class Latents:
         k = self._module.qk_nope_head_dim + q.shape[-1] - latent
         copies.note(
             f"latent rows of {row:,} bytes a token; keys and values expanded to {heads} heads "
-            f"would be {heads * (k + v) * q.element_size():,}"
+            f"would be {heads * (k + v) * q.element_size():,} bytes"
         )
 
 
@@ -173,12 +173,12 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
     """The modules to absorb, with their new classes. Raises NotImplementedError."""
     where = f"absorb=True for {type(model).__name__}"
 
-    def refused(reason: str) -> NotImplementedError:
+    def refusal(reason: str) -> NotImplementedError:
         return NotImplementedError(f"{where}{reason}; use enable(model)")
 
     expanding = [(m, own_class(m)) for m in model.modules() if hasattr(m, EXPAND)]
     if not expanding:
-        raise refused(
+        raise refusal(
             f", which has no attention that expands latent rows by {EXPAND} (as DeepSeek-V3's does "
             "since transformers 5.24)"
         )
@@ -187,29 +187,29 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
         parameters = list(inspect.signature(getattr(kind, EXPAND)).parameters)[1:]
         sizes = ("qk_nope_head_dim", "v_head_dim")
         if len(parameters) != 2 or not all(hasattr(module, size) for size in sizes):
-            raise refused(f": {kind.__name__} expands latent rows in an unknown way")
+            raise refusal(f": {kind.__name__} expands latent rows in an unknown way")
         linear = getattr(module, "kv_b_proj", None)
         if type(linear) is not nn.Linear or getattr(linear, "bias", None) is not None:
-            raise refused(
+            raise refusal(
                 f": kv_b_proj of {name} is {type_text(linear)}; only the weight of a "
                 "torch.nn.Linear without bias can be absorbed"
             )
         columns, rotated = linear.in_features, getattr(module, "qk_rope_head_dim", 0)
         if columns > MAX_VALUE_HEAD_DIM or columns + rotated > MAX_HEAD_DIM:
-            raise refused(
+            raise refusal(
                 f": the latent rows of {name} have {columns} + {rotated} columns; the kernels take "
-                f"at most {MAX_VALUE_HEAD_DIM}, and {MAX_HEAD_DIM} with those that are rotated"
+                f"at most {MAX_VALUE_HEAD_DIM}, and {MAX_HEAD_DIM} with the rotated columns"
             )
     return [(module, absorbed_class(kind)) for module, kind in expanding]
 
 
-class _Absorbed(Replacing):
+class _Absorbed(Replacement):
     """The base of absorbed classes."""
 
 
 @functools.cache
 def absorbed_class(kind: type) -> type:
-    """`kind` with keys and values that stay latent."""
+    """A subclass of `kind` whose keys and values stay latent."""
 
     def expand_kv(
         self: Any, latents: Tensor | HeldRows, k_rotated: Tensor | HeldRows
@@ -217,11 +217,11 @@ def absorbed_class(kind: type) -> type:
         rows = Latents(self, latents, k_rotated)
         return rows, rows
 
-    return replacing(_Absorbed, absorbed_class, kind, **{EXPAND: expand_kv})
+    return subclass_of(_Absorbed, absorbed_class, kind, **{EXPAND: expand_kv})
 
 
 class LatentLayer(CacheLayerMixin):
-    """A layer of `latent_cache`, made with the first rows; in pages if page_size is not None."""
+    """A layer of `latent_cache`. Its memory, paged with page_size, is allocated by `update`."""
 
     is_sliding = False
     is_croppable = True
@@ -233,7 +233,7 @@ class LatentLayer(CacheLayerMixin):
         self.max_length, self.page_size, self.options = max_length, page_size, options or {}
         self.indexer_keys: Tensor | None = None  # (B, L, columns), for DeepSeek Sparse Attention
         self.cache: LatentCache | StaticLatentCache | None = None
-        self.ids: list[int] = []  # the cache's number of each sequence of the batch
+        self.ids: list[int] = []  # the cache's id for each sequence of the batch
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, columns = key_states.shape[0], (key_states.shape[-1], value_states.shape[-1])
@@ -254,7 +254,7 @@ class LatentLayer(CacheLayerMixin):
         return self.cache._storage
 
     def where(self) -> dict[str, Tensor]:
-        """The ops' option for the places of the sequences, if they are not in order."""
+        """The ops' option that locates the sequences in the cache; {} if they are in order."""
         if isinstance(self.cache, LatentCache):
             return {"block_table": self.cache.block_table(self.ids)}
         assert self.cache is not None
@@ -272,8 +272,8 @@ class LatentLayer(CacheLayerMixin):
         if key_states.shape[1] != 1 or value_states.shape[:-1] != key_states.shape[:-1]:
             raise ValueError(
                 f"the latent cache got keys of shape {tuple(key_states.shape)} and values of "
-                f"{tuple(value_states.shape)}; it must be latents (B, 1, L, C) and rotated keys "
-                "(B, 1, L, R), as models with latent attention have"
+                f"shape {tuple(value_states.shape)}; they must be latents (B, 1, L, C) and rotated "
+                "keys (B, 1, L, R), as in models with latent attention"
             )
         if self.cache is None:
             self.lazy_initialization(key_states, value_states)
@@ -340,17 +340,17 @@ def latent_cache(
     """A cache for `generate` of a model with latent attention: `past_key_values=latent_cache(...)`.
 
     Each layer is a `torch_metal_attn.kv_cache.StaticLatentCache`, and attention reads its rows in
-    place. transformers' caches have separate latents and rotated keys, so each step concatenates
-    them.
+    place. In transformers' caches latents and rotated keys are separate, so each step must
+    concatenate them.
 
     Args: model: a model after `enable(model, absorb=True)`. max_length: the maximum number of
-        tokens of a sequence. format: of `torch_metal_attn.quantisation`; rows are quantised as they
-        are appended, and the prompt attends to the quantised rows too. page_size: rows of a page;
-        each layer is then a `LatentCache`, whose pages beams share. recent: with a format, at least
-        this number of the last rows is also kept in full precision.
+        tokens of a sequence. format: a format of `torch_metal_attn.quantisation`; rows are
+        quantised as they are appended, and the prompt attends to the quantised rows too. page_size:
+        rows of a page; each layer is then a `LatentCache`, whose pages beams share. recent: with a
+        format, at least this number of the last rows is also kept in full precision.
 
-    Raises: NotImplementedError: not every layer of the model was absorbed. ValueError: the rows'
-        columns do not fit the format.
+    Raises: NotImplementedError: not every layer of the model is absorbed. ValueError: the format
+        needs another number of columns.
     """
     as_int_at_least("max_length", max_length, 1)
     if page_size is not None:
@@ -359,12 +359,13 @@ def latent_cache(
     needed = max([0, *(getattr(module, "layer_idx", -1) + 1 for module in layers)])
     if not layers or needed != len(layers):
         raise NotImplementedError(
-            f"latent_cache of {type(model).__name__}, of whose layers {len(layers)} have absorbed "
-            "latent attention; call enable(model, absorb=True) first, and use transformers' own "
-            "caches for models with other layers"
+            f"latent_cache needs a model whose layers all have absorbed latent attention; "
+            f"{type(model).__name__} has it in {count_text(len(layers), 'layer')}: call "
+            "enable(model, absorb=True) first. If the model has other layers, use transformers' "
+            "own caches"
         )
     module: Any = layers[0]
     options = {"format": format, "recent": recent}
-    # Raises before a model runs if the format does not fit.
+    # This raises, before a model runs, if the format does not fit.
     StaticLatentCache(1, 1, module.kv_lora_rank, module.qk_rope_head_dim, **options)
     return Cache(layers=[LatentLayer(max_length, page_size, options) for _ in layers])

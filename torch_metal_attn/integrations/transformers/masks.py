@@ -71,7 +71,7 @@ _REMAPPED = _remap(causal_mask_function, torch.zeros(1, 1)).__code__ if _remap e
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A band. chunk_start: (B,), the first token of chunks. sequences: (B, L), of packed tokens."""
+    """A band. chunk_start: (B,), where chunks begin. sequences: (B, L), each token's sequence."""
 
     left: int = -1
     right: int = -1
@@ -99,7 +99,7 @@ def metal_attention_mask(
     Args:
         q_length, kv_length: sizes of the attention.
         q_offset, kv_offset: number of tokens before the first query and the first key.
-        mask_function: says by token numbers if a query sees a key.
+        mask_function: tells from token numbers whether a query sees a key.
         attention_mask: bool (B, tokens), False for padding.
         allow_is_causal_skip, allow_is_bidirectional_skip: False if the caller always needs a mask.
             If allow_is_causal_skip is False, a single query of a causal mask always gets a
@@ -140,16 +140,16 @@ def metal_attention_mask(
             raise TypeError(f"mask_function is {value_text(mask_function)}; it must be a function")
     pattern = None if traces or use_vmap else _recognise(mask_function)
 
-    def from_first(mask: Tensor | None, position: int | Tensor = q_offset) -> Tensor | None:
-        """Mark a first forward's mask: with a cache, transformers detects no packed sequences."""
+    def mark_first(mask: Tensor | None, position: int | Tensor = q_offset) -> Tensor | None:
+        """Mark the mask of a first forward: with a cache transformers detects no packing."""
         is_first = isinstance(position, int) and position == 0 == kv_offset and q_length > 1
         is_causal = pattern is not None and pattern.right == 0 and pattern.sequences is None
         if mask is None or attention_mask is not None or not (is_first and is_causal):
             return mask
-        return packing.unpacked(mask)
+        return packing.mark_unseparated(mask)
 
     if model_type in DENSE_MODELS or model_type in indexed_models:
-        return from_first(dense(bidirectional_skip=allow_is_bidirectional_skip and is_additive))
+        return mark_first(dense(bidirectional_skip=allow_is_bidirectional_skip and is_additive))
     if traces:
         # Without a mask a single query would see empty cache slots after it. Outside of graphs
         # transformers reads the values to decide if a mask can be left out.
@@ -163,7 +163,7 @@ def metal_attention_mask(
     if pattern is None:
         return dense()
     if pattern.sequences is not None:
-        # Chunks count from the row's or from each sequence's first token, by transformers' version.
+        # Chunks begin at the row's or at each sequence's first token: versions differ.
         if attention_mask is not None or pattern.chunk:
             return dense()
         return packing.pack(pattern.sequences, pattern.left, pattern.right)
@@ -171,23 +171,23 @@ def metal_attention_mask(
     allowed = (
         allow_is_causal_skip or q_length == 1 if pattern.right == 0 else allow_is_bidirectional_skip
     )
-    # The step that fills the cache keeps the form of other steps, so that one graph serves all.
+    # The step that fills the cache gets the form of other steps, so that they share one graph.
     keeps_diagonal = pattern.right == 0 and not allow_is_causal_skip
     band = _describe(pattern, forward, keeps_diagonal) if allowed else None
     if band is None:
-        return from_first(dense())
+        return mark_first(dense())
     if band.is_everything:
         return None
     if band.is_causal:
-        return from_first(bands.causal(batch_size, q_length, device), band.q_offset)
+        return mark_first(bands.causal(batch_size, q_length, device), band.q_offset)
     if kv_length <= len(bands.COLUMNS):
-        return from_first(dense(), band.q_offset)
-    return from_first(bands.pack(band, batch_size, device), band.q_offset)
+        return mark_first(dense(), band.q_offset)
+    return mark_first(bands.pack(band, batch_size, device), band.q_offset)
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """The sizes and the padding of one forward, by the names of `sdpa_mask`."""
+    """The sizes and the padding of one forward, with the names that `sdpa_mask` uses."""
 
     batch_size: int
     q_length: int
@@ -219,7 +219,7 @@ class _Forward:
 
 
 def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern | None:
-    """A mask function's band, or None. packed: another function separates the row's sequences."""
+    """A mask function's band, or None. packed: another part of the mask separates sequences."""
     if function is causal_mask_function:
         return _Pattern(right=0)
     if function is bidirectional_mask_function:
@@ -277,7 +277,7 @@ def _intersection(parts: list[_Pattern | None]) -> _Pattern | None:
 
 
 def _describe(pattern: _Pattern, forward: _Forward, keeps_diagonal: bool) -> Band | None:
-    """The band of this forward. None for holes in padding or shifted chunks. Waits at most once."""
+    """The band of this forward; None if padding has holes or chunks are shifted. Waits once."""
     batch, q_length, kv_length = forward.batch_size, forward.q_length, forward.kv_length
     kv_offset, attention_mask = forward.kv_offset, forward.attention_mask
     if not batch or not q_length or not kv_length:
@@ -301,8 +301,8 @@ def _describe(pattern: _Pattern, forward: _Forward, keeps_diagonal: bool) -> Ban
         agree = origin.clamp(min=0) == (0 if start is None else start)
         if end is not None:
             agree = agree | (end == 0)
-        # If a cache begins inside a chunk, the first chunk that begins in it is the origin. That
-        # hides the earlier keys, so no query may be among them.
+        # If a cache begins inside a chunk, the first chunk that begins in the cache is the origin.
+        # Keys before the origin are then hidden, so no query may be among them.
         aligned = origin % pattern.chunk
         agree = agree & ((origin >= 0) | (aligned <= position))
         refused.append(agree.logical_not().any())
@@ -330,7 +330,7 @@ def _describe(pattern: _Pattern, forward: _Forward, keeps_diagonal: bool) -> Ban
 
 
 def _bounds(exists: Tensor) -> tuple[Tensor, Tensor]:
-    """The first True of each row of (B, L), and the index after the last; (0, 0) without any."""
+    """Each row's first True in (B, L), and the index after its last; (0, 0) if it has none."""
     count = torch.arange(1, exists.shape[1] + 1, device=exists.device)
     end = torch.where(exists, count, 0).amax(1) if exists.shape[1] else exists.sum(1)
     first = torch.where(exists, count - 1, exists.shape[1]).amin(1) if exists.shape[1] else end

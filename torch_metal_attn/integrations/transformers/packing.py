@@ -15,12 +15,12 @@ from transformers.utils.import_utils import is_tracing
 from torch_metal_attn.integrations.transformers import band as bands
 
 _ATTRIBUTE = "_metal_attn_packing"
-_UNPACKED = "_metal_attn_unpacked"
-# Results of `keeps_apart`, by `sequence` and `other`. They are no attributes of a batch's tensors,
-# because those could not be pickled.
-_agreed = WeakTensorKeyDictionary()
-# Other names for the sequences of a batch: of TRL and models with convolutions, of unsloth, and of
-# linear attention. No attention of transformers reads them.
+_UNSEPARATED = "_metal_attn_unpacked"
+# Results of `separates`, by `sequence` and `other`. They are not attributes of the batch's tensors,
+# because tensors with such attributes could not be pickled.
+_separated = WeakTensorKeyDictionary()
+# Other arguments that describe packed sequences: TRL and models with convolutions use the first,
+# unsloth the second, linear attention the third. No attention of transformers reads them.
 SEQUENCES = ("seq_idx", "packed_seq_lengths", "cu_seqlens")
 
 
@@ -94,23 +94,23 @@ def packing_of(mask: Tensor | None, q_length: int, kv_length: int) -> Packing | 
 
 @dataclass
 class _Checked:
-    """The position_ids that were last compared with a mask, and the result of `falls_back`."""
+    """The last position_ids that `positions_restart` got with a mask, and its result."""
 
     position_ids: Tensor | None = None
-    falls_back: bool = False
+    positions_restart: bool = False
 
 
-def unpacked(mask: Tensor) -> Tensor:
-    """Mark a mask that hides no earlier token of a row, so that `falls_back` checks it."""
-    setattr(mask, _UNPACKED, _Checked())
+def mark_unseparated(mask: Tensor) -> Tensor:
+    """Mark a mask that hides no earlier token of a row, so that `positions_restart` checks it."""
+    setattr(mask, _UNSEPARATED, _Checked())
     return mask
 
 
-def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
+def positions_restart(mask: Tensor | None, position_ids: Tensor | None) -> bool:
     """True if positions (B, L) begin at 0 and later return to 0, as for several sequences."""
     if torch.compiler.is_compiling():
         return False
-    checked = getattr(mask, _UNPACKED, None)
+    checked = getattr(mask, _UNSEPARATED, None)
     if not isinstance(checked, _Checked):
         return False
     # Positions for rotary embeddings with several axes have other shapes, and count no tokens.
@@ -118,13 +118,13 @@ def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
         return False
     if checked.position_ids is not position_ids:
         step, restarts = position_ids.diff(dim=1), position_ids[:, 1:] == 0
-        counts = ((step == 1) | restarts).all(1) & (position_ids[:, 0] == 0)
-        checked.falls_back = bool((counts & (restarts & (step < 0)).any(1)).any())
+        are_counts = ((step == 1) | restarts).all(1) & (position_ids[:, 0] == 0)
+        checked.positions_restart = bool((are_counts & (restarts & (step < 0)).any(1)).any())
         checked.position_ids = position_ids
-    return checked.falls_back
+    return checked.positions_restart
 
 
-def keeps_apart(
+def separates(
     name: str, sequence: Tensor, shape: tuple[int, int], bounds: Tensor | None, mask: Tensor | None
 ) -> bool:
     """True if attention separates the sequences of a batch of `shape` (B, L).
@@ -142,16 +142,16 @@ def keeps_apart(
     if hidden(sequence) or hidden(other):
         return other is not sequence
     versions = tuple(None if x.is_inference() else x._version for x in (sequence, other))
-    agreed = _agreed.setdefault(sequence, WeakTensorKeyDictionary())
+    agreed = _separated.setdefault(sequence, WeakTensorKeyDictionary())
     if agreed.get(other) == (versions, shape):
         return True
-    stated = _stated(name, sequence).unique_consecutive()
+    ends = _bounds_of(name, sequence).unique_consecutive()
     tokens = torch.arange(shape[0] * shape[1] + 1, device=sequence.device)
     bounds = tokens[:: shape[1]] if bounds is None else bounds.unique_consecutive()
     # Tokens past the last sequence are padding.
-    apart = torch.equal(stated, bounds[: len(stated)].to(stated))
+    apart = torch.equal(ends, bounds[: len(ends)].to(ends))
     if mask is not None and mask.shape[-1] == shape[1] and not apart:
-        numbers = torch.bucketize(tokens[:-1], stated[1:], right=True).view(shape[0], 1, shape[1])
+        numbers = torch.bucketize(tokens[:-1], ends[1:], right=True).view(shape[0], 1, shape[1])
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
         apart = not bool((seen & (numbers.mT != numbers)[:, None]).any())
     if apart:
@@ -159,7 +159,7 @@ def keeps_apart(
     return apart
 
 
-def _stated(name: str, sequence: Tensor) -> Tensor:
+def _bounds_of(name: str, sequence: Tensor) -> Tensor:
     """The bounds, int64 (sequences + 1,), in the concatenated rows."""
     if name == "cu_seqlens":
         return sequence.flatten().long()

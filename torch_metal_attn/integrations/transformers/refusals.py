@@ -30,7 +30,7 @@ from torch_metal_attn.wording import type_text
 
 NAME = "metal_attn"
 
-# Part of advice to use another attention, because that may mix packed sequences.
+# Ends advice to use another attention, because other attention may mix packed sequences.
 PADDED = ", and packed sequences as a padded batch with its attention_mask"
 _WEIGHTS = (
     "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
@@ -48,12 +48,12 @@ _NOTHING_TO_REPLACE = (
 # Models that ignore output_attentions and return the weights of their modules, which are None here.
 _IGNORE_OUTPUT_ATTENTIONS = frozenset({"BridgeTowerModel"})
 _GUARDED = "_metal_attn_guarded"
-_DOOR = "get_correct_attn_implementation"
-_ENTRANCES = ("_from_config", "from_pretrained")
+_CHOOSING_METHOD = "get_correct_attn_implementation"
+_LOADING_METHODS = ("_from_config", "from_pretrained")
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# Code that compares the implementation's name, and a variable that it sets in the else branch.
+# Code that compares the implementation's name, and a variable that is set in its else branch.
 _BY_NAME = re.compile(r'_attn_implementation\s*(?:==|!=|in)[^\n]*"(?:sdpa|flex_attention)"')
-_IN_OTHERS = re.compile(
+_ELSE_BRANCH = re.compile(
     r'^( +)if self\.config\._attn_implementation in \("eager", "sdpa"\):\n'
     r"(?:\1 +[^\n]*\n|\n)*\1else:\n +(\w+) = \w+\n",
     re.M,
@@ -61,7 +61,7 @@ _IN_OTHERS = re.compile(
 
 
 def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> None:
-    """Raises NotImplementedError if the code of `part`, at `name`, does not work here."""
+    """Raises NotImplementedError if the code of `part`, at `name`, does not work with us."""
     kind: type = type(part)
     where = f"{kind.__name__}{f' at {name!r}' if name else ''}"
     chosen = f"attn_implementation={implementation!r}"
@@ -75,7 +75,7 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
     elif part.config.model_type not in DENSE_MODELS and _asks_by_name(kind):
         reason = (
             "prepares its masks only for attention implementations that it knows by name, so "
-            f"{chosen} would answer wrongly"
+            f"{chosen} would give wrong results"
         )
     elif table := _chooses_by_name(kind):
         reason = f"takes its attention class from {table}, which has none for {chosen}"
@@ -143,19 +143,19 @@ def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str
 def guard_models() -> None:
     """Make every model call `check_part` when it gets attn_implementation="metal_attn".
 
-    A part may have no attention although the model has some. So that is checked when the outermost
-    model is complete.
+    Whether a model has attention is checked when the outermost model is complete, because a part
+    of it may have none.
     """
-    take = getattr(PreTrainedModel, _DOOR)
-    if hasattr(take, _GUARDED):
+    original = getattr(PreTrainedModel, _CHOOSING_METHOD)
+    if hasattr(original, _GUARDED):
         return
 
-    @functools.wraps(take)
+    @functools.wraps(original)
     def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
         if requested == NAME:
             check_part(self, NAME)
         try:
-            chosen: str = take(self, requested, *args, **kwargs)
+            chosen: str = original(self, requested, *args, **kwargs)
         except ValueError as error:
             if difflib.get_close_matches(str(requested), [NAME]):  # the error does not list NAME
                 raise ValueError(f'{error} Did you mean "{NAME}"?') from None
@@ -163,8 +163,8 @@ def guard_models() -> None:
         return chosen
 
     setattr(checked, _GUARDED, True)
-    setattr(PreTrainedModel, _DOOR, checked)
-    for name in _ENTRANCES:
+    setattr(PreTrainedModel, _CHOOSING_METHOD, checked)
+    for name in _LOADING_METHODS:
         setattr(PreTrainedModel, name, classmethod(_guarded(vars(PreTrainedModel)[name].__func__)))
 
 
@@ -234,8 +234,8 @@ def module_source(module: str) -> str:
 def _chooses_by_name(kind: type) -> str | None:
     """The table in which one of `kind`'s modules looks up a class by the implementation's name.
 
-    Searches the classes of its file that `kind` names, directly or through others, because a file
-    may define several models.
+    Searches only classes of the same file that `kind` names, directly or through other classes,
+    because a file may define several models.
     """
     seen, waiting = {kind}, [kind]
     while waiting:
@@ -257,9 +257,9 @@ def _chooses_by_name(kind: type) -> str | None:
 
 @functools.cache
 def _passes_indices(kind: type) -> bool:
-    """True if its code passes the selected keys to implementations that it does not name."""
+    """True if the module of `kind` passes selected keys to implementations it does not name."""
     text = module_source(kind.__module__)
-    passed = [name for _, name in _IN_OTHERS.findall(text) if f"indices={name}," in text]
+    passed = [name for _, name in _ELSE_BRANCH.findall(text) if f"indices={name}," in text]
     return bool(passed) and len(passed) == len(_BY_NAME.findall(text))
 
 

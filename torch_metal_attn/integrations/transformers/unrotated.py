@@ -1,7 +1,7 @@
 """Queries that the kernel will rotate, with their rotary tables.
 
-A layer whose rotation is fused passes this object instead of the query tensor. It is not a tensor,
-so code other than `metal_attention` that uses it raises.
+A layer whose rotation is fused passes an `Unrotated` instead of the query tensor. An `Unrotated` is
+not a tensor, so code other than `metal_attention` that uses it raises.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ class Tables:
     """How to get the op's cos and sin, (B or 1, L, R / 2), from a model's, (B or 1, L, width).
 
     repeats: "halves" (width R, two equal halves), "pairs" (width R, columns 2 i and 2 i + 1 are
-    equal) or "none". interleaved: columns 2 i and 2 i + 1 of q form a pair, else i and i + R / 2.
+    equal) or "none" (width R / 2). interleaved: columns 2 i and 2 i + 1 of q form a pair; otherwise
+    columns i and i + R / 2 do.
     """
 
     repeats: str
@@ -56,7 +57,7 @@ class Unrotated:
         return Unrotated(q, self.cos, self.sin, self.interleaved, self.owner)
 
     def __getattr__(self, name: str) -> Any:
-        raise self._misused(f"reads its {name}")
+        raise self._misuse(f"reads its {name}")
 
     @classmethod
     def __torch_function__(
@@ -65,12 +66,12 @@ class Unrotated:
         values = [*args, *(kwargs or {}).values()]
         values += [x for several in values if isinstance(several, list | tuple) for x in several]
         query = next(x for x in values if isinstance(x, cls))
-        raise query._misused(f"calls {getattr(func, '__name__', func)} on it")
+        raise query._misuse(f"calls {getattr(func, '__name__', func)} on it")
 
-    def _misused(self, what: str) -> NotImplementedError:
+    def _misuse(self, what: str) -> NotImplementedError:
         return NotImplementedError(
             f"{self.owner} was given fuse_rope=True, so only metal_attn's kernel can use its "
-            f"query, but other code {what}: call enable(model) for this model, and before you set "
+            f"query, but other code {what}: call enable(model) to undo this, also before you set "
             "another attn_implementation"
         )
 

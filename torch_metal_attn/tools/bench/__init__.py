@@ -58,7 +58,7 @@ def bench(options: argparse.Namespace) -> bool:
         return False
     described = machine.describe(DEVICE)
     print(f"metal_attn and torch's scaled_dot_product_attention on {described['chip']}.")
-    print(f"Each time is the median of {options.rounds} samples; the two take turns.\n")
+    print(f"Each time is the median of {options.rounds} samples; samples of the two alternate.\n")
     print(f"{versus.LEGEND}\n\n{versus.HEADING}", flush=True)
     results: list[versus.Compared] = []
     try:

@@ -28,7 +28,7 @@ _OURS, _TORCH = "#1a73e8", "#d93025"
 
 @dataclass(frozen=True)
 class Bytes:
-    """The most memory of a training step on our kernels, and the least with torch's attention."""
+    """The peak memory of a training step with our attention, and a lower bound with torch's."""
 
     shape: Shape
     ours: int
@@ -56,11 +56,11 @@ def row(one: Bytes) -> tuple[str, ...]:
 
 
 def plots(members: Sequence[Bytes]) -> list[str]:
-    """SVG plots over the number of queries. A series has as many keys, or a fixed number."""
+    """SVG plots over the number of queries, which is also that of keys unless keys are fixed."""
     series: dict[tuple[str, int], list[Bytes]] = {}
     for one in sorted(members, key=lambda one: one.shape.length):
         shape = one.shape
-        keys = 0 if shape.kv_length == shape.length else shape.kv_length
+        keys = 0 if shape.kv_length == shape.length else shape.kv_length  # 0: as many as queries
         series.setdefault((shape.series, keys), []).append(one)
     return [_plot(members) for members in series.values()]
 

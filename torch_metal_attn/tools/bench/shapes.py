@@ -17,13 +17,13 @@ from torch_metal_attn.simulator.exit_status import BadRequest
 from torch_metal_attn.wording import value_text
 
 KINDS = ("forward", "training", "decode")
-WIDTH = 56  # of a shape in a table
-MOST_ELEMENTS = 2**61 - 1  # of float32, because torch counts bytes in int64
+WIDTH = 56  # characters of a shape in a table
+MOST_ELEMENTS = 2**61 - 1  # float32 has 4 bytes, and torch counts the bytes of a tensor in int64
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class BadShape(BadRequest):
-    """A shape, or a file of them, that cannot be measured."""
+    """A shape, or a file of shapes, that cannot be measured."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Shape:
             raise BadShape(f"causal is {value_text(self.causal)}; it must be true or false")
         if type(self.window) is not int or not -1 <= self.window <= INT32_MAX:
             raise BadShape(
-                f"window is {value_text(self.window)}; it must be the number of keys before "
-                f"its own that a query sees, an int from 0 to {INT32_MAX}, or -1 for all"
+                f"window is {value_text(self.window)}; it must be the number of keys that a query "
+                f"sees before its own, an int from 0 to {INT32_MAX}, or -1 for all"
             )
         if self.heads % self.kv_heads:
             raise BadShape(
@@ -113,7 +113,7 @@ class Shape:
 
 
 def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape]:
-    """One query for decoding; otherwise causal, with as many queries as keys."""
+    """A shape per length: one query for decoding, otherwise causal with as many queries as keys."""
     decode = kind == "decode"
     return [
         Shape(kind, length=1 if decode else n, kv_length=n, causal=not decode, **options)
@@ -228,13 +228,14 @@ def from_file(path: Path) -> list[Shape]:
     listed = _json(path)
     names = [field.name for field in dataclasses.fields(Shape)]
     if not isinstance(listed, list) or not listed:
-        raise BadShape(f"{path} must hold a list of objects, one a shape")
+        raise BadShape(f"{path} must hold a list of objects, one for each shape")
     shapes = []
     for number, fields in enumerate(listed):
         unknown = sorted(fields.keys() - set(names)) if isinstance(fields, dict) else None
         if unknown != []:
-            what = f"has {unknown[0]!r}; it" if unknown else f"is {value_text(fields)}; it"
-            raise BadShape(f"{path}: shape {number} {what} must be an object of {', '.join(names)}")
+            what = f"has {unknown[0]!r}" if unknown else f"is {value_text(fields)}"
+            allowed = f"it must be an object with some of {', '.join(names)}"
+            raise BadShape(f"{path}: shape {number} {what}; {allowed}")
         try:
             shapes.append(_shape(fields))
         except BadShape as error:
@@ -254,7 +255,7 @@ def of_model(model: Path) -> dict[str, int]:
     if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
         config = config["text_config"]
     if not isinstance(config, dict):
-        raise BadShape(f"--model is {model}, and {path} holds no object; it must be a config.json")
+        raise BadShape(f"--model is {model}, but {path} is not the JSON object of a config.json")
     heads = _number(path, config, "num_attention_heads")
     kv_heads = _number(path, config, "num_key_value_heads", heads)
     head_dim = _number(path, config, "head_dim", 0)

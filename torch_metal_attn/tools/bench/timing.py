@@ -1,4 +1,4 @@
-"""Times several calls interleaved, so that other load on the machine affects all of them."""
+"""Times several calls alternately, so that other load on the machine affects all of them."""
 
 import argparse
 import statistics
@@ -12,7 +12,7 @@ Call = Callable[[], object]
 
 _ROUNDS = 15
 _SAMPLE_SECONDS = 0.01  # the shortest sample; the wait for the GPU is short in comparison
-_MOST_CALLS = 1 << 16  # of a sample
+_MOST_CALLS = 1 << 16  # in one sample
 
 
 def add_rounds(parser: argparse.ArgumentParser) -> None:
@@ -46,14 +46,14 @@ class Times:
 
 
 def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[str, Times]:
-    """The times of each call, or its error. A round has a sample of at least 10 ms of each."""
+    """The times of each call, or its error. A round has one sample per call, of at least 10 ms."""
     failed: dict[str, Times] = {}
     counts: dict[str, int] = {}
     for name, call in calls.items():
         try:
             _sample(call, timer, 1)
             counts[name] = _calls_per_sample(call, timer)
-        except (RuntimeError, ValueError, TypeError) as error:  # RuntimeError: OutOfMemoryError too
+        except (RuntimeError, ValueError, TypeError) as error:  # OutOfMemoryError is a RuntimeError
             failed[name] = Times(error=f"{type(error).__name__}: {error}")
     samples: dict[str, list[float]] = {name: [] for name in counts}
     for number in range(rounds):

@@ -38,7 +38,7 @@ class Compared:
 
     @property
     def agree(self) -> bool:
-        """True if the outputs are close, or if there are not two."""
+        """True if the outputs are close, or if a call failed, so that there is no second output."""
         return self.difference is None or self.difference <= _TOLERANCE[self.shape.dtype]
 
     def __str__(self) -> str:
@@ -69,14 +69,14 @@ def compare(shape: Shape, device: torch.device, timer: Timer, rounds: int) -> Co
     try:
         forwards, calls = calls_of(shape, device)
     except RuntimeError as error:
-        failed = Times(error=f"the inputs cannot be made: {error}")
+        failed = Times(error=f"the inputs cannot be allocated: {error}")
         return Compared(shape, {OURS: failed, TORCHS: failed}, None)
     difference = None
     times = interleaved(calls, timer, rounds)
     if not any(one.error for one in times.values()):
         with torch.no_grad():
-            apart = forwards[OURS]().float() - forwards[TORCHS]().float()
-        difference = apart.abs().nan_to_num(nan=torch.inf).max().item()
+            differences = forwards[OURS]().float() - forwards[TORCHS]().float()
+        difference = differences.abs().nan_to_num(nan=torch.inf).max().item()
     return Compared(shape, times, difference)
 
 
@@ -93,7 +93,7 @@ def calls_of(
         return forwards, dict(forwards)
     gradient = torch.randn_like(operands[0])
     steps: dict[str, Callable[[], Any]] = {
-        name: functools.partial(_and_backward, call, operands, gradient)
+        name: functools.partial(_with_backward, call, operands, gradient)
         for name, call in forwards.items()
     }
     return forwards, steps
@@ -130,7 +130,7 @@ def _torch_mask(shape: Shape, device: torch.device) -> tuple[Tensor | None, bool
     return visible, False
 
 
-def _and_backward(
+def _with_backward(
     forward: Callable[[], Tensor], operands: list[Tensor], gradient: Tensor
 ) -> tuple[Tensor, ...]:
     return torch.autograd.grad(forward(), operands, gradient)

@@ -15,7 +15,7 @@ from torch_metal_attn.sdpa import is_causal_bias
 OURS, TORCHS, BY_HAND = "metal_attn", "torch's function", "written out by hand"
 PACKED = "flash_varlen_fwd"  # its tensors are (tokens, heads, head dim)
 _BLOCK = "run it inside `with torch_metal_attn.sdpa_replaced():`"
-# By package that calls torch's attention: its integration, and how to switch that on.
+# For each package that calls torch's attention: our integration, and how to enable it.
 _INTEGRATIONS = {
     "transformers": ("transformers", 'load the model with attn_implementation="metal_attn"'),
     "diffusers": ("diffusers", 'call model.set_attention_backend("metal_attn")'),
@@ -45,7 +45,7 @@ def ours(op: str, arguments: dict[str, Any], place: str) -> Attention:
 
 
 def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attention:
-    arguments = replacement.given_by_name(args, kwargs)
+    arguments = replacement.arguments_by_name(args, kwargs)
     mask = arguments.get("attn_mask")
     causal = bool(arguments.get("is_causal", False))
     if is_causal_bias(mask):
@@ -64,8 +64,8 @@ def torchs(args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> Attenti
     if refusal is not None:
         return replace(attention, why=f"metal_attn refuses it: {refusal}")
     if replacement.open_here():
-        on_mps = "on the CPU torch ran it" if attention.device == "cpu" else ""
-        return replace(attention, goes_to=OURS, scores_bytes=0, why=on_mps)
+        why = "torch ran it on the CPU" if attention.device == "cpu" else ""
+        return replace(attention, goes_to=OURS, scores_bytes=0, why=why)
     if replacement.open_elsewhere():
         change = "open sdpa_replaced(process_wide=True): this thread is not inside the block"
     else:
@@ -79,7 +79,7 @@ def by_hand(weights: Tensor, function: str | None, place: str) -> Attention:
     if function == "multi_head_attention_forward":
         change = f"call the layer with need_weights=False, and {_BLOCK}"
     elif package == "diffusers":
-        change = f"call no enable_attention_slicing(); {_switch(place)}"
+        change = f"do not call enable_attention_slicing(); {_switch(place)}"
     else:
         change = _switch(place) or (
             f"in {function}, call torch_metal_attn.scaled_dot_product_attention(q, k, v) in place "
@@ -96,6 +96,7 @@ def fused_layer(op: str, args: tuple[Any, ...], place: str) -> Attention:
     whole = op == "_transformer_encoder_layer_fwd"
     x, (width, heads) = args[0], args[1:3] if whole else args[3:5]
     shape = (x.shape[0], heads, x.shape[1], width // heads)
+    # The positions of mask and need_weights in the op's signature; an encoder layer has no weights.
     mask, weights = (args[18], False) if whole else (args[9], args[10])
     attention = Attention(
         (shape, shape),

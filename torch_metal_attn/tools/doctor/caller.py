@@ -17,7 +17,7 @@ _PACKAGE = re.compile(r".*[\\/](site|dist)-packages[\\/]")
 
 
 def frames() -> Iterator[FrameType]:
-    """Yields torch's running frames, innermost first, then the first user's frame."""
+    """Yields the running frames of torch, innermost first, then the first frame of user code."""
     frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
@@ -42,7 +42,7 @@ def shortened(file: str) -> str:
 
 
 def multiplying() -> str | None:
-    """The name of the innermost of these frames' functions that multiplies matrices, or None."""
+    """The name of the innermost running function that multiplies matrices, or None."""
     codes = (frame.f_code for frame in frames())
     return next((code.co_name for code in codes if _multiplies(code)), None)
 

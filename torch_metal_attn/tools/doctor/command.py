@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run a script or module, whose exceptions pass, and report to stderr. 2 if it is missing."""
+    """Run a script or module, let its exceptions pass, and report to stderr. 2: it is missing."""
     name, *arguments = options.target
     try:
         code, file, folder, spec = (_module if options.module else _script)(name)

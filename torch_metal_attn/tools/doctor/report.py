@@ -16,7 +16,7 @@ from torch_metal_attn.wording import count_text
 
 _NONE = (
     "No attention was seen. It may run in another process, in a C++ program or a TorchScript, or "
-    "in operations that are not known here."
+    "in operations that doctor does not know."
 )
 
 
@@ -25,11 +25,11 @@ def text(name: str, watch: Watch) -> str:
     seen = watch.seen
     lines = [f"doctor: attention of {name}, torch {torch.__version__}"]
     if any(attention.device == "cpu" for attention in seen):
-        lines.append("Tensors were on the CPU: the list says where they would go on mps.")
+        lines.append("Tensors were on the CPU: the list says what would run each call on mps.")
         if mps.available():
             lines.append('This machine has mps: move the model and its inputs there, .to("mps").')
     if watch.compiled:
-        lines.append("torch.compile was off in this run, so that its calls are seen.")
+        lines.append("torch.compile was off in this run, so that calls in compiled code are seen.")
     for problem, calls in watch.undescribed.items():
         lost = f"{count_text(calls, 'call')} could not be described; please report this: {problem}"
         lines += wrap(lost, WIDTH)

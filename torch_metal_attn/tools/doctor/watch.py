@@ -52,7 +52,7 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         replacement.await_causal_bias()
-        # torch caches this list of functions. It must not contain the wrappers instead.
+        # torch caches this list of functions. Fill the cache before the wrappers could get into it.
         get_overridable_functions()
         packets = {name: getattr(torch.ops.metal_attn, name) for name in _OPS}
         names = {
@@ -96,7 +96,7 @@ class Watch:
 
         def undo() -> None:
             scripted.pop(id(replaced), None)
-            # If other code has wrapped our function meanwhile, it stays and records nothing.
+            # If other code has wrapped our function meanwhile, leave it: it records nothing now.
             if vars(owner).get(name) is not replaced:
                 return
             if defined_here:
@@ -116,7 +116,7 @@ class Watch:
             key = (what, place, *map(_signature, values))
             described = self._known.get(key)
             if described is None:
-                with _disable_current_modes():  # a mode may count the ops of the description
+                with _disable_current_modes():  # a mode might count the ops that `attention` runs
                     described = attention(place)
         except Exception as error:
             with self._lock:
@@ -134,7 +134,7 @@ class Watch:
         noted = self._thread.noted
         out = original(*args, **kwargs)
         if noted == self._thread.noted and _computes(out):
-            arguments = replacement.given_by_name(args, kwargs)
+            arguments = replacement.arguments_by_name(args, kwargs)
             blocks = (replacement.open_here(), replacement.open_elsewhere())
             # Autocast decides the dtype of out.
             values = (*arguments, *arguments.values(), torch.is_grad_enabled(), out.dtype, *blocks)

@@ -65,12 +65,12 @@ def explain(
             method of a PagedKVCache or StaticKVCache, followed by its arguments. It runs like a
             model. The cache does not change: neither its memory nor its lengths and pages.
 
-    Returns: an `Explanation` for an op or flex_attention, otherwise a `ModelExplanation`. str() is
-        a text for people, `as_dict()` plain data. If an op would refuse the call, the refusal is
-        in the result, and nothing is raised.
+    Returns: an `Explanation` for an op or flex_attention, otherwise a `ModelExplanation`. str()
+        gives a text for people, and `as_dict()` plain data. If an op would refuse the call, the
+        refusal is in the result, and nothing is raised.
 
     Raises:
-        TypeError: another first argument.
+        TypeError: the first argument is none of these.
     """
     backward = as_bool("backward", backward)
     target: object = arguments[0] if arguments else options.get("q")

@@ -32,8 +32,8 @@ _ATTENTION_DIMS = 4  # (B, H, Lq, Lk); a softmax of fewer dimensions may choose 
 class ModelExplanation:
     """Every attention in one call of a model, a plan or a cache, in order.
 
-    Attributes: model: the class of that object. rows: the calls. stopped: the layer and this
-        package's error, if one ended the call early; None if the call completed.
+    Attributes: model: the class of that object. rows: the calls. stopped: the layer and the error,
+        if an error of this package ended the call early; None if the call completed.
     """
 
     model: str
@@ -80,7 +80,7 @@ def _is_ours(error: Exception) -> bool:
 
 @contextmanager
 def _layer_names(model: object) -> Iterator[list[str]]:
-    """A stack with the paths of the running modules. An error leaves it unchanged."""
+    """A stack with the paths of the running modules. A module that raises stays on the stack."""
     stack = [type(model).__name__]
     hooks = []
 
@@ -181,7 +181,7 @@ class _Recorder(TorchDispatchMode):
                 self._weights = None
 
     def _add_softmax(self, weights: Tensor) -> None:
-        words = "a softmax of scores, as eager attention has"
+        words = "a softmax of scores, as in eager attention"
         self._add(_SOFTMAX, (tuple(weights.shape),), words, None)
 
     def _add(self, op: str, shapes: Any, elsewhere: str, cost: Cost | None) -> None:

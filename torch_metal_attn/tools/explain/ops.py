@@ -28,10 +28,10 @@ class Kernel:
         threadgroups in x, y and z. pieces: the number of dispatches, each in a separate command
         buffer; above 1 if a single one would run for over a second by a cautious estimate.
         choice: how its tile was chosen: "default", "tuned on this machine", "table of
-        TORCH_METAL_ATTN_TUNED"; "" for a kernel without a choice. reason: for a kernel of a
-        backward, why it has no tensor tiles on a GPU that has them, and if it skips blocks that a
-        bool mask hides; otherwise "". key: the key of its row in a table of tiles. candidates:
-        tiles that `tune` measures, the chosen one first.
+        TORCH_METAL_ATTN_TUNED"; "" if its tile cannot be chosen. reason: for a kernel of a
+        backward, why it has no tensor tiles on a GPU that has them, and whether it skips blocks
+        that a bool mask hides; otherwise "". key: the key of its row in a table of tiles.
+        candidates: tiles that `tune` measures, the chosen one first.
     """
 
     specialisation: dict[str, str]
@@ -52,13 +52,13 @@ class Training:
     Attributes: kernels: the backward's kernels that compute gradients, by their names. inputs:
         bytes of q, k, v, dout and of the options that are tensors, by name; broadcast tensors count
         in full. allocated: bytes of everything that the two ops allocate, by name: out,
-        softmax_lse, delta, dq, dk and dv; while the backward runs, rounded_delta; normalisers in
-        float32, and with a bias, slopes or a sink; while the backward runs, dk_parts and dv_parts,
-        if cores would be idle unless the query heads of a KV head are split; copies of
-        flex_attention's captured tensors that have gradients; mask_blocks, the larger of the lists
-        of blocks that a bool mask shows. Only mask_blocks grows with the product of two lengths.
-        All of it is allocated at once only while the backward runs. cost: the fewest FLOPs and
-        bytes of the backward.
+        softmax_lse, delta, dq, dk and dv; rounded_delta, while the backward runs; normalisers, if
+        q is float32 or there is an additive mask, a bias, slopes or a sink; dk_parts and dv_parts,
+        while the backward runs, if the query heads of a KV head are split to use more cores; copies
+        of flex_attention's captured tensors that have gradients; mask_blocks, the larger of the
+        lists of blocks that a bool mask shows. Only mask_blocks grows with the product of two
+        lengths. All of it is allocated at once only while the backward runs. cost: the fewest FLOPs
+        and bytes of the backward.
     """
 
     kernels: dict[str, Kernel]
@@ -173,7 +173,7 @@ def short_name(op: Any) -> str | None:
 
 
 def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The call's arguments by name, with numbers converted to Python's."""
+    """The call's arguments by name, with numbers converted to Python numbers."""
     schema = getattr(torch.ops.metal_attn, name).default._schema
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     numbers = {one.name for one in schema.arguments if "Tensor" not in str(one.type)}

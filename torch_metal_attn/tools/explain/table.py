@@ -29,7 +29,7 @@ class LayerCall:
         raise. elsewhere: what runs instead of our op, "" for an op of ours. cost: the fewest FLOPs
         and bytes that the call needs, or None if they are not known. copied: tensors that were
         copied for the call because their rows were not contiguous; the cost includes the copies.
-        notes: remarks of the caller, such as the bytes of another form.
+        notes: remarks of an integration, such as the bytes that expanded keys would have.
     """
 
     layer: str

@@ -1,4 +1,4 @@
-"""`python -m torch_metal_attn fuzz`: random calls for a time, and the failures of a report."""
+"""`python -m torch_metal_attn fuzz`: runs random calls, or the failures of a report again."""
 
 import argparse
 import math
@@ -77,7 +77,7 @@ def _positive(kind: type[int] | type[float], most: float = math.inf) -> "type[in
 
 
 def fuzz(options: argparse.Namespace) -> bool:
-    """Run the cases. True if none failed. Raises OSError for a report, BadRequest if none ran."""
+    """Run the cases. True if none failed. Raises OSError for files, BadRequest if no case ran."""
     _check(options)
     if options.replay is not None:
         return _replay(options.replay)

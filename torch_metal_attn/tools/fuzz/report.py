@@ -35,7 +35,7 @@ class Report:
         shrunk = ran.shrunk and ran.shrunk[0]
         for earlier in self.failures:
             if earlier is not ran and shrunk and earlier.shrunk and earlier.shrunk[0] == shrunk:
-                return f"case {ran.index}: as case {earlier.index}"
+                return f"case {ran.index}: the same failure as case {earlier.index}"
         return failure_text(ran)
 
     @property
@@ -77,7 +77,7 @@ def read(path: Path) -> list[Case]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or "failures" not in data:
-            raise BadReport(f"{path} is not a report of fuzz: it is no JSON object with failures")
+            raise BadReport(f"{path} is not a report of fuzz: it is not an object with failures")
         cases = [from_json(failure["case"]) for failure in data["failures"]]
     except BadReport:
         raise

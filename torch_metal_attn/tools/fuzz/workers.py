@@ -33,7 +33,7 @@ class Ran:
 
 
 class _Clock:
-    """Counts the seconds while this process runs. A pause of it pauses its workers too."""
+    """Counts the seconds in which this process runs. While it is paused, its workers are too."""
 
     def __init__(self) -> None:
         self._last, self._seconds = time.monotonic(), 0.0
@@ -68,7 +68,7 @@ def run(
     case_seconds: float,
     ends: float,
 ) -> Iterator[Ran | None]:
-    """Yields each case after its run, or None after a while without one. Starts none after `ends`.
+    """Yields each case after its run, or None if none ended for a while. Starts none after `ends`.
 
     draw: makes case `index` of a seed. count: number of workers.
     """
@@ -108,7 +108,7 @@ def run(
 
 
 def _start() -> _Worker:
-    """Start a worker by spawn, because a process that has used mps may not fork."""
+    """Start a worker by spawn, because a process that has used mps must not fork."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(theirs,), daemon=True)
@@ -154,7 +154,7 @@ def _receive(worker: _Worker, now: float) -> "Ran | str | None":
 
 
 def _lost(worker: _Worker, status: str, words: str) -> Ran:
-    """Stop the worker. Its case failed by `status`, or had failed before it was shrunk."""
+    """Stop the worker. Its case has the failure that it was shrinking, or else `status`."""
     assert worker.case is not None
     worker.stop()
     return Ran(*worker.case, worker.shrinking or Outcome(status, "the process", words))

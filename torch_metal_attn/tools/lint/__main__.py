@@ -39,7 +39,7 @@ def _lint(folder: Path) -> bool:
     texts: list[Text] = []
     for path in families:
         if path.stem not in specialisations():
-            message = "torch_metal_attn/tools/lint/specialisations.py has no launch of it"
+            message = "torch_metal_attn/tools/lint/specialisations.py never launches this family"
             findings.add(Finding(str(path), 1, "specialisations", message))
             continue
         try:

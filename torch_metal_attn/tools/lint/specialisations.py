@@ -1,4 +1,4 @@
-"""Specialisations of each kernel family in which every define has each of its values."""
+"""Specialisations of each kernel family that together give every define each of its values."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,7 +40,7 @@ _EVERYTHING = attention(
     rotary_columns=32,
     dropout_p=0.3,
 )
-# The same with other defines, and without options that gradients on tensor tiles do not support.
+# With other defines, and without the options that gradients on tensor tiles do not support.
 _ODD_KEYS = replace(
     _EVERYTHING, dtype="bfloat16", packed=((33, 71), (5, 9)), rotary_interleaved=True
 )
@@ -105,7 +105,7 @@ _MORE: tuple[Case, ...] = (
     Step(rotary_columns=8, leftpad_k=(0,), cache="indexed", cache_dtype="float16"),
 )
 _UNSTAGED = "V_SLICE=64 BLOCK_K=32 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
-# The probes, and the sum of parts of gradients, for GPUs with more cores than threadgroups.
+# No case launches these: probes, and a sum for GPUs with more cores than threadgroups.
 _ALONE: dict[str, list[Defines]] = {
     "probe": [{}],
     "probe_tensor": [{"FLOAT32": "0"}, {"FLOAT32": "1"}],
@@ -136,17 +136,18 @@ def _with_piece(family: str, launches: list[Defines]) -> list[Defines]:
 def _cover(launches: list[Defines]) -> list[Defines]:
     """A greedy cover: each chosen launch has the most kinds of values that are still missing."""
     names = {name for defines in launches for name in defines}
-    none = frozenset[tuple[str, str]]()
+    empty = frozenset[tuple[str, str]]()
 
     def kinds(defines: Defines) -> frozenset[tuple[str, str]]:
         return frozenset((name, _kind(name, defines.get(name, ""))) for name in names)
 
-    in_16_bits = none.union(*(kinds(defines) for defines in launches if _is_16_bit(defines)))
+    # A float32 launch counts only for kinds of values that no 16-bit launch has.
+    in_16_bits = empty.union(*(kinds(defines) for defines in launches if _is_16_bit(defines)))
     values = {
-        kinds(defines) - (none if _is_16_bit(defines) else in_16_bits): defines
+        kinds(defines) - (empty if _is_16_bit(defines) else in_16_bits): defines
         for defines in launches
     }
-    chosen, missing = [], none.union(*values)
+    chosen, missing = [], empty.union(*values)
     while missing:
         best = max(values, key=lambda kinds: len(kinds & missing))
         chosen.append(values[best])

@@ -24,7 +24,7 @@ def verify() -> bool:
     start = time.perf_counter()
     with best_device(check=True) as device:
         print(f"The kernels on {_backend(device)}; errors against float64")
-        print("Kernels are compiled when they first run: a minute or two, less the next time.\n")
+        print("Kernels are compiled when they first run, which takes a minute or two once.\n")
         print(f"{'problem':<76} {'dtype':<9} {'error':>9} {'bound':>9}", flush=True)
         results = list(_results(listed.QUICK, device, every_line=True))
     passed = sum(result.outcome.status == PASSED for result in results)

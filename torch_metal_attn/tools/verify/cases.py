@@ -26,7 +26,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Listed:
-    """A case, the family in whose line of the report it counts, and its fields in words."""
+    """A case, the family whose line of the report counts it, and its fields in words."""
 
     family: str
     case: Case

@@ -33,13 +33,13 @@ def markdown(
     lines = ["# torch_metal_attn: verify --full", "", f"**{', '.join(counts)}**", ""]
     if len(results) < len(cases):
         case = cases[len(results)]
-        lines += [f"It ended after {len(results)} of {len(cases)} cases, in this one:", ""]
+        lines += [f"The run ended after {len(results)} of {len(cases)} cases, in this case:", ""]
         lines += [f"{case} ({case.dtype})", ""]
     lines += [*text_table.markdown(("", ""), machine.items()), ""]
     lines += [
         "Errors are against float64. A bound is twice the error of torch's own attention in the",
         "same dtype on the same problem, plus the rounding of the result. The worst share is the",
-        "largest error as a part of its bound. Caches and repeated runs are compared bit for bit.",
+        "largest error divided by its bound. Caches and repeated runs are compared bit for bit.",
         "",
         *text_table.markdown(_FAMILY, _family_rows(results), numbers=(1, 2, 3)),
         "",
@@ -74,7 +74,7 @@ def _family_rows(results: Sequence[Result]) -> Iterator[list[Any]]:
 
 
 def share_text(measure: Measure) -> str:
-    """The error relative to the bound, such as 0.43. If the bound is 0, the number of bytes."""
+    """The error divided by the bound, such as 0.43, or the bytes that differ if the bound is 0."""
     if measure.bound == 0:
         return "0" if measure.error == 0 else count_text(round(measure.error), "byte")
     return f"{measure.share:.2f}" if measure.share < 1e4 else f"{measure.share:.1e}"

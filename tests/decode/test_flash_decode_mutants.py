@@ -41,7 +41,7 @@ MUTANTS = {
         states of the first rows: states {~+ min(tile_row, ROWS - 1) =>~}
         shares not normalised: correction {~/ total.sum =>~}, sees_nothing
         shares without their maximum: {~correction => 1.0f~} / total.sum
-        a SIMD group's out left out: if (giver < KEY_SIMDGROUPS - 1{~=> && giver != 1~}) {
+        a SIMD group's out left out: if (current < KEY_SIMDGROUPS - 1{~=> && current != 1~}) {
         out of the fragment before: return (i * OWN_V_FRAGMENTS + d{~=> / 2~}) * SIMD_LANES
         sum of one lane: rows.softmax[i].{~row_sum() => lane_sum~}
         q not shared: {~=> q_tile.fill(ELEMENT(0));~}exchange_query_fragments(q_tile, pairs, lane);
@@ -54,8 +54,9 @@ MUTANTS = {
             {~simdgroup_barrier(mem_flags::mem_threadgroup); =>~} } else {
         no barrier before states are joined [uninitialised]:
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } }; // A row's maximum
-        no barrier between givers of out [race or uninitialised]:
-            {~threadgroup_barrier(mem_flags::mem_threadgroup); // for the next one =>~}
+        no barrier between sums of out [race or uninitialised]:
+            {~threadgroup_barrier(mem_flags::mem_threadgroup);
+            // the next SIMD group reads the sums =>~}
     """,
     "splits": """
         splits overlap by a step: min((split + 1) * split_steps{~=> + 1~}, shared_steps)

@@ -103,15 +103,15 @@ struct CacheOperand {
   }
 
   METAL_FUNC GroupScale group_scale(thread const Place& place, int column) const thread {
-    GroupScale own = {scale, 0.0f};
+    GroupScale result = {scale, 0.0f};
     if (kv_row_scales(FORMAT)) {
       const device Scale* numbers =
           scales.tensor +
           (place.scales + column / kv_scale_columns(FORMAT) * kv_scale_numbers(FORMAT));
-      own.scale = float(numbers[0]);
-      own.minimum = kv_grouped(FORMAT) ? float(numbers[1]) : 0.0f;
+      result.scale = float(numbers[0]);
+      result.minimum = kv_grouped(FORMAT) ? float(numbers[1]) : 0.0f;
     }
-    return own;
+    return result;
   }
 
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {

@@ -39,7 +39,7 @@ struct BlockKeys {
 
   // The listed keys of the lane's columns in fragment j of a tile of scores.
   METAL_FUNC vec<int, 2> column_rows(short j, ushort lane_index) const thread {
-    return of_columns(rows[j], lane_index);
+    return column_numbers(rows[j], lane_index);
   }
 
   // SIMD groups with different rows need the same keys and values. Each SIMD group loads a part of
@@ -189,7 +189,7 @@ struct BlockKeys {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       if (!V_IN_K && ROW_SIMDGROUPS == 1) { v_units[j][s].expand_codes<V_FORMAT>(v_codes[j]); }
-      const Fragment<float> scales = of_columns(v_scales[j], lane_index);
+      const Fragment<float> scales = column_numbers(v_scales[j], lane_index);
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) { span_weights[i].fragments[0][j] *= scales; }
     }

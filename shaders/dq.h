@@ -157,14 +157,14 @@ struct DqRows {
       const RowError error = sums[i].merge_lanes(queries.statistics.lse_of(query), lse_log2s[i],
                                                  deltas[i], sink, dlse);
       weight_factors[i] = error.factor;
-      too_large = too_large || fabs(error.of_delta) > TOLERATED * sums[i].sizes;
+      too_large = too_large || fabs(error.delta_error) > TOLERATED * sums[i].sizes;
       if (writes && queries.exists(i)) {
-        queries.delta_rows.store(query, 0, Fragment<float>(deltas[i] + error.of_delta, 0.0f));
+        queries.delta_rows.store(query, 0, Fragment<float>(deltas[i] + error.delta_error, 0.0f));
         if (NORMALISED) {
           queries.normaliser_rows.store(query, 0, Fragment<float>(error.normaliser, 0.0f));
         }
       }
-      deltas[i] = error.of_delta;
+      deltas[i] = error.delta_error;
     }
     return simd_max(too_large ? 1.0f : 0.0f) > 0.0f;
   }

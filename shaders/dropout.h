@@ -95,12 +95,12 @@ struct Dropout {
         const short number = pair + lane;
         const uint4 words =
             draw(row + number / COLUMNS * FRAGMENT, column + number % COLUMNS * FRAGMENT);
-        const uint2 own = lane == 0 ? words.xy : words.zw;
-        const uint2 others = lane == 0 ? words.zw : words.xy;
-        bits |= bit(own.x, 2 * number) | bit(own.y, 2 * number + 1);
+        const uint2 own_words = lane == 0 ? words.xy : words.zw;
+        const uint2 other_words = lane == 0 ? words.zw : words.xy;
+        bits |= bit(own_words.x, 2 * number) | bit(own_words.y, 2 * number + 1);
         const short exchanged = pair + 1 - lane;
-        bits |= bit(simd_shuffle_xor(others.x, ushort(1)), 2 * exchanged) |
-                bit(simd_shuffle_xor(others.y, ushort(1)), 2 * exchanged + 1);
+        bits |= bit(simd_shuffle_xor(other_words.x, ushort(1)), 2 * exchanged) |
+                bit(simd_shuffle_xor(other_words.y, ushort(1)), 2 * exchanged + 1);
       }
     }
     return bits;

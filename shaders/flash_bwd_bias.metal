@@ -64,14 +64,14 @@ METAL_FUNC void add_rows(thread const ScoreTile& tile, threadgroup float* sums, 
                          ushort column) {
   UNROLL
   for (short j = 0; j < KEY_FRAGMENTS; j++) {
-    Fragment<float> of_rows = tile.fragments[0][j];
+    Fragment<float> sum_over_rows = tile.fragments[0][j];
     UNROLL
-    for (short i = 1; i < ROW_FRAGMENTS; i++) { of_rows += tile.fragments[i][j]; }
-    of_rows = fragment_column_sum(of_rows);
+    for (short i = 1; i < ROW_FRAGMENTS; i++) { sum_over_rows += tile.fragments[i][j]; }
+    sum_over_rows = fragment_column_sum(sum_over_rows);
     if (row == 0) {
       threadgroup float* place = sums + j * FRAGMENT + column;
-      place[0] = of_rows.x;
-      place[1] = of_rows.y;
+      place[0] = sum_over_rows.x;
+      place[1] = sum_over_rows.y;
     }
   }
 }
@@ -104,10 +104,10 @@ struct DbiasTile {
                              ushort column) const thread {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      Fragment<float> of_columns = tile.fragments[i][0];
+      Fragment<float> sum_over_columns = tile.fragments[i][0];
       UNROLL
-      for (short j = 1; j < KEY_FRAGMENTS; j++) { of_columns += tile.fragments[i][j]; }
-      const float total = fragment_row_sum(of_columns.x + of_columns.y);
+      for (short j = 1; j < KEY_FRAGMENTS; j++) { sum_over_columns += tile.fragments[i][j]; }
+      const float total = fragment_row_sum(sum_over_columns.x + sum_over_columns.y);
       const int query = first_query + i * FRAGMENT;
       if (column == 0 && query < params.problem.q_length) {
         first[query * params.dbias_strides.query] = DBIAS_ELEMENT(total);
@@ -158,16 +158,16 @@ struct DbiasTile {
   const int own_head = threadgroup_position.z % params.own_heads;
   const int own_batch = threadgroup_position.z / params.own_heads;
 
-  ScoreTiles at;
-  at.batches = ScoreTiles::range(params.batches_shared, own_batch, problem.batch);
-  at.heads = ScoreTiles::range(params.heads_shared, own_head, params.heads);
-  at.q_tiles =
+  ScoreTiles walk;
+  walk.batches = ScoreTiles::range(params.batches_shared, own_batch, problem.batch);
+  walk.heads = ScoreTiles::range(params.heads_shared, own_head, params.heads);
+  walk.q_tiles =
       ScoreTiles::range(QUERIES_SHARED, own_q_tile, (problem.q_length + BLOCK_Q - 1) / BLOCK_Q);
-  at.kv_tiles =
+  walk.kv_tiles =
       ScoreTiles::range(KEYS_SHARED, own_kv_tile, (problem.kv_length + BLOCK_K - 1) / BLOCK_K);
   const int64_t first_tile = split * params.split_tiles;
   const int64_t last_tile = min(first_tile + params.split_tiles, params.shared_tiles);
-  at.seek(first_tile);
+  walk.seek(first_tile);
 
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
@@ -187,9 +187,9 @@ struct DbiasTile {
   int loaded_head = -1;
   int loaded_q_tile = -1;
 
-  for (int64_t tile = first_tile; tile < last_tile; tile++, at.advance()) {
-    const int batch = at.batch;
-    const int head = at.head;
+  for (int64_t tile = first_tile; tile < last_tile; tile++, walk.advance()) {
+    const int batch = walk.batch;
+    const int head = walk.head;
     const int kv_head = head / problem.queries_per_kv;
     const Sequence sequence = inputs.sequence(batch, problem);
     if (sequence.impossible) {
@@ -197,8 +197,8 @@ struct DbiasTile {
       continue;
     }
     const int last_query = sequence.q_length - 1;
-    const int tile_query = at.q_tile * BLOCK_Q;
-    const int block = at.kv_tile * BLOCK_K;
+    const int tile_query = walk.q_tile * BLOCK_Q;
+    const int block = walk.kv_tile * BLOCK_K;
     if (VARLEN && tile_query > last_query) { continue; }
     Visibility visible;
     visible.reset(sequence, problem);
@@ -208,7 +208,7 @@ struct DbiasTile {
     }
     const Values values = inputs.values(batch, kv_head, sequence, problem);
     if (TILES_SHARED || batch != staged_batch || kv_head != staged_kv_head ||
-        at.kv_tile != staged_kv_tile) {
+        walk.kv_tile != staged_kv_tile) {
       // Wait until every SIMD group has read the previous tiles.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
@@ -222,7 +222,7 @@ struct DbiasTile {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       staged_batch = batch;
       staged_kv_head = kv_head;
-      staged_kv_tile = at.kv_tile;
+      staged_kv_tile = walk.kv_tile;
     }
 
     const int simdgroup_query = tile_query + simdgroup * SIMDGROUP_ROWS;
@@ -230,11 +230,12 @@ struct DbiasTile {
     SeenRows seen;
     seen.reset(visible, simdgroup_query, SIMDGROUP_ROWS, last_query);
     const bool any_seen = seen.any_in(block, BLOCK_K);
-    if (any_seen && (batch != loaded_batch || head != loaded_head || at.q_tile != loaded_q_tile)) {
+    if (any_seen &&
+        (batch != loaded_batch || head != loaded_head || walk.q_tile != loaded_q_tile)) {
       queries.load(inputs, buffers, params, batch, head, sequence, lane_query, column);
       loaded_batch = batch;
       loaded_head = head;
-      loaded_q_tile = at.q_tile;
+      loaded_q_tile = walk.q_tile;
     }
 
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]

@@ -146,13 +146,13 @@ struct SplitColumns {
     // Wait until all parts are written.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (!seen) { return; }
-    RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS> all;  // [rows, BLOCK_Q]
-    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, weight_parts, simdgroup, lane);
-    accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, all, dout_rows);
+    RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS> tile;  // [rows, BLOCK_Q]
+    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(tile, weight_parts, simdgroup, lane);
+    accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, tile, dout_rows);
     // Keeps the compiler from loading both tiles at once, which takes too many registers.
     simdgroup_barrier(mem_flags::mem_none);
-    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, gradient_parts, simdgroup, lane);
-    accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, all, q_rows);
+    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(tile, gradient_parts, simdgroup, lane);
+    accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, tile, q_rows);
   }
 };
 
@@ -221,7 +221,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
   dv_tile.fill(0.0f);
   Dropout dropout;
   dropout.reset(inputs.rng_state, problem);
-  const Range seeing = keys.queries();
+  const Range query_range = keys.queries();
 
   // HEAD_SPLITS divides the query heads.
   const int members = problem.queries_per_kv / HEAD_SPLITS;
@@ -236,7 +236,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
     rules.reset(inputs, batch, head, lane_key, column, keys.visible, sequence, problem);
     dropout.move_to(batch, head);
     Blocks<LIST_Q_BLOCK> blocks;
-    blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, seeing);
+    blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, query_range);
 
     for (int block = blocks.first(); !blocks.done; block = blocks.next(block + BLOCK_Q)) {
       // Wait until every SIMD group has read the previous tiles.

@@ -90,7 +90,7 @@ struct BlockStatistics {
   dropout.reset(inputs.rng_state, problem);
   BlockStatistics block_statistics;
   block_statistics.column = column;
-  const Range seeing = keys.queries();
+  const Range query_range = keys.queries();
 
   // HEAD_SPLITS divides the query heads.
   const int members = problem.queries_per_kv / HEAD_SPLITS;
@@ -105,7 +105,7 @@ struct BlockStatistics {
     rules.reset(inputs, batch, head, lane_key, column, keys.visible, sequence, problem);
     dropout.move_to(batch, head);
     Blocks<LIST_Q_BLOCK> blocks;
-    blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, seeing);
+    blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, query_range);
 
     for (int block = blocks.first(); !blocks.done; block = blocks.next(block + BLOCK_Q)) {
       const bool seen = keys.seen.any_in(block, BLOCK_Q);

@@ -42,11 +42,11 @@ struct GridPlace {
     const int rows = grid.x / TILES;
     const int heads = grid.y / COLUMNS / params.order_heads;
     const int batches = grid.z / params.order_batches;
-    const uint same = heads * batches * TILES * COLUMNS;
+    const uint members = heads * batches * TILES * COLUMNS;
     const uint number = (position.z * grid.y + position.y) * grid.x + position.x;
     const int all_rows = params.order_batches * params.order_heads * rows;
-    const int row = ordered_row(inputs.block_order, all_rows, number / same);
-    const int member = number % same;
+    const int row = ordered_row(inputs.block_order, all_rows, number / members);
+    const int member = number % members;
     const int sharer = member / COLUMNS / TILES;
     const int head = row / rows % params.order_heads + sharer % heads;
     tile = row % rows * TILES + member / COLUMNS % TILES;

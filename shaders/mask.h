@@ -108,12 +108,12 @@ struct SeenRows {
   // For the queries [first, first + count) that are not after last_query.
   METAL_FUNC void reset(thread const Visibility& visible, int first, int count,
                         int last_query) thread {
-    const Range of_first = visible.keys_of(first);
-    const Range of_last = visible.keys_of(min(first + count - 1, last_query));
-    union_range.begin = of_first.begin;
-    union_range.end = first > last_query ? 0 : of_last.end;
-    intersection_range.begin = of_last.begin;
-    intersection_range.end = of_first.end;
+    const Range first_range = visible.keys_of(first);
+    const Range last_range = visible.keys_of(min(first + count - 1, last_query));
+    union_range.begin = first_range.begin;
+    union_range.end = first > last_query ? 0 : last_range.end;
+    intersection_range.begin = last_range.begin;
+    intersection_range.end = first_range.end;
   }
 
   // True if any of the keys (or queries) [block, block + count) is in the union.

@@ -13,7 +13,7 @@ constant constexpr float TOLERATED =
 
 // The errors that a row's sums reveal.
 struct RowError {
-  float of_delta;
+  float delta_error;
   float normaliser;  // 1 / the sum of exp(score - log-sum-exp)
   float factor;      // what the row's weights are to be multiplied by
 };
@@ -68,7 +68,7 @@ struct RowSums {
       sum *= error.normaliser;
     }
     // A row without a key has no weights.
-    error.of_delta = lse_log2 == INFINITY ? 0.0f : sum - dlse;
+    error.delta_error = lse_log2 == INFINITY ? 0.0f : sum - dlse;
     return error;
   }
 };

@@ -83,7 +83,7 @@ METAL_FUNC ushort column_lane(ushort column) { return (column & 4) * 2 + column 
 // Each lane passes its row's number. Returns the numbers of the rows whose indices are the lane's
 // columns. Each shuffle exchanges one bit of the row: simd_shuffle from any lane is slow on M1.
 template <typename T>
-METAL_FUNC vec<T, 2> of_columns(T number, ushort lane) {
+METAL_FUNC vec<T, 2> column_numbers(T number, ushort lane) {
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
   const T far = simd_shuffle_xor(number, row_lane(4));

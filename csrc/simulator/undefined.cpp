@@ -38,8 +38,8 @@ struct Array {
     variable = prefix + strlen("__tg_");
     variable_length = static_cast<int>(name.begin + name.length - variable);
     name = Name(alias + strlen("(aka "));
-    if (const int space = strlen("__local "); !strncmp(name.begin, "__local ", space))
-      name.begin += space, name.length -= space;
+    if (const int bytes = strlen("__local "); !strncmp(name.begin, "__local ", bytes))
+      name.begin += bytes, name.length -= bytes;
   }
   Name name;
   SimulatorFaultKind fault = FAULT_PRIVATE_OUT_OF_BOUNDS;
@@ -141,7 +141,7 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
 
 unsigned engine_private_access(const char* address, unsigned bytes, unsigned lanes,
                                const char* base, unsigned size, char* marks, unsigned flags,
-                               unsigned stored, unsigned site) {
+                               unsigned stored_lanes, unsigned site) {
   constexpr unsigned kAll = ~0u;
   auto at = static_cast<unsigned long>(address - base);
   if (at > size || bytes > size - at) engine_undefined(MSL_PRIVATE_ACCESS, nullptr, at, size, site);
@@ -150,7 +150,7 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
   // Most accesses write all their bytes, or read bytes that have been written.
   if (flags & MSL_WRITE) {
     unsigned all_lanes = lanes < 32 ? (1u << lanes) - 1 : kAll;
-    if ((stored & all_lanes) == all_lanes) {
+    if ((stored_lanes & all_lanes) == all_lanes) {
       memset(marks, 0, bytes);
       return kAll;
     }
@@ -161,7 +161,7 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
   for (unsigned byte = 0; byte < bytes; ++byte) {
     unsigned lane = byte * lanes / bytes;
     if (flags & MSL_WRITE)
-      marks[byte] = !(stored >> lane & 1);
+      marks[byte] = !(stored_lanes >> lane & 1);
     else if (marks[byte])
       defined &= ~(1u << lane);
   }

@@ -207,7 +207,7 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
                       unsigned site);
 unsigned engine_private_access(const char* address, unsigned bytes, unsigned lanes,
                                const char* base, unsigned size, char* marks, unsigned flags,
-                               unsigned stored, unsigned site);
+                               unsigned stored_lanes, unsigned site);
 void engine_endless(unsigned site);
 void engine_enter(unsigned site);
 

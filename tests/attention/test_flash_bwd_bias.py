@@ -129,9 +129,10 @@ MUTANTS = {
     """,
     "bias q": """
         key tiles one short [out_of_bounds or wrong]: if (++kv_tile < kv_tiles.end{~=> - 1~})
-        row sum of one lane: {~fragment_row_sum(of_columns.x + of_columns.y) => of_columns.x~}
-        one column fragment: {~of_columns += tile.fragments[i][j]; =>~}
-        keys of the tile before: {~|| at.kv_tile != staged_kv_tile =>~}
+        row sum of one lane:
+            {~fragment_row_sum(sum_over_columns.x + sum_over_columns.y) => sum_over_columns.x~}
+        one column fragment: {~sum_over_columns += tile.fragments[i][j]; =>~}
+        keys of the tile before: {~|| walk.kv_tile != staged_kv_tile =>~}
     """,
     "one number": """
         one SIMD group's sum: i < {~COLUMN_SUMS => BLOCK_K~}

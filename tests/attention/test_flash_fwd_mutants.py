@@ -177,7 +177,7 @@ MUTANTS = {
             block {~< intersection_range.begin || block =>~} + count > intersection_range.end
         right edge never applied:
             block < intersection_range.begin {~|| block + count > intersection_range.end =>~}
-        left edge of the first query: intersection_range.begin = {~of_last => of_first~}
+        left edge of the first query: intersection_range.begin = {~last_range => first_range~}
         first visible keys skipped: block + count > union_range.begin{~=> + 8~}
         tile begins at its last query:
             visible.keys_of({~place.first_query => min(place.first_query + BLOCK - 1,

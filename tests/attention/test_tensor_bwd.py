@@ -238,7 +238,7 @@ MUTANTS = {
     """,
     partial(check_sharp, "offset values", F16, CPU): """
         dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
-        dq: second pass adds: deltas[i] = {~=> -~} error.of_delta;
+        dq: second pass adds: deltas[i] = {~=> -~} error.delta_error;
     """,
 }
 

@@ -214,7 +214,7 @@ MUTANTS = {
         products of span 0: span_scale(k_places[j], {~min(kv.lane.span(begin), QK_SPANS - 1) => 0~})
         weights of one scale: span_scale(v_places[j], {~kv.lane.span(s) => 0~})
         scale of the even key for both: ? vec<T, 2>(number, {~other => number~})
-        scale of the lane's own row: {~of_columns(v_scales[j], lane_index) => v_scales[j]~}
+        scale of the lane's own row: {~column_numbers(v_scales[j], lane_index) => v_scales[j]~}
         scale of a key 4 rows off: {~(row & 4) == (column & 4) => true~}
         scale of a key 2 rows off: {~(row & 2) == (column & 2) => true~}
         scales of the padding not zeroed: {~exist[j] ? scale : 0.0f => scale~}

@@ -1,6 +1,6 @@
 // Writes new keys and values into a cache and rotates q in place, in one dispatch.
 //
-// The first threadgroups of a sequence write one KV head each; the others rotate HEADS heads of q.
+// The first threadgroups of a sequence write one KV head each. The others rotate HEADS heads of q.
 #define LONG_OFFSETS 1
 #define TABLE_ELEMENT ROTARY_ELEMENT
 #define INTERLEAVED ROTARY_INTERLEAVED
@@ -8,9 +8,9 @@
 #include "cache_write.h"
 #include "rotate_rows.h"
 
-// The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, VECTOR, HEADS and the
-// features that are on, with PAGE_SIZE, KV_ELEMENT, KV_FORMAT, V_FORMAT, HADAMARD, ROTARY_ELEMENT,
-// ROTARY_DIM and ROTARY_FIRST. VECTOR and HEADS are 1 without Q_ROTARY.
+// The host defines ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, VECTOR, HEADS and the features that are on,
+// with PAGE_SIZE, KV_ELEMENT, KV_FORMAT, V_FORMAT, HADAMARD, ROTARY_ELEMENT, ROTARY_DIM and
+// ROTARY_FIRST. VECTOR and HEADS are 1 without Q_ROTARY.
 FEATURE(CACHE_SEQLENS)
 
 // Rotates a block of tokens of q in HEADS heads.

@@ -27,12 +27,12 @@ using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
   FLASH_BWD_BUFFERS(FLASH_BWD_SET_OR_NULL) \
   constant FlashParams& problem = params.problem;
 
-// Only rows of nothing but the lowest float, or nearly, have a lower log-sum-exp.
+// The log-sum-exp is below this only if all scores of the row are near the lowest float.
 constant constexpr float LOWEST_LSE = -2e38f;
 
-// The saved log-sum-exp in base 2. It is +inf, which makes weights 0, for a row that sees no key,
-// and for a row of the lowest float, which some masks use instead of -inf: one float cannot hold
-// both its score and the number of keys that share the weight.
+// The saved log-sum-exp in base 2, or +inf, which makes all weights 0. It is +inf for a row that
+// sees no key, and for a row whose scores are all the lowest float, which some masks use instead of
+// -inf. The log-sum-exp of that row cannot hold both the score and the number of keys.
 METAL_FUNC float lse_to_log2(float lse) { return lse < LOWEST_LSE ? INFINITY : lse * M_LOG2E_F; }
 
 // exp(score - lse) / exp2(score - lse_log2): the effect of rounding lse_log2 on a weight.
@@ -51,7 +51,7 @@ struct QueryStatistics {
   METAL_FUNC float delta_of(int query) const thread { return delta[first + query]; }
   METAL_FUNC float lse_log2(int query) const thread { return lse_to_log2(lse_of(query)); }
 
-  // The factor of weights exp2(score - lse_log2) that makes a row's sum 1.
+  // The factor that makes the sum of a row's weights exp2(score - lse_log2) 1.
   METAL_FUNC float weight_factor(int query) const thread {
     return normalisers[first + query] * lse_log2_correction(lse_of(query), lse_log2(query));
   }

@@ -1,5 +1,5 @@
-// The blocks that a tile walks along: all that it may see, the lists of a BlockMask, with
-// MASK_BLOCKS the lists of mask_blocks.metal, or with INDICES lists of keys or small blocks.
+// The blocks that a tile visits: all blocks that it may see, or those in the lists of a BlockMask,
+// of mask_blocks.metal (MASK_BLOCKS), or of keys or small blocks (INDICES).
 #pragma once
 
 #include "inputs.h"
@@ -13,12 +13,12 @@ constexpr int listed_rows(int tile_rows, int flex_rows) {
   return INDICES ? INDEX_BLOCK : FLEX_Q_BLOCK && !MASK_BLOCKS ? flex_rows : tile_rows;
 }
 
-// With INDICES, the row at a place without a visible key, and at a listed missing block.
+// With INDICES, the row at a place without a visible key, and in a block that does not exist.
 constant constexpr int NO_ROW = -1;
 constant constexpr int IMPOSSIBLE_ROW = INT_MAX;
-constant constexpr int NO_ENTRY = -1;
+constant constexpr int NO_ENTRY = -1;  // an entry that lists nothing
 
-// One list in the caller's memory, outside of which nothing is read.
+// One list in the caller's memory. Nothing outside of the list is read.
 struct BlockList {
   const device int* entries;
   Offset first;
@@ -42,9 +42,9 @@ struct BlockList {
   METAL_FUNC int entry(int place) const thread { return entries[first + Offset(place) * stride]; }
 };
 
-// A tile's blocks of BLOCK keys (or queries): those that mask_mod is applied to, then full ones.
-// With MASK_BLOCKS one ascending list has both, so that sums keep their order. Listed blocks that
-// do not exist are skipped and set `impossible`. Uniform in the threadgroup.
+// A tile's blocks of BLOCK keys (or queries): first the blocks that mask_mod is applied to, then
+// the full blocks. With MASK_BLOCKS one ascending list has both, so that sums keep their order.
+// Listed blocks that do not exist are skipped and set `impossible`. Uniform in the threadgroup.
 template <int BLOCK>
 struct ListedBlocks {
   BlockList partial;
@@ -83,8 +83,8 @@ struct ListedBlocks {
   // The places of all rows in the listed blocks, concatenated.
   METAL_FUNC Range places() const thread { return {0, count * BLOCK}; }
 
-  // The first row of a tile that begins at `place`; at least `rows` if it does not exist. With
-  // INDICES it is the place itself, and `row` looks up each row.
+  // The first row of a tile that begins at `place`; at least `rows` if the tile does not exist.
+  // With INDICES this is the place itself, and `row` looks up each row.
   METAL_FUNC int row_at(int place) thread {
     if (INDICES) { return place; }
     next_entry = place / BLOCK;
@@ -92,7 +92,7 @@ struct ListedBlocks {
     return done ? rows : first_row + place % BLOCK;
   }
 
-  // The row of a place that row_at has returned, or of one after it in the same tile.
+  // The row at a place that row_at has returned, or at a later place of the same tile.
   METAL_FUNC int row(int place) const thread {
     if (!INDICES) { return place; }
     const int entry = place < count * BLOCK ? partial.entry(uint(place) / BLOCK) : NO_ENTRY;
@@ -101,7 +101,7 @@ struct ListedBlocks {
     return row >= seen.begin && row < seen.end ? row : NO_ROW;
   }
 
-  // The walk's first row, unless `done` is set.
+  // The first row of the first block. Sets `done` if there is no block.
   METAL_FUNC int first() thread {
     next_entry = 0;
     return next_block();
@@ -132,7 +132,7 @@ struct ListedBlocks {
   }
 };
 
-// All visible rows, from the beginning of the first row's block.
+// All visible rows, from the beginning of the block that has the first visible row.
 template <int BLOCK>
 struct AllBlocks {
   Range seen;

@@ -1,4 +1,4 @@
-// Rows of K or V in pages, or quantised, or both.
+// Rows of K or V that are in pages, quantised, or both.
 #pragma once
 
 #include "operand.h"
@@ -26,8 +26,8 @@ struct PagedRows {
   }
 };
 
-// Rows of COLUMNS columns; with ROTATED they are rotated as they are read. Rows of a missing page
-// have the bits MISSING: keys are NaN, which all queries that see them inherit, and values are 0.
+// Rows of COLUMNS columns; with ROTATED they are rotated as they are read. In rows of a missing
+// page, each 32 bits are MISSING: keys are NaN, as are outputs that depend on them; values are 0.
 template <int FORMAT, int COLUMNS, bool ROTATED, uint MISSING>
 struct CacheOperand {
   using Element = CacheElement<FORMAT>;
@@ -35,7 +35,7 @@ struct CacheOperand {
   PagedRows<Element> data;
   PageTable pages;
   PagedRows<Scale> scales;  // kv_row_scales
-  float scale;              // of fp8_e4m3
+  float scale;              // the scale of all rows, in fp8_e4m3
   RotaryTables rotary;
 
   struct Place {
@@ -65,7 +65,7 @@ struct CacheOperand {
     }
   }
 
-  // Call it before `find` of rows [first, first + rows), uniformly in the SIMD group.
+  // Call it before `find` of rows [first, first + rows), in uniform control flow of the SIMD group.
   METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
     if (PAGED) { pages.move_to(first, rows, lane); }
   }
@@ -92,7 +92,7 @@ struct CacheOperand {
   }
 
   // For kernels that multiply by a span's scale themselves: 8 codes from `column` on, and the scale
-  // of a span. In a missing row codes are 0, and scales MISSING.
+  // of a span. In a row of a missing page, codes are 0 and scales have the bits MISSING.
   METAL_FUNC uint2 codes(thread const Place& place, int column) const thread {
     return place.exists ? load_codes<FORMAT, COLUMNS, FRAGMENT>(data.tensor, place.row, column)
                         : uint2(0);
@@ -103,15 +103,15 @@ struct CacheOperand {
   }
 
   METAL_FUNC GroupScale group_scale(thread const Place& place, int column) const thread {
-    GroupScale own = {scale, 0.0f};
+    GroupScale result = {scale, 0.0f};
     if (kv_row_scales(FORMAT)) {
       const device Scale* numbers =
           scales.tensor +
           (place.scales + column / kv_scale_columns(FORMAT) * kv_scale_numbers(FORMAT));
-      own.scale = float(numbers[0]);
-      own.minimum = kv_grouped(FORMAT) ? float(numbers[1]) : 0.0f;
+      result.scale = float(numbers[0]);
+      result.minimum = kv_grouped(FORMAT) ? float(numbers[1]) : 0.0f;
     }
-    return own;
+    return result;
   }
 
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {

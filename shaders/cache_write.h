@@ -1,7 +1,7 @@
 // Writes new rows of K and V into a cache: K is rotated, and both are rounded or quantised.
 //
-// The including kernel defines ELEMENT, HEAD_DIM_QK, HEAD_DIM_V and the features that are on, of
-// which WIDE_LOADS holds for the new rows, too. Slots of buffers are the kernel's.
+// The including kernel defines ELEMENT, HEAD_DIM_QK, HEAD_DIM_V and the features that are on, and
+// binds the buffers. WIDE_LOADS holds for the new rows, too.
 #pragma once
 
 #include "hadamard.h"
@@ -12,7 +12,7 @@
 
 FEATURE(WIDE_STORES)
 
-// The tensors of a launch. Those of features that are off are not set.
+// The tensors of a launch. Tensors of features that are off are not set.
 struct AppendBuffers {
   const device ELEMENT* k;
   const device ELEMENT* v;
@@ -27,10 +27,10 @@ struct AppendBuffers {
 // The destination of one sequence's new rows.
 struct AppendPlace {
   int first;                      // position of new row 0
-  int64_t first_rotary;           // its row of cos and sin
-  TokenTree tree;                 // whose depths replace row numbers in the rotation (TREE)
+  int64_t first_rotary;           // row of cos and sin for new row 0
+  TokenTree tree;                 // its depths replace row numbers in the rotation (TREE)
   const device int* block_table;  // of the sequence (PAGED)
-  int cache_batch;                // unless PAGED
+  int cache_batch;                // the sequence's batch index in the cache (unless PAGED)
 };
 
 // The new rows of one head of K or V, and their destination.
@@ -48,7 +48,7 @@ struct AppendRows {
   device Scale* scales;  // kv_row_scales
   int64_t scale_batch_stride;
   int64_t scale_row_stride;
-  float scale;          // of fp8_e4m3
+  float scale;          // the scale of all rows, in fp8_e4m3
   RotaryTables rotary;  // ROTATED
   int table_rows;
 
@@ -115,7 +115,7 @@ struct AppendRows {
     }
   }
 
-  // Stores a scale, and a group's minimum. The lane of the group's first columns does it.
+  // Stores a scale, and a group's minimum. Only the lane that has the group's first columns stores.
   METAL_FUNC void store_scale(half2 numbers, int64_t batch, int64_t cache_row, int column,
                               bool exists) const thread {
     constexpr int SHARED = kv_scale_columns(FORMAT);
@@ -162,7 +162,7 @@ struct AppendRows {
     }
   }
 
-  // Appends new rows [begin, end). All threads call it, and SIMD groups are whole.
+  // Appends new rows [begin, end). All threads call it, and all SIMD groups have 32 threads.
   METAL_FUNC void append(thread const AppendPlace& place, int begin, int end, int thread_index,
                          int threads, constant AppendParams& params) const thread {
     constexpr int UNITS = (COLUMNS + CACHE_UNIT - 1) / CACHE_UNIT;  // of a row
@@ -195,7 +195,7 @@ struct AppendRows {
 };
 
 // Appends the new rows [begin, end) of one (sequence, KV head) that fit into the cache. All threads
-// call it, in uniform control flow. They see the rows after
+// call it, in uniform control flow. The threadgroup may read the rows after
 // threadgroup_barrier(mem_flags::mem_device).
 METAL_FUNC void append_rows(thread const AppendBuffers& buffers, thread const AppendPlace& place,
                             int batch, int kv_head, int begin, int end, int thread_index,

@@ -4,8 +4,7 @@
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-// The specialisation, from the host: INDEX (int or long), and WORD, the widest unsigned type that
-// elements and alignment allow.
+// The host defines INDEX (int or long), and WORD, the widest unsigned type that the cache allows.
 [[kernel, max_total_threads_per_threadgroup(COPY_PAGES_THREADS)]] void copy_pages(
     device WORD* cache [[buffer(COPY_PAGES_CACHE)]],
     const device INDEX* src [[buffer(COPY_PAGES_SRC)]],

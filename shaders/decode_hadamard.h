@@ -3,8 +3,8 @@
 
 #include "decode_tile.h"
 
-// The lane's elements of span `span` of a row of q, transposed, times the Hadamard matrix. All
-// lanes call it, each with its own row.
+// Loads span `span` of a row of q, multiplied by the Hadamard matrix: the lane's elements of the
+// transposed span. All lanes call it, each with its own row.
 METAL_FUNC void load_hadamard_span(thread float* values, thread const Queries& queries, int query,
                                    int span, thread const DecodeLane& lane) {
   const int first_span = span / max(HADAMARD_SPANS, 1) * HADAMARD_SPANS;
@@ -25,7 +25,7 @@ METAL_FUNC void load_hadamard_span(thread float* values, thread const Queries& q
   }
 }
 
-// Loads element e of row fragment i of q, transformed.
+// Loads element e of row fragment i of q, multiplied by the Hadamard matrix.
 METAL_FUNC void load_hadamard(thread QueryTile& q_tile, short i, short e,
                               thread const Queries& queries, int query,
                               thread const DecodeLane& lane) {
@@ -72,7 +72,7 @@ METAL_FUNC void join_spans(thread Fragment<float>* pairs, threadgroup Fragment<f
   if (COLUMN_SIMDGROUPS > 1) { threadgroup_barrier(mem_flags::mem_threadgroup); }
 }
 
-// The SIMD group's columns of out times the Hadamard matrix. memory: for exchanged spans.
+// Multiplies the SIMD group's columns of out by the Hadamard matrix. memory: for exchanged spans.
 METAL_FUNC void multiply_by_hadamard(thread OutTile& out, threadgroup Fragment<float>* memory,
                                      thread const DecodeLane& lane) {
   UNROLL
@@ -87,6 +87,7 @@ METAL_FUNC void multiply_by_hadamard(thread OutTile& out, threadgroup Fragment<f
         values[2 * f + 1] = span[f].y;
       }
       hadamard_values<UNIT_COLUMNS>(values);
+      // The lanes of a span's other units differ in bits 2 and 4 of the fragment's column.
       hadamard_lanes<UNIT_COLUMNS>(values, lane.index, column_lane(2));
       hadamard_lanes<UNIT_COLUMNS>(values, lane.index, column_lane(4));
       UNROLL

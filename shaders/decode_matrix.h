@@ -46,7 +46,7 @@ struct MatrixOut {
     }
   }
 
-  // Multiplies row i by `share`, or sets it to 0.
+  // Multiplies the lane's row i by `share`, or sets it to 0 if it sees no key.
   METAL_FUNC void scale_row(short i, float share, bool sees_nothing) thread {
     UNROLL
     for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
@@ -83,21 +83,21 @@ struct MatrixOut {
     }
   }
 
-  // From the last SIMD group to the second, each adds the stored sums to its own and stores them.
+  // From the last SIMD group to the second, each adds the stored sums to its own and stores these.
   METAL_FUNC void sum_over_keys() thread {
     UNROLL
-    for (short giver = KEY_SIMDGROUPS - 1; giver > 0; giver--) {
-      if (lane.simdgroup == giver) {
+    for (short current = KEY_SIMDGROUPS - 1; current > 0; current--) {
+      if (lane.simdgroup == current) {
         UNROLL
         for (short i = 0; i < ROW_FRAGMENTS; i++) {
-          if (giver < KEY_SIMDGROUPS - 1) { add_sums(i); }
+          if (current < KEY_SIMDGROUPS - 1) { add_sums(i); }
           UNROLL
           for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
             sums[sum_place(i, d)] = tile.fragments[i][d];
           }
         }
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // for the next one
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // the next SIMD group reads the sums
     }
   }
 

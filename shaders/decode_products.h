@@ -5,14 +5,15 @@
 
 // The SIMD group's part of one block of keys.
 struct BlockKeys {
-  int first;  // key
-  // The lane's rows of k and v. Rows past the last repeat it; rows of missing pages are in page 0.
+  int first;  // the first key
+  // The lane's rows of k and v. Row indices after the last key load the last key again. Rows of
+  // missing pages are read from page 0.
   typename Keys::Place k_places[KEY_FRAGMENTS];
   typename Values::Place v_places[KEY_FRAGMENTS];
-  bool exist[KEY_FRAGMENTS];  // values
-  int pages[KEY_FRAGMENTS];
-  int rows[KEY_FRAGMENTS];  // INDICES
-  // With V_IN_K, all units of k.
+  bool exist[KEY_FRAGMENTS];  // true for rows of v that exist
+  int pages[KEY_FRAGMENTS];   // NO_PAGE if missing
+  int rows[KEY_FRAGMENTS];    // INDICES
+  // The units of v; with V_IN_K, all units of k.
   Unit<KvTileElement> v_units[KEY_FRAGMENTS][V_IN_K ? OWN_QK_SPANS : OWN_V_SPANS];
   // The codes and scales of the current span (V_SPAN_SCALES).
   uint2 v_codes[KEY_FRAGMENTS];
@@ -26,7 +27,7 @@ struct BlockKeys {
       const int first_row = first + j * FRAGMENT;
       const int row = kv.blocks.row(first_row + kv.lane.row);
       const int readable = kv.readable_row(row);
-      // Past the last key, the block table has no pages of the sequence.
+      // After the last key, the block table has no pages of this sequence.
       pages[j] = kv.keys.page_among(readable, kv.readable_row(first_row));
       k_places[j] = kv.keys.find_in(max(pages[j], 0), readable);
       v_places[j] = kv.values.find_in(max(pages[j], 0), readable);
@@ -38,17 +39,17 @@ struct BlockKeys {
 
   // The listed keys of the lane's columns in fragment j of a tile of scores.
   METAL_FUNC vec<int, 2> column_rows(short j, ushort lane_index) const thread {
-    return of_columns(rows[j], lane_index);
+    return column_numbers(rows[j], lane_index);
   }
 
-  // SIMD groups with different rows need the same keys and values. Each loads a part of a block's
-  // units for all of them. With three SIMD groups:
+  // SIMD groups with different rows need the same keys and values. Each SIMD group loads a part of
+  // a block's units for all of them. An example with three SIMD groups:
   //
   //   unit of keys    0 1 2 3 4 5 6 ..     unit of values  0 1 2 3 4 5 6 ..
   //   loaded by       0 1 2 0 1 2 0 ..     loaded by       1 2 0 1 2 0 1 ..
   //
-  // Values begin with the second SIMD group, so that the first does not load the remainders of
-  // both. `transpose_scores` has the barrier after the values.
+  // The second SIMD group loads the first unit of values, so that the first SIMD group does not
+  // load one unit more of both. `transpose_scores` has the barrier after the values.
   METAL_FUNC void share_units(thread const DecodeKv& kv) const thread {
     Unit<KvTileElement> unit;
     UNROLL
@@ -81,7 +82,7 @@ struct BlockKeys {
     }
   }
 
-  // The lane's unit of key fragment j and the SIMD group's s-th span, unscaled.
+  // The lane's unit of key fragment j and the SIMD group's s-th span, without its scale.
   METAL_FUNC void load_key(thread Unit<KvTileElement>& unit, short j, short s,
                            thread const DecodeKv& kv) const thread {
     if (K_SPAN_SCALES) {
@@ -109,7 +110,7 @@ struct BlockKeys {
     }
   }
 
-  // Adds the products of key fragment j with a chain of the SIMD group's spans, from `begin` on.
+  // Adds the products of key fragment j over a chain of the SIMD group's spans, from `begin` on.
   METAL_FUNC void multiply_chain(thread Fragment<float>* products, short j, short begin,
                                  thread const QueryTile& q_tile, thread const DecodeKv& kv) thread {
     const short end = min(OWN_QK_SPANS, begin + CHAIN_SPANS);
@@ -147,7 +148,7 @@ struct BlockKeys {
                                        thread const QueryTile& q_tile, short s) {
     UNROLL
     for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-      // Public kernels that mix float with half or bfloat have the float on the left only.
+      // Published kernels that mix float with half or bfloat have float on the left only.
       const Fragment<ELEMENT> key_fragment =
           Fragment<ELEMENT>(ELEMENT(unit.fragments[f].x), ELEMENT(unit.fragments[f].y));
       UNROLL
@@ -158,8 +159,8 @@ struct BlockKeys {
     }
   }
 
-  // Loads the values of the SIMD group's s-th span, or with V_IN_K only their scales. Rows that do
-  // not exist are zero: their weights are zero, and 0 * inf or 0 * NaN would be NaN.
+  // Loads the values of the SIMD group's s-th span; with V_IN_K, loads only their scales. Rows that
+  // do not exist are zero: their weights are zero, and 0 * inf or 0 * NaN would be NaN.
   METAL_FUNC void load_values(short s, thread const DecodeKv& kv) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
@@ -183,12 +184,12 @@ struct BlockKeys {
   }
 
   // Converts the codes of the s-th span to ELEMENT, and multiplies weights by the scales. A lane
-  // has the scale of its row, and needs those of the keys of its two columns.
+  // has the scale of its row, and needs the scales of the keys in its two columns.
   METAL_FUNC void scale_span(thread ScoreRow* span_weights, short s, ushort lane_index) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       if (!V_IN_K && ROW_SIMDGROUPS == 1) { v_units[j][s].expand_codes<V_FORMAT>(v_codes[j]); }
-      const Fragment<float> scales = of_columns(v_scales[j], lane_index);
+      const Fragment<float> scales = column_numbers(v_scales[j], lane_index);
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) { span_weights[i].fragments[0][j] *= scales; }
     }

@@ -1,11 +1,11 @@
-// flash_decode's rows of q: loads, and the way from products to weights.
+// flash_decode's rows of q: how they are loaded, and how their products become weights.
 #pragma once
 
 #include "decode_hadamard.h"
 #include "decode_products.h"
 
-// scores = products^T, through the SIMD group's tile in threadgroup memory. If SIMD groups share
-// the columns, it also adds up their products.
+// scores = products^T, through the SIMD group's tile in threadgroup memory. If the columns are
+// split between SIMD groups, their products are also added up.
 METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTile& products,
                                  threadgroup float* tiles, thread const DecodeLane& lane) {
   threadgroup float* tile = tiles + lane.simdgroup * SCORE_TILE;
@@ -23,7 +23,7 @@ METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTi
   if (COLUMN_SIMDGROUPS == 1) {
     simdgroup_barrier(mem_flags::mem_threadgroup);
   } else {
-    // The SIMD groups that share rows begin with `first`.
+    // `first` is the first of the SIMD groups that share rows.
     const int group = lane.row_simdgroup;
     const int first = group * COLUMN_SIMDGROUPS;
     threadgroup float* sums = tiles + (SIMDGROUPS + group) * SCORE_TILE;
@@ -80,8 +80,8 @@ struct DecodeRows {
   TileRow rows[ROW_FRAGMENTS];  // the lane's
   Rules<1, false> rules[ROW_FRAGMENTS];
   OnlineSoftmax softmax[ROW_FRAGMENTS];
-  Range seen_by_first;  // keys
-  Range seen_by_last;
+  Range seen_by_first;  // the keys that the tile's first row sees
+  Range seen_by_last;   // the keys that the tile's last row sees
 
   METAL_FUNC void reset(thread const FlashInputs& inputs, thread const DecodeTask& task,
                         int first_row, thread const DecodeLane& lane,
@@ -96,7 +96,7 @@ struct DecodeRows {
     const int last_row = min(first_row + ROWS, task.rows) - 1;
     seen_by_first = task.visible.keys_of(first_row / problem.queries_per_kv);
     seen_by_last = task.visible.keys_of(last_row / problem.queries_per_kv);
-    if (TREE) {  // the bounds of all paths
+    if (TREE) {  // bounds that hold for every path
       seen_by_last = task.visible.keys_of(task.tree.count - 1);
       seen_by_first.end = task.visible.existing.end - task.tree.count;
     }
@@ -149,7 +149,7 @@ struct DecodeRows {
     }
   }
 
-  // Stores the rows' states for SIMD groups with other keys.
+  // Stores the states of the rows, which SIMD groups with other keys read.
   METAL_FUNC void store_states(threadgroup float2* states, thread const float* row_sums,
                                thread const DecodeLane& lane) const thread {
     if (KEY_SIMDGROUPS == 1) { return; }
@@ -169,7 +169,7 @@ struct RowTotal {
   OnlineSoftmax softmax;
   float sum;
 
-  // Merges the state of a lane's row with those in `states`, of SIMD groups with other keys.
+  // Merges the state of a lane's row with the states that SIMD groups with other keys have stored.
   METAL_FUNC void join(thread const OnlineSoftmax& state, float state_sum,
                        const threadgroup float2* states, int tile_row) thread {
     softmax = state;
@@ -199,14 +199,14 @@ struct RowTotal {
   METAL_FUNC float logsumexp() const thread { return softmax.logsumexp(sum); }
 };
 
-// The queries of a tile row's head. New queries are rotated by the rows of their tokens.
+// The queries of a tile row's head. New queries are rotated by their tokens' rows of cos and sin.
 METAL_FUNC Queries queries_of(TileRow row, thread const FlashInputs& inputs,
                               thread const DecodeTask& task, constant FlashDecodeParams& params) {
   Queries queries = inputs.queries(task.batch, row.head, task.sequence, params.problem);
   if (APPEND && Q_ROTARY) {
     queries.rotary.start_at(task.first_rotary, params.rotate_q_by_token != 0);
     if (TREE && params.rotate_q_by_token != 0) {
-      // The depth replaces the query's index, which the rotation adds to the row.
+      // The rotation adds the query's index to the row. Here the depth replaces the index.
       const int depth = max(task.tree.depth_of(row.query), 0);
       queries.rotary.start_at(depth - row.query, true);
     }
@@ -214,7 +214,7 @@ METAL_FUNC Queries queries_of(TileRow row, thread const FlashInputs& inputs,
   return queries;
 }
 
-// Loads q transposed, [D, ROWS]. SIMD groups with the same columns load and rotate a part each.
+// Loads q transposed, [D, ROWS]. Each SIMD group with the same columns loads and rotates a part.
 METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
                              thread const FlashInputs& inputs, thread const DecodeTask& task,
                              int first_row, thread const DecodeLane& lane,

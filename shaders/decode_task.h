@@ -1,16 +1,16 @@
-// The work of one threadgroup of flash_decode: rows of q of a KV head, a split of its keys, and the
-// stores of results. Trees, new keys and invalid lengths are handled before the walk over the keys.
+// The work of one threadgroup of flash_decode: the rows of q of a KV head, a split of the head's
+// keys, and where results are stored. Trees, new keys and invalid lengths are handled first.
 #pragma once
 
 #include "cache_write.h"
 #include "decode_tile.h"
 
-// A threadgroup's rows of q: a tile at `begin`, and one every `step` rows after it.
+// A threadgroup's rows of q: a tile at `begin`, and another tile after every `step` rows.
 struct RowShare {
   int begin;
   int step;
-  int end;  // of all rows, or with INDICES of those that have the list
-  int list;
+  int end;   // one past the last row; with INDICES, past the last row that has this list
+  int list;  // INDICES
 
   METAL_FUNC void reset(int row_group, int rows, constant FlashDecodeParams& params) thread {
     list = INDICES ? row_group / params.list_groups : 0;
@@ -28,12 +28,12 @@ struct DecodeTask {
   int split;
   int splits;
   int row_group;
-  int rows;  // the queries of all heads of the KV head
+  int rows;  // (query, head) pairs of the KV head
   RowShare share;
   Sequence sequence;
   Visibility visible;
   TokenTree tree;        // TREE
-  int old_length;        // the keys before the new ones (APPEND)
+  int old_length;        // the number of keys before the new keys (APPEND)
   int64_t first_rotary;  // the table's row of the first query (APPEND, Q_ROTARY)
 
   METAL_FUNC void reset(thread const FlashInputs& inputs, uint3 position, uint3 grid,
@@ -51,15 +51,15 @@ struct DecodeTask {
     first_rotary = 0;
   }
 
-  // True if lengths, trees or tables are invalid; the host cannot check them. Nothing is read then.
+  // True if lengths, trees or tables, which the host cannot check, are invalid.
   METAL_FUNC bool is_impossible(constant FlashParams& problem) const thread {
-    // Keys of missing pages are read as those of the first page, which must exist.
+    // Instead of a missing page the first page is read, so it must exist.
     const bool no_page = PAGED && problem.cache_size == 0 && sequence.kv_length > 0;
     return (TREE || PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX || PAGED) &&
            (sequence.impossible || no_page);
   }
 
-  // The keys that any row of the task sees, or with INDICES any row with its list.
+  // The keys that any row of the task sees; with INDICES, any row that has the task's list.
   METAL_FUNC Range seen_keys(constant FlashParams& problem) const thread {
     const int first_query = INDICES ? share.begin / problem.queries_per_kv : 0;
     const int last_query =
@@ -67,7 +67,7 @@ struct DecodeTask {
     return {visible.keys_of(first_query).begin, visible.keys_of(last_query).end};
   }
 
-  // The split's share of `keys`, in steps. The last split has and writes all new keys.
+  // The split's share of `keys`, in whole steps. The last split has all new keys, and writes them.
   METAL_FUNC Range keys_of_split(Range keys) const thread {
     const int shared_steps = APPEND ? max(old_length - keys.begin, 0) / STEP_K
                                     : (max(keys.end - keys.begin, 0) + STEP_K - 1) / STEP_K;
@@ -77,8 +77,8 @@ struct DecodeTask {
             split == splits - 1 ? keys.end : min(keys.end, shared_end)};
   }
 
-  // TREE: stores the new tokens in `tokens`. Their positions for windows and chunks are depths. All
-  // threads call it, in uniform control flow.
+  // TREE: stores the new tokens in `tokens`. For windows and chunks, a token's position is its
+  // depth. All threads call it, in uniform control flow.
   METAL_FUNC void load_tree(thread const FlashInputs& inputs, threadgroup uint4* tokens,
                             int thread_index, constant FlashDecodeParams& params) thread {
     if (!TREE) { return; }
@@ -145,12 +145,12 @@ struct DecodeTask {
   }
 };
 
-// The keys that a threadgroup walks along. All of its rows have one list of blocks.
+// The keys that a threadgroup visits. All rows of a threadgroup have the same list of blocks.
 struct DecodeKv {
   Keys keys;
   Values values;
   Blocks<listed_rows(FRAGMENT, FLEX_KV_BLOCK)> blocks;
-  Range places;  // of the split, along the blocks
+  Range places;  // the split's places in the blocks
   Sequence sequence;
   DecodeLane lane;
   threadgroup LoadedPair* loaded_pairs;
@@ -171,7 +171,7 @@ struct DecodeKv {
     loaded_pairs = memory.loaded_pairs;
   }
 
-  // `row`, or an existing row if it does not exist.
+  // `row` if it exists, and otherwise some row that exists.
   METAL_FUNC int readable_row(int row) const thread {
     return min(INDICES ? max(row, 0) : row, sequence.kv_length - 1);
   }
@@ -185,8 +185,8 @@ struct DecodeKv {
     return lane.span(s) * SPAN_COLUMNS + lane.unit_column;
   }
 
-  // The lane's unit of key fragment j and the SIMD group's s-th span in `loaded_pairs`, which is
-  // [COLUMN_SIMDGROUPS, KEY_FRAGMENTS, OWN_QK_SPANS, UNIT_PAIRS], then the same with OWN_V_SPANS.
+  // The lane's unit of key fragment j and the SIMD group's s-th span in `loaded_pairs`, which has
+  // k, [COLUMN_SIMDGROUPS, KEY_FRAGMENTS, OWN_QK_SPANS, UNIT_PAIRS], and then v with OWN_V_SPANS.
   METAL_FUNC threadgroup LoadedPair* key_unit(short j, short s) const thread {
     return loaded_pairs + ((lane.first_span * KEY_FRAGMENTS + j) * OWN_QK_SPANS + s) * UNIT_PAIRS +
            lane.index;
@@ -197,7 +197,7 @@ struct DecodeKv {
            ((lane.first_span * KEY_FRAGMENTS + j) * OWN_V_SPANS + s) * UNIT_PAIRS + lane.index;
   }
 
-  // The span's scale, after the lane's unit.
+  // The place of the span's scale, which follows the lane's unit.
   METAL_FUNC static threadgroup float* scale_of(threadgroup LoadedPair* unit) {
     return reinterpret_cast<threadgroup float*>(unit + SPAN_FRAGMENTS * SIMD_LANES);
   }
@@ -232,7 +232,7 @@ struct SplitResult {
     if (SPLIT) { of_row[params.lse_sum_offset] = sum; }
   }
 
-  // Fills all rows of a task that is not computed with 0 or NaN. With SPLIT, merge_splits adds the
+  // Fills all rows with 0 or NaN if the task is not computed. With SPLIT, merge_splits adds the
   // sink.
   METAL_FUNC void fill(float value, thread const DecodeTask& task, thread const FlashInputs& inputs,
                        int thread_index, constant FlashDecodeParams& params) const thread {
@@ -253,13 +253,13 @@ struct SplitResult {
 // True if a SIMD group's rows leave few registers for anything else.
 constant constexpr bool MANY_ROWS = ROW_FRAGMENTS > 2;
 
-// The rows of a tile and their results. It is computed after the loop over the keys, which saves 6
-// of M1's registers in the loop. The broadcasts keep the compiler from computing it earlier.
+// The rows of a tile, and where their results are stored. `reset` follows the loop over the keys,
+// which saves 6 of M1's registers in the loop. The broadcasts keep the compiler from moving it up.
 struct TileResult {
   SplitResult split;
   TileRow rows[ROW_FRAGMENTS];  // the lane's
   int first_row;
-  int end;  // of the threadgroup's rows
+  int end;  // one past the threadgroup's last row
   int kv_head;
 
   METAL_FUNC void reset(device Result* out, device float* lse, thread const DecodeTask& task,

@@ -1,4 +1,4 @@
-// flash_decode's tile: sizes, arrays, rows of q, and a lane's place in it.
+// flash_decode's tile: its sizes, its arrays, its rows of q, and the part that a lane has.
 #pragma once
 
 #include "blocks.h"
@@ -9,13 +9,13 @@
 #include "softmax.h"
 #include "spans.h"
 
-// SIMD groups that have the same keys and different rows.
+// The number of SIMD groups that have the same keys and different rows.
 #ifndef ROW_SIMDGROUPS
 #define ROW_SIMDGROUPS 1
 #endif
 
-// The rows of q without the matrix unit (decode_vector.h), and the lanes that share a row of v. 0
-// rows: the matrix unit multiplies the values.
+// VECTOR_ROWS: the rows of q if values are multiplied without the matrix unit (decode_vector.h), or
+// 0. KEY_LANES: the lanes that then share a row of v.
 #ifndef VECTOR_ROWS
 #define VECTOR_ROWS 0
 #define KEY_LANES 1
@@ -23,7 +23,7 @@
 
 constant constexpr int QK_SPANS = spans(HEAD_DIM_QK);
 constant constexpr int V_SPANS = spans(HEAD_DIM_V);
-// A SIMD group has one in COLUMN_SIMDGROUPS spans.
+// A SIMD group has every COLUMN_SIMDGROUPS-th span.
 constant constexpr int OWN_QK_SPANS = (QK_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_SPANS = (V_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_FRAGMENTS = OWN_V_SPANS * SPAN_FRAGMENTS;
@@ -36,10 +36,10 @@ constant constexpr int SIMDGROUPS = KEY_SIMDGROUPS * COLUMN_SIMDGROUPS * ROW_SIM
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int SCORE_STRIDE = padded(BLOCK_K);
 constant constexpr int SCORE_TILE = ROW_FRAGMENTS * FRAGMENT * SCORE_STRIDE;
-// A tile of scores for each SIMD group, and one for the sum of SIMD groups that share rows.
+// A tile of scores for each SIMD group, and a tile of sums for SIMD groups that share rows.
 constant constexpr int SCORE_TILES = SIMDGROUPS + (COLUMN_SIMDGROUPS > 1 ? ROW_SIMDGROUPS : 0);
 constant constexpr int SCORES = SCORE_TILES * SCORE_TILE;
-// Columns of v, padded to whole units of all lanes that share a row of it.
+// Columns of v, padded so that all lanes that share a row have equally many whole units.
 constant constexpr int V_PADDED = (HEAD_DIM_V + UNIT_COLUMNS * KEY_LANES - 1) /
                                   (UNIT_COLUMNS * KEY_LANES) * (UNIT_COLUMNS * KEY_LANES);
 constant constexpr int SIMDGROUP_WEIGHTS = VECTOR_ROWS ? (BLOCK_K + 1) * ROWS : 0;
@@ -62,7 +62,7 @@ constant constexpr int LOADED_PAIRS = ROW_SIMDGROUPS > 1 ? KEY_PAIRS + VALUE_PAI
 static_assert(KEY_SIMDGROUPS == 1 || COLUMN_SIMDGROUPS == 1,
               "SIMD groups split either the keys or the columns");
 static_assert(ROW_SIMDGROUPS == 1 || (COLUMN_SIMDGROUPS > 1 && !V_IN_K),
-              "SIMD groups with other rows share columns, and V apart from K");
+              "SIMD groups with different rows need split columns, and V that is not in K");
 static_assert(ARRAY_BYTES(SCORES * sizeof(float)) + ARRAY_BYTES(WEIGHTS * sizeof(float)) +
                       ARRAY_BYTES(2 * OUT_PAIRS * sizeof(float)) +
                       ARRAY_BYTES(2 * STATES * sizeof(float)) +
@@ -112,23 +112,23 @@ struct DecodeLane {
     first_span = simdgroup % COLUMN_SIMDGROUPS;
   }
 
-  // The SIMD group's s-th span, which may be past the row's last: see span_exists.
+  // The SIMD group's s-th span. It may be after the row's last span (span_exists).
   METAL_FUNC int span(short s) const thread {
     return COLUMN_SIMDGROUPS == 1 ? s : first_span + s * COLUMN_SIMDGROUPS;
   }
 
-  // True if the SIMD group loads fragment n of q. HADAMARD transforms whole spans.
+  // True if the SIMD group loads fragment n of q. With HADAMARD it loads whole spans.
   METAL_FUNC bool loads_fragment(short n) const thread {
     return (HADAMARD ? n / SPAN_FRAGMENTS : n) % KEY_SIMDGROUPS == key_simdgroup;
   }
 
-  // True for one of the lanes that have a row.
+  // True for exactly one of the lanes that have the same row.
   METAL_FUNC bool stores_lse() const thread {
     return key_simdgroup == 0 && first_span == 0 && column == 0;
   }
 };
 
-// True if a row of `row_spans` spans has this one.
+// True if a row of `row_spans` spans has span number `span`.
 METAL_FUNC bool span_exists(int span, int row_spans) {
   return row_spans % COLUMN_SIMDGROUPS == 0 || span < row_spans;
 }
@@ -138,7 +138,7 @@ struct TileRow {
   int query;
   int head;
 
-  // Row `row` of a KV head's `rows`. Rows past the last repeat it.
+  // Row `row` of the `rows` rows of a KV head. Row indices after the last row give the last row.
   METAL_FUNC void reset(int row, int rows, int kv_head, constant FlashParams& params) thread {
     const int heads = params.queries_per_kv;
     const int existing = min(row, rows - 1);
@@ -147,7 +147,7 @@ struct TileRow {
   }
 };
 
-// A lane's rows of the tile that begins at `first_row` of a KV head's `all_rows`.
+// A lane's rows of the tile that begins at `first_row` of the `all_rows` rows of a KV head.
 METAL_FUNC void reset_rows(thread TileRow* rows, int first_row, int lane_row, int all_rows,
                            int kv_head, constant FlashParams& problem) {
   UNROLL

@@ -1,9 +1,9 @@
-// The product of weights and values without the matrix unit, for few rows of q: most rows of its
-// fragments would be empty.
+// The product of weights and values without the matrix unit, for few rows of q. On the matrix unit
+// most rows of a fragment would be empty.
 //
-// KEY_LANES lanes share a row of v, and have units of 8 columns at a distance of KEY_LANES units.
-// So a SIMD group loads LOAD_KEYS whole rows at a time. A lane sums its keys' products for its
-// columns of all rows of out; lanes add up their sums at the end.
+// KEY_LANES lanes share a row of v. A lane has units of 8 columns that are KEY_LANES units apart,
+// so that a SIMD group loads LOAD_KEYS whole rows at a time. A lane sums the products of its keys,
+// for its columns of all rows of out. At the end, lanes add up their sums.
 #pragma once
 
 #include "decode_products.h"
@@ -16,7 +16,7 @@ struct VectorOut {
   static constant constexpr int UNITS = V_PADDED / (UNIT_COLUMNS * LANES);
   // True if all units are inside the row.
   static constant constexpr bool WHOLE_UNITS = HEAD_DIM_V == V_PADDED;
-  // The columns of a unit of which a lane has the sum over all keys.
+  // The columns of a unit that a lane stores after lanes have added up their sums.
   static constant constexpr int OUT_COLUMNS = UNIT_COLUMNS / LOAD_KEYS;
 
   Fragment<float> pairs[ROWS][UNITS][SPAN_FRAGMENTS];
@@ -24,7 +24,7 @@ struct VectorOut {
   uint2 codes[LOADS][UNITS];                // V_SPAN_SCALES
   float scales[LOADS][UNITS];               // V_SPAN_SCALES
   threadgroup float* weights;               // [BLOCK_K + 1, ROWS]: corrections follow weights
-  threadgroup float* shares;                // [ROWS], where the last block's scores were
+  threadgroup float* shares;                // [ROWS], in the memory of the last block's scores
   threadgroup Fragment<float>* sums;        // [SIMDGROUPS, ROWS, V_PADDED]
   DecodeLane lane;
 
@@ -136,12 +136,12 @@ struct VectorOut {
     }
   }
 
-  // A negative share marks a row that sees nothing.
+  // A negative share marks a row that sees no key.
   METAL_FUNC void scale_row(short, float share, bool sees_nothing) thread {
     if (lane.column == 0 && lane.row < ROWS) { shares[lane.row] = sees_nothing ? -1.0f : share; }
   }
 
-  // Adds up each row's sums times its share, over lanes and SIMD groups, and stores the rows.
+  // Multiplies row sums by shares, adds them up over lanes and SIMD groups, and stores the rows.
   METAL_FUNC void write(thread const TileResult& result,
                         constant FlashDecodeParams& params) const thread {
     constexpr int PAIRS = V_PADDED / LANE_COLUMNS;  // of a row
@@ -194,7 +194,7 @@ struct VectorOut {
           sums[2 * f] = pairs[r][u][f].x;
           sums[2 * f + 1] = pairs[r][u][f].y;
         }
-        // Each lane of a pair keeps the sums of half of the columns.
+        // In each step two lanes exchange sums, and each keeps half of the columns.
         short count = UNIT_COLUMNS;
         short first = 0;
         UNROLL

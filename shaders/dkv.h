@@ -13,7 +13,7 @@
 #define HEAD_SPLITS 1
 #endif
 
-// The type of the results: gradients, or with HEAD_SPLITS parts of them that flash_bwd_sum adds up.
+// The type of the results. With HEAD_SPLITS they are parts, which flash_bwd_sum adds up.
 using Result = conditional_t<(HEAD_SPLITS > 1), float, ELEMENT>;
 
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
@@ -69,12 +69,12 @@ struct DkvKeys {
     visible.reset(sequence, params.problem);
     has_keys = tile_key <= last() && tile_key + BLOCK_K > sequence.first_key;
     const int end = first_key + SIMDGROUP_ROWS;
-    const bool none = first_key > last() || end <= sequence.first_key;
+    const bool no_keys = first_key > last() || end <= sequence.first_key;
     seen.union_range.begin = visible.queries_of(max(first_key, sequence.first_key)).begin;
-    seen.union_range.end = none ? 0 : visible.queries_of(min(end - 1, last())).end;
+    seen.union_range.end = no_keys ? 0 : visible.queries_of(min(end - 1, last())).end;
     seen.intersection_range.begin = visible.queries_of(end - 1).begin;
     seen.intersection_range.end = visible.queries_of(first_key).end;
-    // All rows of dk and dv are written, also those of unused keys.
+    // All rows of dk and dv are written, including the rows of unused keys.
     return !(VARLEN || FLEX_ORDER) || tile_key < sequence.kv_rows;
   }
 
@@ -96,7 +96,7 @@ struct DkvKeys {
     return range;
   }
 
-  // lane_key: of the lane's row fragment 0.
+  // lane_key: the key of the lane's row in row fragment 0.
   template <int ROWS, int COLUMNS>
   METAL_FUNC void hide_unseen(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                               thread RegisterTile<float, ROWS, COLUMNS>& slopes, int block,
@@ -132,8 +132,8 @@ struct DkvKeys {
   }
 };
 
-// Scores become weights. Statistics has lse_log2, weight_factor and delta of the lane's two queries
-// in column fragment j.
+// Scores become weights. `statistics` returns lse_log2, weight_factor and delta of the lane's two
+// queries in column fragment j.
 template <int ROWS, int COLUMNS, typename Statistics>
 METAL_FUNC void exponentiate(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                              thread const Statistics& statistics) {

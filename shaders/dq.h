@@ -89,7 +89,7 @@ struct DqQueries {
     Range range;
     range.begin = visible.keys_of(place.first_query).begin;
     range.end = visible.keys_of(min(place.first_query + BLOCK_Q - 1, last_query)).end;
-    // Rounded down to a block's begin, an empty range's begin could be before its end.
+    // Blocks rounds the begin down, which would put the begin of an empty range before its end.
     if (!BLOCK_LISTS && range.begin >= range.end) { range.end = 0; }
     return range;
   }
@@ -112,7 +112,7 @@ struct DqQueries {
 // The statistics of a lane's rows, and with EXACT_DELTA sums over their keys.
 struct DqRows {
   float lse_log2s[ROW_FRAGMENTS];
-  float deltas[ROW_FRAGMENTS];  // in the second pass the error of delta
+  float deltas[ROW_FRAGMENTS];  // in the second pass, the errors of delta
   RowSums sums[ROW_FRAGMENTS];
   float weight_factors[ROW_FRAGMENTS];  // NORMALISED
 
@@ -142,13 +142,13 @@ struct DqRows {
     }
   }
 
-  // After the first pass: stores delta and the normalisers. Returns true if the error of delta is
-  // too large in any row of the SIMD group. column: the lane's.
+  // Call it after the first pass. Stores delta and the normalisers. Returns true if the error of
+  // delta is too large in any row of the SIMD group. column: the lane's column.
   METAL_FUNC bool check_delta(thread const DqQueries& queries, thread const FlashInputs& inputs,
                               ushort column) thread {
     const float sink = SINK ? float(inputs.learnable_sink[queries.place.head]) : 0.0f;
     const bool writes = queries.place.slice == 0 && queries.part == 0 && column == 0;
-    bool shows = false;
+    bool too_large = false;
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       const int query = queries.query(i);
@@ -157,16 +157,16 @@ struct DqRows {
       const RowError error = sums[i].merge_lanes(queries.statistics.lse_of(query), lse_log2s[i],
                                                  deltas[i], sink, dlse);
       weight_factors[i] = error.factor;
-      shows = shows || fabs(error.of_delta) > TOLERATED * sums[i].sizes;
+      too_large = too_large || fabs(error.delta_error) > TOLERATED * sums[i].sizes;
       if (writes && queries.exists(i)) {
-        queries.delta_rows.store(query, 0, Fragment<float>(deltas[i] + error.of_delta, 0.0f));
+        queries.delta_rows.store(query, 0, Fragment<float>(deltas[i] + error.delta_error, 0.0f));
         if (NORMALISED) {
           queries.normaliser_rows.store(query, 0, Fragment<float>(error.normaliser, 0.0f));
         }
       }
-      deltas[i] = error.of_delta;
+      deltas[i] = error.delta_error;
     }
-    return simd_max(shows ? 1.0f : 0.0f) > 0.0f;
+    return simd_max(too_large ? 1.0f : 0.0f) > 0.0f;
   }
 
   METAL_FUNC void write(thread const DqTile& dq_tile, thread const DqQueries& queries, int column,

@@ -1,5 +1,5 @@
-// Dropout of weights. A weight's position and the call's random state alone decide whether it is
-// kept, so that all kernels and tiles agree.
+// Dropout of weights. Whether a weight is kept depends only on its position and on the call's
+// random state, so that all kernels and tiles agree.
 #pragma once
 
 #include "params/attention.h"
@@ -25,8 +25,8 @@ METAL_FUNC uint word_of(uint4 words, ushort index) {
 }
 
 // The dropped weights of one (batch, head). The four words of one draw decide about keys 4i to
-// 4i + 3 of a query. A draw costs much more than a shuffle: lanes that need words of the same draws
-// make one each and exchange the words.
+// 4i + 3 of a query. A draw costs much more than a shuffle, so lanes that need words of the same
+// draws compute one draw each and exchange the words.
 struct Dropout {
   uint2 key;
   uint head;
@@ -59,14 +59,14 @@ struct Dropout {
   }
 
   // A bit for each of the lane's elements of a [ROWS * 8, COLUMNS * 8] tile, fragment by fragment:
-  // 1 if it is kept. `row` and `column` are those of the lane's first element: the query and the
-  // key, or with TRANSPOSED the key and the query. Tiles begin at multiples of 8.
+  // 1 if the element is kept. `row` and `column` of the lane's first element are its query and key,
+  // or with TRANSPOSED its key and query. Tiles begin at multiples of 8.
   template <bool TRANSPOSED, int ROWS, int COLUMNS>
   METAL_FUNC uint kept(int row, int column) const thread {
-    static_assert(!DROPOUT || ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
+    static_assert(!DROPOUT || ROWS * COLUMNS < 16, "bits of all fragments and one more fit in 32");
     uint bits = 0;
     if (!DROPOUT) { return bits; }
-    // Two fragments at a time; if their number is odd, the last one is not used.
+    // Two fragments at a time. If the number of fragments is odd, the last bits are not used.
     UNROLL
     for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
       if (TRANSPOSED) {
@@ -90,17 +90,17 @@ struct Dropout {
         UNROLL
         for (short i = 0; i < 4; i++) { bits |= bit(words[i], 2 * pair + i); }
       } else {
-        // Two lanes have two keys each of four neighbouring ones. Two fragments need two draws.
+        // Four neighbouring keys are in two lanes, two keys each. Two fragments need two draws.
         const ushort lane = column % 4 / 2;
         const short number = pair + lane;
         const uint4 words =
             draw(row + number / COLUMNS * FRAGMENT, column + number % COLUMNS * FRAGMENT);
-        const uint2 own = lane == 0 ? words.xy : words.zw;
-        const uint2 others = lane == 0 ? words.zw : words.xy;
-        bits |= bit(own.x, 2 * number) | bit(own.y, 2 * number + 1);
+        const uint2 own_words = lane == 0 ? words.xy : words.zw;
+        const uint2 other_words = lane == 0 ? words.zw : words.xy;
+        bits |= bit(own_words.x, 2 * number) | bit(own_words.y, 2 * number + 1);
         const short exchanged = pair + 1 - lane;
-        bits |= bit(simd_shuffle_xor(others.x, ushort(1)), 2 * exchanged) |
-                bit(simd_shuffle_xor(others.y, ushort(1)), 2 * exchanged + 1);
+        bits |= bit(simd_shuffle_xor(other_words.x, ushort(1)), 2 * exchanged) |
+                bit(simd_shuffle_xor(other_words.y, ushort(1)), 2 * exchanged + 1);
       }
     }
     return bits;
@@ -121,7 +121,7 @@ struct Dropout {
     }
   }
 
-  // Multiplies kept weights by 1 / (1 - dropout_p), and sets the others to 0.
+  // Multiplies kept weights by 1 / (1 - dropout_p), and sets dropped weights to 0.
   template <int ROWS, int COLUMNS>
   METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& tile, uint bits) const thread {
     if (DROPOUT) {

@@ -1,20 +1,21 @@
-// Features of the kernels. The host defines those that are on as 1. The others become constants
-// that are false, so that `if (SOFTCAP)` compiles either way.
+// Features of the kernels. The host defines features that are on as 1. Features that are off become
+// constants that are false, so that `if (SOFTCAP)` compiles in both cases.
 #pragma once
 
-// IS_ON is 1 if the macro `feature` is 1, else 0. IS_GIVEN is 1 if it is 0 or 1.
+// IS_ON is 1 if the macro `feature` is 1, else 0. IS_DEFINED is 1 if it is 0 or 1, else 0.
+// FEATURE_IF_1 inserts an argument, which makes the literal 1 the second one.
 #define FEATURE_IF_1 0,
-#define FEATURE_IF_GIVEN_0 0,
-#define FEATURE_IF_GIVEN_1 0,
+#define FEATURE_IF_DEFINED_0 0,
+#define FEATURE_IF_DEFINED_1 0,
 #define FEATURE_SECOND(first, second, ...) second
 #define FEATURE_MATCHES(match) FEATURE_SECOND(match 1, 0, 0)
 #define FEATURE_VALUE_IS_1(value) FEATURE_MATCHES(FEATURE_IF_##value)
-#define FEATURE_VALUE_IS_GIVEN(value) FEATURE_MATCHES(FEATURE_IF_GIVEN_##value)
+#define FEATURE_VALUE_IS_DEFINED(value) FEATURE_MATCHES(FEATURE_IF_DEFINED_##value)
 #define IS_ON(feature) FEATURE_VALUE_IS_1(feature)
-#define IS_GIVEN(feature) FEATURE_VALUE_IS_GIVEN(feature)
+#define IS_DEFINED(feature) FEATURE_VALUE_IS_DEFINED(feature)
 
-// WHEN and UNLESS keep their other arguments if a feature is on, or off. They are for parameters,
-// fields and types, which cannot be in an `if`.
+// WHEN expands to its other arguments if the feature is on, UNLESS if it is off. They are for
+// parameters, fields and types, which cannot be in an `if`.
 #define FEATURE_KEEP_1(...) __VA_ARGS__
 #define FEATURE_KEEP_0(...)
 #define FEATURE_DROP_1(...)
@@ -29,7 +30,7 @@
   WHEN(feature, threadgroup type name[__VA_ARGS__];) \
   UNLESS(feature, threadgroup type* const name = nullptr;)
 
-// Numbers that default to 0, and the features that they turn on.
+// Numbers that default to 0 and, if the host defines them, turn on a feature.
 #ifdef PAGE_SIZE
 #define PAGED 1
 #else
@@ -47,7 +48,7 @@
 #define FLEX_Q_BLOCK 0
 #define FLEX_KV_BLOCK 0
 #endif
-// The queries of all sequences are packed rows; with VARLEN their keys are, too.
+// The queries of all sequences are packed rows. With VARLEN the keys are packed rows, too.
 #if VARLEN
 #define PACKED_Q 1
 #endif
@@ -60,7 +61,7 @@
 #if TREE_PARENTS || TREE_MASK
 #define TREE 1
 #endif
-// Tiles walk along lists of blocks (blocks.h).
+// Tiles visit the blocks of lists (blocks.h).
 #if FLEX_Q_BLOCK || MASK_BLOCKS
 #define BLOCK_LISTS 1
 #endif
@@ -70,18 +71,18 @@
 #endif
 
 #define FEATURE(name) \
-  FEATURE_JOIN(FEATURE_DROP_, IS_GIVEN(name))(constant constexpr bool name = false;)
+  FEATURE_JOIN(FEATURE_DROP_, IS_DEFINED(name))(constant constexpr bool name = false;)
 
-// Sequences, and visible keys.
+// Features of sequences, and of the keys that are visible.
 FEATURE(VARLEN)
 FEATURE(PACKED_Q)
 FEATURE(SEQUSED_K)
 FEATURE(LEFTPAD_K)
 FEATURE(CACHE_BATCH_IDX)
-FEATURE(BAND)
-FEATURE(CHUNKED)
+FEATURE(BAND)     // a window, which may be causal
+FEATURE(CHUNKED)  // a query sees only keys of its own chunk
 FEATURE(MASK)
-FEATURE(MASK_PAIRS)
+FEATURE(MASK_PAIRS)  // columns 2i and 2i + 1 are one aligned vector (MaskRows)
 FEATURE(MASK_BLOCKS)
 // Scores and weights.
 FEATURE(FLEX_DERIVATIVES)
@@ -90,7 +91,7 @@ FEATURE(SOFTCAP)
 constant constexpr bool SCORE_DERIVATIVES = SOFTCAP || FLEX_DERIVATIVES;
 FEATURE(ALIBI)
 FEATURE(BIAS)
-FEATURE(BIAS_PAIRS)
+FEATURE(BIAS_PAIRS)  // columns 2i and 2i + 1 are one aligned vector (MaskRows)
 FEATURE(SINK)
 FEATURE(DROPOUT)
 FEATURE(FLEX)
@@ -108,9 +109,9 @@ FEATURE(PAGED)
 FEATURE(QUANTISED)
 FEATURE(K_SCALE)
 FEATURE(V_SCALE)
-FEATURE(WIDE_LOADS)
+FEATURE(WIDE_LOADS)    // rows are aligned to 16 bytes
 FEATURE(LONG_OFFSETS)  // offsets in elements need more than 32 bits
-FEATURE(ROW_PAIRS)     // each even column and the next are aligned as one vector (OperandTile)
+FEATURE(ROW_PAIRS)     // columns 2i and 2i + 1 are one aligned vector (OperandTile)
 FEATURE(ROWS_IN_THREADGROUP)
 FEATURE(TENSOR_TILES)  // tiles are laid out for tensor operations (tensor_tile.h)
 // The decoding kernels.
@@ -126,7 +127,7 @@ FEATURE(V_IN_K)
 FEATURE(DLSE)
 FEATURE(EXACT_DELTA)
 FEATURE(NORMALISED)
-FEATURE(TILES_SHARED)  // two tiles of wide rows take turns in one array
+FEATURE(TILES_SHARED)  // two tiles of wide rows use one array, one after the other
 FEATURE(ALIBI_SLOPE_GRADIENT)
 FEATURE(QUERIES_OWNED)
 FEATURE(PLACES_DIFFER)

@@ -1,23 +1,23 @@
-// Attention backward, the gradients of a bias and of ALiBi's slopes. That of a bias is
-// weights * (dout v^T - delta), summed over all dimensions along which it broadcasts. That of a
-// slope is the sum of the same times -|distance|.
+// Attention backward: the gradients of a bias and of ALiBi's slopes. The gradient of a bias is
+// weights * (dout v^T - delta), summed over all dimensions along which the bias broadcasts. The
+// gradient of a slope is the sum of the same terms times -|distance|.
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2. A threadgroup owns one tile of the bias, in
 // registers, and walks over all tiles of scores that share it, so that no other threadgroup writes
-// there. Shared queries or keys are summed once, at the end. If threadgroups are few, the walk is
-// split and each split has its own result.
+// there. Sums over shared queries or keys are computed once, at the end. If there are few
+// threadgroups, the walk is split and each split has its own result.
 #include "score_gradients.h"
 #include "softmax.h"
 
-// The specialisation: as flash_fwd's, with ROWS_IN_REGISTERS for q and dout; QUERIES_SHARED if all
-// queries share one element, KEYS_SHARED if all keys do; DBIAS_ELEMENT; DBIAS_PAIRS if columns 2i
-// and 2i + 1 of the result are one aligned vector; ALIBI_SLOPE_GRADIENT; and NORMALISED.
+// The host defines what flash_fwd needs, and ROWS_IN_REGISTERS for q and dout; QUERIES_SHARED if
+// all queries share one element, KEYS_SHARED if all keys share one; DBIAS_ELEMENT; DBIAS_PAIRS if
+// columns 2i and 2i + 1 of the result are one aligned vector; ALIBI_SLOPE_GRADIENT; and NORMALISED.
 constant constexpr int COLUMN_SUMS = SIMDGROUPS * BLOCK_K;
 constant constexpr int COLUMN_SUMS_BYTES = COLUMN_SUMS * sizeof(float);
 
 static_assert(K_PAIRS_BYTES + apart(V_PAIRS_BYTES) + COLUMN_SUMS_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
-static_assert(BLOCK_K <= THREADS, "a thread a key adds the SIMD groups' sums");
+static_assert(BLOCK_K <= THREADS, "for each key, one thread adds the SIMD groups' sums");
 
 // The current tile of a walk over the tiles of scores that share a tile of the bias: along the keys
 // first, then along queries, heads and batches.
@@ -31,7 +31,7 @@ struct ScoreTiles {
   int q_tile;
   int kv_tile;
 
-  // All positions of a shared dimension, else `owned`.
+  // All positions if the dimension is shared, and otherwise only position `owned`.
   METAL_FUNC static Range range(bool shared, int owned, int size) {
     return {shared ? 0 : owned, shared ? size : owned + 1};
   }
@@ -59,19 +59,19 @@ struct ScoreTiles {
   }
 };
 
-// Stores sums over the rows of the SIMD group's tile in `sums`, [BLOCK_K].
+// Sums the SIMD group's tile over its rows, and stores the sums in `sums`, [BLOCK_K].
 METAL_FUNC void add_rows(thread const ScoreTile& tile, threadgroup float* sums, ushort row,
                          ushort column) {
   UNROLL
   for (short j = 0; j < KEY_FRAGMENTS; j++) {
-    Fragment<float> of_rows = tile.fragments[0][j];
+    Fragment<float> sum_over_rows = tile.fragments[0][j];
     UNROLL
-    for (short i = 1; i < ROW_FRAGMENTS; i++) { of_rows += tile.fragments[i][j]; }
-    of_rows = fragment_column_sum(of_rows);
+    for (short i = 1; i < ROW_FRAGMENTS; i++) { sum_over_rows += tile.fragments[i][j]; }
+    sum_over_rows = fragment_column_sum(sum_over_rows);
     if (row == 0) {
       threadgroup float* place = sums + j * FRAGMENT + column;
-      place[0] = of_rows.x;
-      place[1] = of_rows.y;
+      place[0] = sum_over_rows.x;
+      place[1] = sum_over_rows.y;
     }
   }
 }
@@ -82,7 +82,7 @@ struct DbiasTile {
   int first_query;              // of the lane's row fragment 0
   int first_key;
 
-  // Shared queries: adds up sums over each SIMD group's rows, [SIMDGROUPS, BLOCK_K].
+  // For shared queries. column_sums: sums over each SIMD group's rows, [SIMDGROUPS, BLOCK_K].
   METAL_FUNC void write_columns(const threadgroup float* column_sums,
                                 constant FlashBwdBiasParams& params,
                                 ushort thread_index) const thread {
@@ -99,15 +99,15 @@ struct DbiasTile {
     }
   }
 
-  // Shared keys.
+  // For shared keys.
   METAL_FUNC void write_rows(thread const ScoreTile& tile, constant FlashBwdBiasParams& params,
                              ushort column) const thread {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      Fragment<float> of_columns = tile.fragments[i][0];
+      Fragment<float> sum_over_columns = tile.fragments[i][0];
       UNROLL
-      for (short j = 1; j < KEY_FRAGMENTS; j++) { of_columns += tile.fragments[i][j]; }
-      const float total = fragment_row_sum(of_columns.x + of_columns.y);
+      for (short j = 1; j < KEY_FRAGMENTS; j++) { sum_over_columns += tile.fragments[i][j]; }
+      const float total = fragment_row_sum(sum_over_columns.x + sum_over_columns.y);
       const int query = first_query + i * FRAGMENT;
       if (column == 0 && query < params.problem.q_length) {
         first[query * params.dbias_strides.query] = DBIAS_ELEMENT(total);
@@ -158,16 +158,16 @@ struct DbiasTile {
   const int own_head = threadgroup_position.z % params.own_heads;
   const int own_batch = threadgroup_position.z / params.own_heads;
 
-  ScoreTiles at;
-  at.batches = ScoreTiles::range(params.batches_shared, own_batch, problem.batch);
-  at.heads = ScoreTiles::range(params.heads_shared, own_head, params.heads);
-  at.q_tiles =
+  ScoreTiles walk;
+  walk.batches = ScoreTiles::range(params.batches_shared, own_batch, problem.batch);
+  walk.heads = ScoreTiles::range(params.heads_shared, own_head, params.heads);
+  walk.q_tiles =
       ScoreTiles::range(QUERIES_SHARED, own_q_tile, (problem.q_length + BLOCK_Q - 1) / BLOCK_Q);
-  at.kv_tiles =
+  walk.kv_tiles =
       ScoreTiles::range(KEYS_SHARED, own_kv_tile, (problem.kv_length + BLOCK_K - 1) / BLOCK_K);
   const int64_t first_tile = split * params.split_tiles;
   const int64_t last_tile = min(first_tile + params.split_tiles, params.shared_tiles);
-  at.seek(first_tile);
+  walk.seek(first_tile);
 
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
@@ -179,7 +179,7 @@ struct DbiasTile {
   OwnQueries queries;
   ScoreTile sum;
   sum.fill(0.0f);
-  // The staged tiles of K and V, and the loaded queries.
+  // Which tiles of K and V are staged, and which queries are loaded.
   int staged_batch = -1;
   int staged_kv_head = -1;
   int staged_kv_tile = -1;
@@ -187,9 +187,9 @@ struct DbiasTile {
   int loaded_head = -1;
   int loaded_q_tile = -1;
 
-  for (int64_t tile = first_tile; tile < last_tile; tile++, at.advance()) {
-    const int batch = at.batch;
-    const int head = at.head;
+  for (int64_t tile = first_tile; tile < last_tile; tile++, walk.advance()) {
+    const int batch = walk.batch;
+    const int head = walk.head;
     const int kv_head = head / problem.queries_per_kv;
     const Sequence sequence = inputs.sequence(batch, problem);
     if (sequence.impossible) {
@@ -197,8 +197,8 @@ struct DbiasTile {
       continue;
     }
     const int last_query = sequence.q_length - 1;
-    const int tile_query = at.q_tile * BLOCK_Q;
-    const int block = at.kv_tile * BLOCK_K;
+    const int tile_query = walk.q_tile * BLOCK_Q;
+    const int block = walk.kv_tile * BLOCK_K;
     if (VARLEN && tile_query > last_query) { continue; }
     Visibility visible;
     visible.reset(sequence, problem);
@@ -208,8 +208,8 @@ struct DbiasTile {
     }
     const Values values = inputs.values(batch, kv_head, sequence, problem);
     if (TILES_SHARED || batch != staged_batch || kv_head != staged_kv_head ||
-        at.kv_tile != staged_kv_tile) {
-      // Every SIMD group has read the tiles of the block before.
+        walk.kv_tile != staged_kv_tile) {
+      // Wait until every SIMD group has read the previous tiles.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
       stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
@@ -218,11 +218,11 @@ struct DbiasTile {
         stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
             v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
       }
-      // The tiles are whole.
+      // Wait until the tiles are completely written.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       staged_batch = batch;
       staged_kv_head = kv_head;
-      staged_kv_tile = at.kv_tile;
+      staged_kv_tile = walk.kv_tile;
     }
 
     const int simdgroup_query = tile_query + simdgroup * SIMDGROUP_ROWS;
@@ -230,17 +230,18 @@ struct DbiasTile {
     SeenRows seen;
     seen.reset(visible, simdgroup_query, SIMDGROUP_ROWS, last_query);
     const bool any_seen = seen.any_in(block, BLOCK_K);
-    if (any_seen && (batch != loaded_batch || head != loaded_head || at.q_tile != loaded_q_tile)) {
+    if (any_seen &&
+        (batch != loaded_batch || head != loaded_head || walk.q_tile != loaded_q_tile)) {
       queries.load(inputs, buffers, params, batch, head, sequence, lane_query, column);
       loaded_batch = batch;
       loaded_head = head;
-      loaded_q_tile = at.q_tile;
+      loaded_q_tile = walk.q_tile;
     }
 
     ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
     if (any_seen) { multiply_transposed<ELEMENT, QK_COLUMNS>(scores, queries.q_tile, k_lane); }
     if (TILES_SHARED) {
-      // Every SIMD group has read the keys.
+      // Wait until every SIMD group has read the keys.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
           v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
@@ -259,7 +260,7 @@ struct DbiasTile {
                   dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, block + column));
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      // Rows past the last repeat it, and must not be summed.
+      // Row indices after the last query load the last query again; they must not be added.
       const bool exists = lane_query + i * FRAGMENT <= last_query;
       UNROLL
       for (short j = 0; j < KEY_FRAGMENTS; j++) {

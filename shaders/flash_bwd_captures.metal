@@ -1,21 +1,21 @@
-// Attention backward, the gradient of a captured tensor of score_mod. For each score,
+// Attention backward: the gradient of a captured tensor of score_mod. For each score,
 // weights * (dout v^T - delta) * FLEX_SHARE is added to the element FLEX_PLACE.
 //
 // A threadgroup walks over tiles of queries as flash_bwd_dq does. Each SIMD group adds to its own
-// copy of the tensor, and copies are added up afterwards: a fixed order of sums without atomics.
+// copy of the tensor, and the copies are added up afterwards, in a fixed order without atomics.
 #include "blocks.h"
 #include "flex.h"
 #include "score_gradients.h"
 
-// The specialisation: as flash_bwd_bias's, with FLEX; QUERIES_OWNED if each query has elements of
-// its own, and PLACES_DIFFER if each (query, key) has.
+// The host defines what flash_bwd_bias needs, and FLEX; QUERIES_OWNED if no two queries use the
+// same element; and PLACES_DIFFER if no two (query, key) pairs use the same element.
 static_assert(K_PAIRS_BYTES + apart(V_PAIRS_BYTES) <= THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
 
-// Adds to the SIMD group's copy of the captured tensor. A lane sums up what goes to one element.
+// Adds to the SIMD group's copy of the captured tensor. A lane first sums values for one element.
 struct OrderedSums {
   device float* copy;
-  int place;  // of the lane's sum, or INT_MAX
+  int place;  // the element that `sum` goes to; INT_MAX if there is no sum
   float sum;
 
   METAL_FUNC void reset(device float* own_copy) thread {
@@ -36,7 +36,7 @@ struct OrderedSums {
 
   METAL_FUNC void flush(ushort lane) thread {
     if (PLACES_DIFFER && place != INT_MAX) { copy[place] += sum; }
-    // Else one element after the other: all writes are by one lane, and so ordered.
+    // Without PLACES_DIFFER, one lane adds to one element after the other, which orders the writes.
     for (int lowest = PLACES_DIFFER ? INT_MAX : simd_min(place); lowest != INT_MAX;
          lowest = simd_min(place)) {
       const bool is_lowest = place == lowest;
@@ -97,7 +97,7 @@ struct OrderedSums {
     const Range existing = {0, sequence.kv_length};
     blocks.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, existing);
     for (int block = blocks.first(); !blocks.done; block = blocks.next(block + BLOCK_K)) {
-      // Every SIMD group has read the tiles of the block before.
+      // Wait until every SIMD group has read the previous tiles.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
           k_pairs, keys, block, sequence.first_key, sequence.kv_length, thread_index);
@@ -105,14 +105,14 @@ struct OrderedSums {
         stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
             v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
       }
-      // The tiles are whole.
+      // Wait until the tiles are completely written.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       ScoreTile products;  // [ROW_FRAGMENTS * 8, BLOCK_K]
       if (simdgroup_query <= last_query) {
         multiply_transposed<ELEMENT, QK_COLUMNS>(products, queries.q_tile, k_lane);
       }
       if (TILES_SHARED) {
-        // Every SIMD group has read the keys.
+        // Wait until every SIMD group has read the keys.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
             v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
@@ -127,7 +127,7 @@ struct OrderedSums {
       multiply_transposed<ELEMENT, V_COLUMNS>(gradients, queries.dout_tile, v_lane);
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) {
-        // Rows past the last repeat it, and must not be summed.
+        // Row indices after the last query load the last query again; they must not be added.
         const bool exists = lane_query + i * FRAGMENT <= last_query;
         UNROLL
         for (short j = 0; j < KEY_FRAGMENTS; j++) {

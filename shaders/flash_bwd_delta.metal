@@ -1,11 +1,11 @@
-// The first kernel of the backward: delta = rowsum(dout * out) - dlse, a row for each SIMD group.
+// The first kernel of the backward: delta = rowsum(dout * out) - dlse. A SIMD group has one row.
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2, line 4. dlse is subtracted because d lse / d score
 // is the weight, by which delta is multiplied.
 #include "params/backward.h"
 #include "tile.h"
 
-// The specialisation: ELEMENT, HEAD_DIM_V, SIMDGROUPS; DLSE if the log-sum-exp has a gradient.
+// The host defines ELEMENT, HEAD_DIM_V, SIMDGROUPS, and DLSE if the log-sum-exp has a gradient.
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_delta(

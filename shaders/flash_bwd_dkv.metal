@@ -1,4 +1,4 @@
-// Attention backward, the gradients of k and v: dv = weights^T dout and
+// Attention backward: the gradients of k and v, dv = weights^T dout and
 // dk = scale * (weights * (dout v^T - delta))^T q, over every query head that shares the KV head.
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2. A threadgroup owns BLOCK_K keys of one KV head and
@@ -13,9 +13,9 @@
 #include "dkv.h"
 #include "own_rows.h"
 
-// The specialisation: as flash_fwd's, with BLOCK_Q, the queries staged at a time, DK_SLICE and
-// DV_SLICE, the columns of dk and dv that a threadgroup owns, SLICES of each, and ROWS_IN_REGISTERS
-// for k and v alike; NORMALISED, as flash_bwd_dq's; and HEAD_SPLITS, if there are several.
+// The host defines what flash_fwd needs, and BLOCK_Q, the number of queries that are staged at a
+// time; DK_SLICE and DV_SLICE, the columns of dk and dv that a threadgroup owns; SLICES, the number
+// of slices; ROWS_IN_REGISTERS for k and v; NORMALISED; and HEAD_SPLITS if it is not 1.
 constant constexpr int QUERY_FRAGMENTS = BLOCK_Q / FRAGMENT;
 // A SIMD group's share of the scores: of the queries, and of the rows if queries are too few.
 constant constexpr int QUERY_PARTS = query_parts(QUERY_FRAGMENTS, COLUMN_SIMDGROUPS);
@@ -26,8 +26,8 @@ constant constexpr int PARTS = SIMDGROUPS * OWN_ROW_FRAGMENTS * OWN_QUERY_FRAGME
 constant constexpr int DOUT_PAIRS_BYTES = BLOCK_Q * padded(V_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int Q_PAIRS_BYTES =
     with_shared(BLOCK_Q * padded(QK_COLUMNS) * sizeof(ELEMENT), DOUT_PAIRS_BYTES);
-// SIMD groups that share rows read q and dout from the pairs. Others read more columns, and q and
-// dout are staged a second time, as rows.
+// SIMD groups that share rows read q and dout from the pairs. Other SIMD groups read more columns,
+// so q and dout are staged a second time, as rows.
 constant constexpr int Q_ROWS_BYTES =
     ROW_COPY_STAGED ? BLOCK_Q * padded(DK_SLICE) * sizeof(ELEMENT) : 0;
 constant constexpr int DOUT_ROWS_BYTES =
@@ -38,7 +38,7 @@ static_assert(Q_PAIRS_BYTES + apart(DOUT_PAIRS_BYTES) + Q_ROWS_BYTES + DOUT_ROWS
                       STATISTICS_BYTES <=
                   THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
-static_assert(BLOCK_Q <= THREADS, "a thread a query stages the statistics");
+static_assert(BLOCK_Q <= THREADS, "for each query, one thread stages the statistics");
 
 using ScoreTile = RegisterTile<float, OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>;
 using KeyTile = OwnRows<Keys, QK_COLUMNS, OWN_ROW_FRAGMENTS>;
@@ -143,16 +143,16 @@ struct SplitColumns {
 
   METAL_FUNC void end_block(thread DkTile& dk_tile, thread DvTile& dv_tile,
                             bool seen) const thread {
-    // The parts are there.
+    // Wait until all parts are written.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (!seen) { return; }
-    RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS> all;  // [rows, BLOCK_Q]
-    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, weight_parts, simdgroup, lane);
-    accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, all, dout_rows);
-    // Both tiles at once would take too many registers.
+    RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS> tile;  // [rows, BLOCK_Q]
+    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(tile, weight_parts, simdgroup, lane);
+    accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, tile, dout_rows);
+    // Keeps the compiler from loading both tiles at once, which takes too many registers.
     simdgroup_barrier(mem_flags::mem_none);
-    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, gradient_parts, simdgroup, lane);
-    accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, all, q_rows);
+    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(tile, gradient_parts, simdgroup, lane);
+    accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, tile, q_rows);
   }
 };
 
@@ -208,7 +208,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
   ValueTile v_tile;  // [OWN_ROW_FRAGMENTS * 8, Dv]
   k_tile.keep_in(k_chunks, simdgroup / QUERY_PARTS, lane);
   v_tile.keep_in(v_chunks, simdgroup / QUERY_PARTS, lane);
-  // In threadgroup memory, one of the SIMD groups with the same keys stores them for all. The
+  // With ROWS_IN_THREADGROUP, one of the SIMD groups with the same keys stores them for all. The
   // barriers of staging follow.
   if (keys.has_keys && (!ROWS_IN_THREADGROUP || part_query == 0)) {
     k_tile.load(inputs.keys(batch, keys.kv_head, sequence, problem), lane_key, keys.last(), column);
@@ -221,7 +221,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
   dv_tile.fill(0.0f);
   Dropout dropout;
   dropout.reset(inputs.rng_state, problem);
-  const Range seeing = keys.queries();
+  const Range query_range = keys.queries();
 
   // HEAD_SPLITS divides the query heads.
   const int members = problem.queries_per_kv / HEAD_SPLITS;
@@ -236,10 +236,10 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
     rules.reset(inputs, batch, head, lane_key, column, keys.visible, sequence, problem);
     dropout.move_to(batch, head);
     Blocks<LIST_Q_BLOCK> blocks;
-    blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, seeing);
+    blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, query_range);
 
     for (int block = blocks.first(); !blocks.done; block = blocks.next(block + BLOCK_Q)) {
-      // Every SIMD group has read the tiles of the block before.
+      // Wait until every SIMD group has read the previous tiles.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_Q, QK_COLUMNS, THREADS, true>(q_pairs, queries, block, 0,
                                                                sequence.q_length, thread_index);
@@ -255,7 +255,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
             thread_index);
       }
       block_statistics.stage(statistics, block, sequence.q_length, thread_index);
-      // The tiles are whole.
+      // Wait until the tiles are completely written.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool seen = keys.seen.any_in(block, BLOCK_Q);
       const int lane_query = block + part_query + column;
@@ -273,7 +273,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
         columns.add_dv(dv_tile, dropped);
       }
       if (TILES_SHARED) {
-        // Every SIMD group has read the queries.
+        // Wait until every SIMD group has read the queries.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         stage_pairs<ELEMENT, BLOCK_Q, V_COLUMNS, THREADS, true>(dout_pairs, out_gradients, block, 0,
                                                                 sequence.q_length, thread_index);

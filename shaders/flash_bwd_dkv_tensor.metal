@@ -9,8 +9,8 @@
 #include "dkv.h"
 #include "tensor_products.h"
 
-// The specialisation: as flash_bwd_dkv's, without flex; K and V are in registers or read again.
-// ELEMENT is float only if TF32 is allowed.
+// The host defines what flash_bwd_dkv needs, without flex. Without ROWS_IN_REGISTERS, k and v are
+// read again for each block. ELEMENT is float only if TF32 is allowed.
 constant constexpr int OWN_QK_COLUMNS = own_spans(HEAD_DIM_QK) * SPAN_COLUMNS;
 constant constexpr int OWN_V_COLUMNS = own_spans(HEAD_DIM_V) * SPAN_COLUMNS;
 
@@ -22,8 +22,8 @@ static_assert(OWN_DV_COLUMNS % SPAN_COLUMNS == 0, "a slice of dv is whole spans"
 using KeyTile = QueryRows<ELEMENT, Keys, HEAD_DIM_QK, ROWS_IN_REGISTERS>;
 using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
 
-// The statistics of a block's queries. Each lane reads those of one query, and gets those of its
-// columns by shuffles.
+// The statistics of a block's queries. Each lane reads the statistics of one query. Shuffles return
+// the statistics of the queries in its columns.
 struct BlockStatistics {
   float own_lse_log2;
   float own_delta;
@@ -90,7 +90,7 @@ struct BlockStatistics {
   dropout.reset(inputs.rng_state, problem);
   BlockStatistics block_statistics;
   block_statistics.column = column;
-  const Range seeing = keys.queries();
+  const Range query_range = keys.queries();
 
   // HEAD_SPLITS divides the query heads.
   const int members = problem.queries_per_kv / HEAD_SPLITS;
@@ -105,7 +105,7 @@ struct BlockStatistics {
     rules.reset(inputs, batch, head, lane_key, column, keys.visible, sequence, problem);
     dropout.move_to(batch, head);
     Blocks<LIST_Q_BLOCK> blocks;
-    blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, seeing);
+    blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, query_range);
 
     for (int block = blocks.first(); !blocks.done; block = blocks.next(block + BLOCK_Q)) {
       const bool seen = keys.seen.any_in(block, BLOCK_Q);
@@ -116,7 +116,7 @@ struct BlockStatistics {
       BlockTile weights;    // scores, then weights: [keys, queries]
       BlockTile gradients;  // d loss / d weight, then d loss / d score
       if (COLUMNS_SPLIT) {
-        // Both have read the parts of the block before.
+        // Wait until both SIMD groups have read the previous parts.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (seen) {
           multiply_transposed<ELEMENT, HEAD_DIM_QK>(weights, k_tile, queries, q_places);
@@ -124,7 +124,7 @@ struct BlockStatistics {
           multiply_transposed<ELEMENT, HEAD_DIM_V>(gradients, v_tile, out_gradients, dout_places);
           store_part(gradients, gradient_parts, simdgroup, lane);
         }
-        // The parts are there.
+        // Wait until all parts are written.
         threadgroup_barrier(mem_flags::mem_threadgroup);
       } else {
         // Keeps the SIMD groups at one block, as in flash_fwd_tensor.metal. It orders no memory.
@@ -159,7 +159,7 @@ struct BlockStatistics {
           dk_tile, gradients, queries, q_places, first_dk, column);
     }
   }
-  // As in MLX and PyTorch, before the results of tensor operations are read.
+  // MLX and PyTorch also have a barrier before they read the results of tensor operations.
   threadgroup_barrier(mem_flags::mem_none);
   keys.write(dk_tile, dv_tile, row, column, problem);
 }

@@ -1,20 +1,20 @@
-// Attention backward, the gradient of q: dq = scale * (weights * (dout v^T - delta)) k.
+// Attention backward: the gradient of q, dq = scale * (weights * (dout v^T - delta)) k.
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2, with its loops exchanged: a threadgroup owns BLOCK_Q
 // queries and walks over the keys, so that no other threadgroup writes its rows.
 //
 // delta is rowsum(dout * out), and out is rounded. With EXACT_DELTA the walk also sums the
-// gradients of each row's scores. The exact sum is known, and the difference is the error of delta.
-// If it is too large, a second pass over the keys corrects dq.
+// gradients of each row's scores. The exact value of this sum is known, and the difference from it
+// is the error of delta. If that error is too large, a second pass over the keys corrects dq.
 //
-// The log-sum-exp is rounded, too, and large scores make this error visible in float32 gradients.
+// The log-sum-exp is rounded, too, and large scores make its error visible in float32 gradients.
 // With NORMALISED, weights are divided by the sum of exp(score - log-sum-exp).
 #include "dq.h"
 #include "own_rows.h"
 
-// The specialisation: as flash_fwd's, with DQ_SLICE, the columns of dq that a threadgroup owns, and
-// ROWS_IN_REGISTERS for q and dout alike; EXACT_DELTA, and with it NORMALISED, and DLSE if the
-// log-sum-exp has a gradient. With FLEX also FLEX_SLOPE.
+// The host defines what flash_fwd needs; DQ_SLICE, the columns of dq that a threadgroup owns;
+// ROWS_IN_REGISTERS for q and dout; EXACT_DELTA, which NORMALISED needs; DLSE if the log-sum-exp
+// has a gradient; and FLEX_SLOPE with FLEX.
 constant constexpr int V_PAIRS_BYTES = BLOCK_K * padded(V_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int K_PAIRS_BYTES =
     with_shared(BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT), V_PAIRS_BYTES);
@@ -94,7 +94,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
   bool second_pass = false;
   for (short pass = 0; pass < PASSES; pass++) {
     for (int block = blocks.first(); !blocks.done; block = blocks.next(block + BLOCK_K)) {
-      // Every SIMD group has read the tiles of the block before.
+      // Wait until every SIMD group has read the previous tiles.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
           k_pairs, keys, block, sequence.first_key, sequence.kv_length, thread_index);
@@ -102,7 +102,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
         stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
             v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
       }
-      // The tiles are whole.
+      // Wait until the tiles are completely written.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool seen = queries.seen.any_in(block, BLOCK_K);
       ScoreTile scores;
@@ -110,13 +110,13 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
       if (TILES_SHARED) {
         if (seen) { multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_lane); }
         if (pass == 0) {
-          // Every SIMD group has read the keys.
+          // Wait until every SIMD group has read the keys.
           threadgroup_barrier(mem_flags::mem_threadgroup);
           stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
               v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
           if (seen) { multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_lane); }
-          // And the values: dq needs the keys again.
+          // Wait until every SIMD group has read the values. dq needs the keys again.
           threadgroup_barrier(mem_flags::mem_threadgroup);
           stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
               k_pairs, keys, block, sequence.first_key, sequence.kv_length, thread_index);
@@ -132,7 +132,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
             store_part(gradients, gradient_parts, simdgroup, lane);
           }
         }
-        // The parts are there.
+        // Wait until all parts are written.
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       if (!seen || (pass > 0 && !second_pass)) { continue; }

@@ -7,8 +7,8 @@
 #include "dq.h"
 #include "tensor_products.h"
 
-// The specialisation: as flash_bwd_dq's, without flex; Q and dout are in registers or read again.
-// ELEMENT is float only if TF32 is allowed.
+// The host defines what flash_bwd_dq needs, without flex. Without ROWS_IN_REGISTERS, q and dout are
+// read again for each block. ELEMENT is float only if TF32 is allowed.
 constant constexpr int OWN_QK_COLUMNS = own_spans(HEAD_DIM_QK) * SPAN_COLUMNS;
 constant constexpr int OWN_V_COLUMNS = own_spans(HEAD_DIM_V) * SPAN_COLUMNS;
 
@@ -74,7 +74,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
       KeyPlaces<Values> value_places;
       value_places.find(values, block, sequence.first_key, sequence.kv_length, row);
       if (COLUMNS_SPLIT) {
-        // Both have read the parts of the block before.
+        // Wait until both SIMD groups have read the previous parts.
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (seen) {
           multiply_transposed<ELEMENT, HEAD_DIM_QK>(scores, q_tile, keys, key_places);
@@ -84,7 +84,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
             store_part(gradients, gradient_parts, simdgroup, lane);
           }
         }
-        // The parts are there.
+        // Wait until all parts are written.
         threadgroup_barrier(mem_flags::mem_threadgroup);
       } else {
         // Keeps the SIMD groups at one block, as in flash_fwd_tensor.metal. It orders no memory.
@@ -120,7 +120,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
     second_pass = rows.check_delta(queries, inputs, column);
     if (!any_simdgroup(second_pass, votes, simdgroup, lane)) { break; }
   }
-  // As in MLX and PyTorch, before the results of tensor operations are read.
+  // MLX and PyTorch also have a barrier before they read the results of tensor operations.
   threadgroup_barrier(mem_flags::mem_none);
   rows.write(dq_tile, queries, column + first_dq, problem.softmax_scale);
 }

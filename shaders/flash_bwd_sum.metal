@@ -1,9 +1,9 @@
-// The sum, in a fixed order, of the parts of dk or dv that flash_bwd_dkv writes with HEAD_SPLITS. A
-// SIMD group sums one row.
+// Adds up, in a fixed order, the parts of dk or dv that flash_bwd_dkv writes with HEAD_SPLITS. Each
+// SIMD group adds up one row.
 #include "params/backward.h"
 #include "tile.h"
 
-// The specialisation: ELEMENT, HEAD_DIM, SIMDGROUPS.
+// The host defines ELEMENT, HEAD_DIM and SIMDGROUPS.
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_sum(

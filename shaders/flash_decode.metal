@@ -4,26 +4,26 @@
 //
 // The kernel is bound by memory, so each row of k and v is read once: the queries of all heads that
 // share a KV head are rows of one tile, [ROWS, D]. Lanes load k and v into fragments without
-// staging (spans.h). Products are keys by queries, so that k and v are loaded alike, and are
-// transposed in threadgroup memory.
+// staging (spans.h). In a tile of products a row is a key and a column is a query, so that k and v
+// are loaded in the same way. The tile is then transposed in threadgroup memory.
 //
-// KEY_SIMDGROUPS walk over different keys and merge their states at the end. If a tile takes too
-// many registers for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each has some
-// spans of q, k, v and out, and they add up their parts of the scores. ROW_SIMDGROUPS such groups
-// have different rows and the same keys. Each loads a part of a block, and they exchange the parts.
+// KEY_SIMDGROUPS SIMD groups walk over different keys and merge their states at the end. If a tile
+// takes too many registers for one SIMD group, COLUMN_SIMDGROUPS SIMD groups share the same keys
+// instead. Each has some spans of q, k, v and out, and they add up their parts of the scores.
+// ROW_SIMDGROUPS such sets have different rows and the same keys. Each SIMD group loads a part of a
+// block, and they exchange the parts.
 #include "decode_matrix.h"
 #include "decode_rows.h"
 #include "decode_vector.h"
 
-// The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
-// KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, ROW_SIMDGROUPS if not 1; SPLIT if there is more
-// than one split; V_IN_K if v is the first columns of k; the features of flash_fwd except VARLEN,
-// DROPOUT and K_ROTARY, or FLEX; PACKED_Q if sequences differ in their number of queries; APPEND
-// with WIDE_STORES, NEW_K_ROTARY and PACKED_NEW_K; INDEX_BLOCK if keys are listed; and ROW_LOOP if
-// a threadgroup has more than one tile of rows. Without ROW_LOOP, the state at a tile's begin takes
-// no registers during the tile.
+// The host defines ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS, KEY_FRAGMENTS, KEY_SIMDGROUPS,
+// COLUMN_SIMDGROUPS, and ROW_SIMDGROUPS if it is not 1; SPLIT if there is more than one split;
+// V_IN_K if v is the first columns of k; the features of flash_fwd except VARLEN, DROPOUT and
+// K_ROTARY, or FLEX; PACKED_Q if sequences differ in their number of queries; APPEND with
+// WIDE_STORES, NEW_K_ROTARY and PACKED_NEW_K; INDEX_BLOCK if keys are listed; and ROW_LOOP if a
+// threadgroup has several tiles of rows, whose loop needs more registers.
 //
-// With PACKED_Q the threadgroups after those of the last sequence fill the rows of no sequence.
+// With PACKED_Q, the threadgroups after those of the last sequence fill the rows of no sequence.
 
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;
 
@@ -36,7 +36,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
   DecodeKv kv;
   kv.reset(inputs, task, memory, lane, problem);
 
-  // With APPEND there is one row group: other threadgroups would not see the new keys.
+  // With APPEND row_groups is 1: another row group would not see the new keys.
   for (int group_row = task.share.begin; group_row < task.share.end; group_row += task.share.step) {
     const int first_row = group_row + lane.row_simdgroup * ROWS;
     DecodeRows rows;

@@ -4,8 +4,8 @@
 //
 // A threadgroup owns BLOCK_Q queries of one head and walks over the keys, BLOCK_K at a time. Each
 // SIMD group owns ROW_FRAGMENTS x 8 queries, so that one K or V fragment serves that many matrix
-// operations; scores and weights never leave its registers. Half and bfloat16 fragments feed the
-// matrix unit as they are; weights stay float32.
+// operations; scores and weights never leave its registers. The matrix unit multiplies half and
+// bfloat16 fragments without conversion; weights stay float32.
 //
 // StagedKv stages blocks of K and V in threadgroup memory; without KV_STAGED, DirectKv reads them
 // from device memory.
@@ -13,11 +13,11 @@
 #include "staged.h"
 #include "unstaged.h"
 
-// The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
-// BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS; COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; KV_STAGED
-// 0 without staging; the features that are on (features.h), with BIAS_ELEMENT, SINK_ELEMENT,
-// ROTARY_ELEMENT, ROTARY_DIM, PAGE_SIZE, KV_ELEMENT, KV_FORMAT and V_FORMAT; or FLEX with
-// FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK and FLEX_KV_BLOCK.
+// The host defines ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS, BLOCK_K, SIMDGROUPS
+// and Q_IN_REGISTERS; COLUMN_SIMDGROUPS as 2 if two SIMD groups share rows; KV_STAGED as 0 without
+// staging; the features that are on (features.h), with BIAS_ELEMENT, SINK_ELEMENT, ROTARY_ELEMENT,
+// ROTARY_DIM, PAGE_SIZE, KV_ELEMENT, KV_FORMAT and V_FORMAT; or FLEX with FLEX_CAPTURES,
+// FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK and FLEX_KV_BLOCK.
 constant constexpr int SCORE_PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD_LANES;
 
 using KeysValues = conditional_t<KV_STAGED, StagedKv<ROW_FRAGMENTS, KEY_FRAGMENTS>,

@@ -8,12 +8,12 @@
 #include "forward.h"
 #include "tensor_products.h"
 
-// The specialisation, from the host: as flash_fwd's. ELEMENT is float only if TF32 is allowed, and
-// WIDE_LOADS holds for q, too.
+// The host defines what flash_fwd needs. ELEMENT is float only if TF32 is allowed, and WIDE_LOADS
+// holds for q, too.
 static_assert(BLOCK_K == SPAN_COLUMNS, "a product gives scores of 32 keys");
 static_assert(V_SLICE % SPAN_COLUMNS == 0, "a slice of V is a multiple of 32 columns");
 
-// The interface of StagedKv. Each SIMD group reads K and V by itself.
+// Has the interface of StagedKv. Each SIMD group reads K and V for itself.
 struct TensorKv {
   using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, Q_IN_REGISTERS>;
   using Scores = BlockTile;

@@ -1,6 +1,6 @@
 // score_mod and mask_mod. torch_metal_attn/flex writes function bodies from the Python functions:
 // FLEX_SCORE and FLEX_MASK; FLEX_SLOPE, d score_mod / d score; FLEX_SHARE, d score_mod / d element
-// of a captured tensor; and FLEX_PLACE, that element's index.
+// of a captured tensor; and FLEX_PLACE, the index of this element.
 #pragma once
 
 #include "inputs.h"
@@ -24,8 +24,8 @@
 
 FEATURE(FLEX_SCORED)
 
-// An index along a dimension of `size`; -1 is the last element. An index out of range becomes 0 and
-// makes the score NaN.
+// An index along a dimension of `size` elements; -1 means the last element. An index out of range
+// becomes 0 and makes the score NaN.
 METAL_FUNC int64_t flex_index(int64_t index, int size, thread bool& impossible) {
   const int64_t wrapped = index < 0 ? index + size : index;
   const bool outside = wrapped < 0 || wrapped >= size;
@@ -34,7 +34,8 @@ METAL_FUNC int64_t flex_index(int64_t index, int size, thread bool& impossible) 
 }
 
 // Quotients are rounded towards minus infinity, and remainders have the divisor's sign, as in
-// Python. An integer division by zero makes the score NaN.
+// Python. An integer division by zero makes the score NaN. x / -1 is computed as -x, because the
+// smallest integer must not be divided by -1.
 template <typename T>
 METAL_FUNC T flex_floor_divide(T a, T b, thread bool& impossible) {
   impossible = impossible || b == 0;
@@ -100,14 +101,13 @@ METAL_FUNC int64_t flex_long(float x) {
 
 METAL_FUNC float flex_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
 
-// NaN if either is NaN; Metal's max and min would return the other.
+// NaN if either argument is NaN; Metal's max and min would return the other argument.
 METAL_FUNC float flex_max(float a, float b) { return isnan(a) || isnan(b) ? NAN : max(a, b); }
 METAL_FUNC float flex_min(float a, float b) { return isnan(a) || isnan(b) ? NAN : min(a, b); }
 
 // Metal lacks log1p, expm1 and erf. The errors of these are below 3 units in the last place.
 
-// 2 artanh(x / (2 + x)) near 0 (Abramowitz and Stegun, 4.1.27 and 4.6.22), where 1 + x loses
-// digits.
+// Near 0, where 1 + x loses digits: 2 artanh(x / (2 + x)) (Abramowitz and Stegun, 4.1.27, 4.6.22).
 METAL_FUNC float flex_log1p(float x) {
   if (x < -0.5f || x > 1.0f) { return precise::log(1.0f + x); }
   const float y = x / (2.0f + x);
@@ -118,7 +118,7 @@ METAL_FUNC float flex_log1p(float x) {
   return y * sum;
 }
 
-// The sum of x^n / n! near 0.
+// Near 0, where exp(x) - 1 loses digits, this is the sum of x^n / n!.
 METAL_FUNC float flex_expm1(float x) {
   if (fabs(x) > 1.0f) { return precise::exp(x) - 1.0f; }
   float sum = 1.0f;
@@ -127,8 +127,8 @@ METAL_FUNC float flex_expm1(float x) {
   return x * sum;
 }
 
-// Below 1 the Maclaurin series (Abramowitz and Stegun, 7.1.5). Above, 1 - exp(log erfc), where a
-// polynomial interpolates log erfc at the nine Chebyshev points of [1, 4].
+// Below 1 this is the Maclaurin series (Abramowitz and Stegun, 7.1.5). From 1 on it is
+// 1 - exp(log erfc): a polynomial interpolates log erfc at the nine Chebyshev points of [1, 4].
 METAL_FUNC float flex_erf(float x) {
   const float size = fabs(x);
   if (size < 1.0f) {
@@ -173,7 +173,7 @@ METAL_FUNC T flex_left_shift(T a, T bits) {
   return outside ? T(0) : T(uint64_t(a) << bits);
 }
 
-// The names that the texts may use.
+// The names that the function bodies may use.
 #define FLEX_ARGUMENTS                                                                           \
   thread const FlashInputs &inputs, constant FlexParams &params, int batch, int head, int query, \
       int key, thread bool &impossible
@@ -231,8 +231,8 @@ struct FlexRules {
     return impossible ? NAN : score;
   }
 
-  // The index of the captured tensor's element in a score; INT_MAX if it is out of range, which
-  // makes the score NaN. share: the derivative of score_mod by that element.
+  // The index of the captured tensor's element that a score depends on; INT_MAX if the index is out
+  // of range, which makes the score NaN. share: the derivative of score_mod by this element.
   METAL_FUNC int place(float product, short i, int column, thread const FlashInputs& inputs,
                        constant FlashParams& params, thread float& share) const thread {
     const int query = min(row + i * FRAGMENT, last_query);
@@ -246,8 +246,8 @@ struct FlexRules {
     return outside || element < 0 || element > INT_MAX ? INT_MAX : int(element);
   }
 
-  // Products become scores in base 2, and `slopes` the derivatives of score_mod, for columns from
-  // `first_column` on. masked: mask_mod is applied.
+  // Products become scores in base 2, and `slopes` become the derivatives of score_mod, for columns
+  // from `first_column` on. masked: whether mask_mod is applied.
   template <int COLUMNS>
   METAL_FUNC void value_and_slope(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                                   thread RegisterTile<float, ROWS, COLUMNS>& slopes,

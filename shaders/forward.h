@@ -1,4 +1,4 @@
-// The forward kernels without the products with keys and values.
+// What the forward kernels share: everything except the products with keys and values.
 #pragma once
 
 #include "blocks.h"
@@ -56,7 +56,7 @@ struct ForwardTile {
   }
 };
 
-// The sum of a row's weights. keys_sum: without the sink's.
+// The sum of a row's weights. keys_sum: the sum without the sink's weight.
 METAL_FUNC float with_sink(float keys_sum, float sink_weight) {
   return SINK ? keys_sum + sink_weight : keys_sum;
 }
@@ -68,7 +68,7 @@ struct WholeWeights {
   METAL_FUNC float row_sum(float whole_sum) const thread { return whole_sum; }
 };
 
-// The rows of a tile whose scores arrive block by block.
+// The softmax of a tile's rows, whose scores arrive block by block.
 template <int ROWS, typename Weights = WholeWeights>
 struct RowsSoftmax {
   OnlineSoftmax rows[ROWS];
@@ -163,10 +163,10 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
     float corrections[ROWS];
     softmax.update(scores, corrections);
     if (DROPOUT) {
-      // The sums of rows count dropped weights, too.
+      // Row sums include dropped weights.
       const uint kept =
           dropout.kept<false, ROWS, BLOCK_K / FRAGMENT>(lane_query, kv_block + column);
-      if (TENSOR_TILES) {  // scaled weights would need more than 11 bits: the normaliser scales
+      if (TENSOR_TILES) {  // the normaliser scales: scaled weights would need more than 11 bits
         dropout.drop(scores, kept);
       } else {
         dropout.apply(scores, kept);
@@ -175,7 +175,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
     kv.accumulate_values(o, corrections, scores);
   }
   if (TENSOR_TILES) {
-    // As in MLX and PyTorch, before the results of tensor operations are read.
+    // MLX and PyTorch also have a barrier before they read the results of tensor operations.
     threadgroup_barrier(mem_flags::mem_none);
   }
 

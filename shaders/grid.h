@@ -1,23 +1,24 @@
-// The tile of rows of a threadgroup.
+// Which tile of rows a threadgroup owns.
 #pragma once
 
 #include "inputs.h"
 
-// The row of blocks that starts at `place`. order, [2, rows], holds the row of each place and the
+// The row of blocks that starts at `place`. order is [2, rows]: the row of each place, then the
 // place of each row. It is the caller's memory and may hold anything, but each row gets one place.
 METAL_FUNC int ordered_row(const device int* order, int rows, int place) {
   const device int* places = order + rows;
   const int tile = order[place];
   if (tile >= 0 && tile < rows && places[tile] == place) { return tile; }
-  // The entries disagree. As many rows as places are left. The chain from this place through rows
-  // and their places ends at a row that no other place gets.
+  // The entries disagree, and as many rows as places are left. The chain that starts at this place
+  // and alternates between rows and their places ends at a row that no other place gets.
   int row = place;
   while (places[row] >= 0 && places[row] < rows && order[places[row]] == row) { row = places[row]; }
   return row;
 }
 
-// A column of the grid is a head or a slice of its columns. With BAND the tiles of a column differ
-// in length. Threadgroups then start row by row, so that the last tiles to run are of one length.
+// A column of the grid is a head or a slice of a head's columns. With BAND the tiles of a column
+// see different numbers of keys. Threadgroups then start row by row, so that the last tiles to run
+// see equally many keys.
 struct GridPlace {
   int tile;
   int column;
@@ -41,11 +42,11 @@ struct GridPlace {
     const int rows = grid.x / TILES;
     const int heads = grid.y / COLUMNS / params.order_heads;
     const int batches = grid.z / params.order_batches;
-    const uint same = heads * batches * TILES * COLUMNS;
+    const uint members = heads * batches * TILES * COLUMNS;
     const uint number = (position.z * grid.y + position.y) * grid.x + position.x;
     const int all_rows = params.order_batches * params.order_heads * rows;
-    const int row = ordered_row(inputs.block_order, all_rows, number / same);
-    const int member = number % same;
+    const int row = ordered_row(inputs.block_order, all_rows, number / members);
+    const int member = number % members;
     const int sharer = member / COLUMNS / TILES;
     const int head = row / rows % params.order_heads + sharer % heads;
     tile = row % rows * TILES + member / COLUMNS % TILES;
@@ -62,7 +63,7 @@ struct QueryTilePlace {
   int kv_head;
   int slice;
   int first_query;
-  int number;  // of the threadgroup in its head and slice
+  int number;  // of the threadgroup among those of its head and slice
 
   METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& params,
                         uint3 position, uint3 grid) thread {
@@ -73,7 +74,7 @@ struct QueryTilePlace {
     kv_head = head / params.queries_per_kv;
     slice = place.column % HEAD_SLICES;
     number = place.tile;
-    // Later queries may see more keys, and the longest rows start first.
+    // Later queries may see more keys, and the tiles with the most keys start first.
     first_query = (BAND ? int(grid.x) - 1 - place.tile : place.tile) * BLOCK;
   }
 };

@@ -1,5 +1,5 @@
 // Multiplies blocks of HADAMARD columns of a row by the orthonormal Hadamard matrix (Sylvester's),
-// which is its own inverse: sums and differences of columns at distances 1, 2, 4, ... HADAMARD / 2.
+// its own inverse, by sums and differences of columns at distances 1, 2, 4, ... HADAMARD / 2.
 //
 // Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024). The transform
 // spreads a column of large values over its block, which reduces the quantisation error.
@@ -12,13 +12,13 @@
 #define HADAMARD 0
 #endif
 
-// Columns at distances 1 to 16 are in one span.
+// Columns at distances 1 to 16 are in one span. HADAMARD_SCALE is 1 / sqrt(HADAMARD).
 constant constexpr int HADAMARD_SPANS = HADAMARD / 32;
 constant constexpr float HADAMARD_SCALE = HADAMARD == 32   ? 0.17677669529663687f
                                           : HADAMARD == 64 ? 0.125f
                                                            : 0.08838834764831845f;
 
-// Sums and differences of columns whose distance in `values` is a power of 2 below COUNT.
+// Replaces columns whose distance in `values` is a power of 2 below COUNT by sums and differences.
 template <int COUNT>
 METAL_FUNC void hadamard_values(thread float* values) {
   UNROLL
@@ -34,7 +34,7 @@ METAL_FUNC void hadamard_values(thread float* values) {
   }
 }
 
-// Sums and differences of columns in lanes that differ by `bit`.
+// Replaces columns in lanes whose numbers differ in `bit` by sums and differences.
 template <int COUNT>
 METAL_FUNC void hadamard_lanes(thread float* values, ushort lane, ushort bit) {
   UNROLL

@@ -7,8 +7,8 @@
 #include "piece.h"
 #include "products.h"
 
-// The specialisation, from the host: ELEMENT, WEIGHT_ELEMENT, HEAD_DIM, BLOCK_K, SIMDGROUPS,
-// WIDE_LOADS, ROW_PAIRS, LONG_OFFSETS, CAUSAL.
+// The host defines ELEMENT, WEIGHT_ELEMENT, HEAD_DIM, BLOCK_K, SIMDGROUPS, and the features
+// WIDE_LOADS, ROW_PAIRS, LONG_OFFSETS and CAUSAL.
 FEATURE(CAUSAL)
 
 constant constexpr int COLUMNS = fragments(HEAD_DIM) * FRAGMENT;
@@ -67,7 +67,7 @@ using Products = RegisterTile<float, 1, KEY_FRAGMENTS>;
       UNROLL
       for (short e = 0; e < LANE_COLUMNS; e++) {
         const float score = products.fragments[0][j][e] * params.softmax_scale;
-        // NaN stays NaN. Rows that repeat the last head add nothing.
+        // NaN stays NaN. Rows after the last head, which load the last head again, add nothing.
         sums[j][e] += head < params.heads ? weight * (score < 0.0f ? 0.0f : score) : 0.0f;
       }
     }

@@ -45,9 +45,8 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(TREE_PARENTS, const device int*, parents, FLASH_DECODE_PARENTS)                   \
   X(TREE_MASK, const device uchar*, tree_mask, FLASH_DECODE_TREE_MASK)
 
-// Declarations of the kernel parameters, declarations of the fields of FlashInputs, and
-// assignments. A field without a buffer is null. FLEX_CAPTURES, the captured tensors, are always
-// bound.
+// Macros that declare the kernel parameters, declare the fields of FlashInputs, and assign to them.
+// A field without a buffer is null. FLEX_CAPTURES, the captured tensors, are always bound.
 #define FLASH_KERNEL_PARAMETER(type, name, slot) type name [[buffer(slot)]],
 #define FLASH_FIELD(type, name, slot) type name;
 #define FLASH_SET_FIELD(type, name, slot) inputs.name = name;
@@ -70,7 +69,7 @@ using Keys =
 using Values = conditional_t<PAGED || QUANTISED, CacheOperand<V_FORMAT, HEAD_DIM_V, false, 0>,
                              Operand<KV_ELEMENT, HEAD_DIM_V>>;
 
-// Call it before `find` of rows [first, first + rows), uniformly in the SIMD group.
+// Call it before `find` of rows [first, first + rows), in uniform control flow of the SIMD group.
 METAL_FUNC void move_to(thread Keys& keys, thread Values& values, int first, int rows,
                         ushort lane) {
   keys.move_to(first, rows, lane);
@@ -81,7 +80,7 @@ struct FlashInputs {
   FLASH_INPUTS(FLASH_FIELD_ALWAYS)
   WHEN(FLEX, FLEX_CAPTURES(FLASH_FIELD))
 
-  // The batch's sequence. The batch index after the last has the queries of no sequence.
+  // The sequence of a batch index. The index after the last has the queries of no sequence.
   METAL_FUNC Sequence sequence(int batch, constant FlashParams& params) const thread {
     Sequence result;
     result.reset(params);
@@ -170,7 +169,7 @@ struct FlashInputs {
 
   METAL_FUNC float sink_log2(int head) const thread { return base_2(learnable_sink[head]); }
 
-  // Relative to a maximum in base 2.
+  // The sink's weight relative to row_max, a maximum in base 2.
   METAL_FUNC float sink_weight(int head, float row_max) const thread {
     return fast::exp2(base_2_less(learnable_sink[head], row_max));
   }

@@ -1,4 +1,4 @@
-// The keys that a query sees by lengths, window and chunk; scores.h applies the tensor masks.
+// The keys that a query may see because of lengths, window and chunk. scores.h applies attn_mask.
 #pragma once
 
 #include "sequence.h"
@@ -10,10 +10,10 @@ struct Range {
   int end;
 };
 
-// Every query sees one range of keys: those that exist, cut by its window and by its chunk. Both
-// ends of the range are monotonic in the query. So are the ends of the queries that see a key.
+// Every query sees one range of keys: the existing keys in its window and its chunk. Every key is
+// seen by one range of queries. The ends of both ranges are monotonic in the query or the key.
 struct Visibility {
-  Range existing;  // keys
+  Range existing;  // keys that exist
   int q_length;
   int64_t q_offset;      // the position of query i is key i + q_offset (BAND, CHUNKED, ALIBI)
   int64_t window_left;   // BAND
@@ -48,11 +48,11 @@ struct Visibility {
     if (BAND && window_left != NO_WINDOW) { begin = max(begin, position - window_left); }
     if (BAND && window_right != NO_WINDOW) { end = min(end, position + window_right + 1); }
     if (CHUNKED) {
-      // Before the first key there is no chunk.
-      const bool none = position < existing.begin;
-      const int64_t chunk_start = none ? int64_t(existing.begin) : chunk_begin(position);
+      // Positions before the first key are in no chunk.
+      const bool outside = position < existing.begin;
+      const int64_t chunk_start = outside ? int64_t(existing.begin) : chunk_begin(position);
       begin = max(begin, chunk_start);
-      end = min(end, none ? chunk_start : chunk_start + chunk);
+      end = min(end, outside ? chunk_start : chunk_start + chunk);
     }
     return within(begin, end, existing.begin, existing.end);
   }
@@ -70,6 +70,7 @@ struct Visibility {
     return within(begin, end, 0, q_length);
   }
 
+  // [begin, end) as 32-bit numbers: begin is at most `last`, and end at least `first`.
   METAL_FUNC static Range within(int64_t begin, int64_t end, int first, int last) {
     Range range;
     range.begin = int(min(begin, int64_t(last)));
@@ -99,34 +100,34 @@ struct Visibility {
   }
 };
 
-// The keys that any and that all queries of a SIMD group see, or the queries that see its keys.
+// The keys that any or all queries of a SIMD group see, or the queries that see any or all keys.
 struct SeenRows {
   Range union_range;
   Range intersection_range;
 
-  // Of the queries [first, first + count), up to last_query.
+  // For the queries [first, first + count) that are not after last_query.
   METAL_FUNC void reset(thread const Visibility& visible, int first, int count,
                         int last_query) thread {
-    const Range of_first = visible.keys_of(first);
-    const Range of_last = visible.keys_of(min(first + count - 1, last_query));
-    union_range.begin = of_first.begin;
-    union_range.end = first > last_query ? 0 : of_last.end;
-    intersection_range.begin = of_last.begin;
-    intersection_range.end = of_first.end;
+    const Range first_range = visible.keys_of(first);
+    const Range last_range = visible.keys_of(min(first + count - 1, last_query));
+    union_range.begin = first_range.begin;
+    union_range.end = first > last_query ? 0 : last_range.end;
+    intersection_range.begin = last_range.begin;
+    intersection_range.end = first_range.end;
   }
 
-  // True if any row sees any of the keys or queries [block, block + count).
+  // True if any of the keys (or queries) [block, block + count) is in the union.
   METAL_FUNC bool any_in(int block, int count) const thread {
     return block < union_range.end && block + count > union_range.begin;
   }
 
-  // True if any of these keys is masked out for any query. In flash_fwd this takes up to 11
+  // True if any of these keys is masked out for any query. In flash_fwd `hides_in` takes up to 11
   // registers fewer than `!all_in()`.
   METAL_FUNC bool hides_in(int block, int count) const thread {
     return block < intersection_range.begin || block + count > intersection_range.end;
   }
 
-  // True if all rows see all of these keys or queries.
+  // True if all of these keys (or queries) are in the intersection.
   METAL_FUNC bool all_in(int block, int count) const thread {
     return block >= intersection_range.begin && block + count <= intersection_range.end;
   }

@@ -1,4 +1,4 @@
-// Lists the blocks of a bool mask that are not masked out entirely. Attention skips the others.
+// Lists the blocks of a bool mask that are not entirely masked out. Attention skips other blocks.
 //
 // A threadgroup makes one list, 32 blocks at a time. Its SIMD groups read one block each, and the
 // first SIMD group then appends the blocks that are not masked out, in ascending order. Each
@@ -6,14 +6,14 @@
 #include "params/mask_blocks.h"
 #include "tile.h"
 
-// The specialisation: WORD, the type of a lane's load: uint2 (8 elements) or uchar.
+// The host defines WORD, the type of a lane's load: uint2 (8 elements) or uchar (1 element).
 constant constexpr int THREADS = MASK_BLOCKS_SIMDGROUPS * SIMD_LANES;
 constant constexpr int WORD_ELEMENTS = sizeof(WORD);
 
-// The kinds of elements that a lane, then a SIMD group, has read in a block.
+// Which elements of a block a lane has read; after merge_lanes, which its SIMD group has read.
 struct BlockState {
-  bool shows;
-  bool hides;
+  bool shows;  // true if any element is not masked out
+  bool hides;  // true if any element is masked out
 
   METAL_FUNC void add(uchar element) thread {
     shows = shows || element != 0;
@@ -22,7 +22,7 @@ struct BlockState {
 
   METAL_FUNC void add(uint four) thread {
     shows = shows || four != 0;
-    // Not 0 if and only if a byte is 0.
+    // The result is not 0 if and only if any of the four bytes is 0.
     hides = hides || ((four - 0x01010101) & ~four & 0x80808080) != 0;
   }
 
@@ -37,7 +37,7 @@ struct BlockState {
   }
 };
 
-// The elements of the block at `first` along one side: 1 if the mask broadcasts.
+// The number of elements along a side of the block at `first`; 1 if the mask broadcasts along it.
 METAL_FUNC int side(int first, int block, int length, int64_t stride) {
   return stride == 0 ? 1 : min(block, length - first);
 }
@@ -51,7 +51,7 @@ METAL_FUNC int side(int first, int block, int length, int64_t stride) {
     uint3 threadgroups [[threadgroups_per_grid]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
-  threadgroup uint states[SIMD_LANES];  // of blocks: 0 hidden, 1 shown in full, 2 in part
+  threadgroup uint states[SIMD_LANES];  // of blocks: 0 hidden, 1 shown entirely, 2 shown in part
 
   const int64_t row = int64_t(threadgroup_position.z) * threadgroups.y + threadgroup_position.y;
   const int64_t list = row * threadgroups.x + threadgroup_position.x;
@@ -81,7 +81,7 @@ METAL_FUNC int side(int first, int block, int length, int64_t stride) {
       state.merge_lanes();
       if (lane == 0) { states[i] = state.shows ? (state.hides ? 2 : 1) : 0; }
     }
-    // All states are stored.
+    // Wait until all states are stored.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (simdgroup == 0) {
       const uint state = lane < last ? states[lane] : 0;
@@ -90,7 +90,7 @@ METAL_FUNC int side(int first, int block, int length, int64_t stride) {
       if (listed != 0) { list_entries[place] = mask_block_entry(first_block + lane, state == 2); }
       count += int(simd_sum(listed));
     }
-    // All states have been read.
+    // Wait until all states have been read.
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   if (simdgroup == 0 && lane == 0) { counts[list] = count; }

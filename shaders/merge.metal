@@ -3,13 +3,13 @@
 // With lse the log-sum-exp of a set's scores and out its normalised output,
 //   lse = log(sum_s exp(lse_s))      out = sum_s exp(lse_s - lse) out_s
 // Ye et al., "FlashInfer" (2025), section 2.2, the operator on attention states; after Dao,
-// "FlashAttention-2" (2023), section 2.3. A set without keys has lse -inf and changes nothing,
-// whatever its out holds: out is then not read.
+// "FlashAttention-2" (2023), section 2.3. A set without keys has lse -inf and changes nothing. Its
+// out is not read and may hold anything.
 #include "params/merge.h"
 #include "softmax.h"
 
-// The specialisation, from the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE and
-// SOME_ROWS of merge_state; SINK, SINK_ELEMENT and SUMS of merge_splits.
+// The host defines ELEMENT and WIDE_LOADS; INFINITY_IS_EMPTY, IN_PLACE and SOME_ROWS for
+// merge_state; SINK, SINK_ELEMENT and SUMS for merge_splits.
 
 FEATURE(INFINITY_IS_EMPTY)
 FEATURE(IN_PLACE)
@@ -70,7 +70,7 @@ METAL_FUNC float4 sum_splits(float4 values) {
                 sum_splits(values.w));
 }
 
-// The log-sum-exp of a state. flash-attn and vLLM use +inf for no keys.
+// The log-sum-exp of a state. flash-attn and vLLM use +inf for a state without keys.
 METAL_FUNC float lse_of(float lse) {
   return INFINITY_IS_EMPTY && lse == INFINITY ? -INFINITY : lse;
 }
@@ -96,7 +96,7 @@ METAL_FUNC float lse_of(float lse) {
   row.reset(params.shape, IN_PLACE ? min(position.y, params.shape.rows - 1) : position.y);
   lses[0] = lse_of(lse_a[row.offset(params.lse_a_strides)]);
   if (IN_PLACE) {
-    // All threads of a row have read the log-sum-exp that one of them writes.
+    // Wait until all threads of a row have read the log-sum-exp, which one of them overwrites.
     threadgroup_barrier(mem_flags::mem_device);
   }
   bool written = exists;
@@ -139,8 +139,8 @@ constant constexpr int SPLIT_STEPS = SIMD_LANES / SPLIT_LANES;
 constant constexpr float NO_KEYS = -1.0f;
 
 // A SIMD group has some columns of a row. MERGE_SPLITS_COLUMN_LANES lanes hold neighbouring columns
-// of one split, and SPLIT_LANES such groups of lanes have different splits. Rows are few in
-// decoding, so a SIMD group has few columns. A lane loads its part of 32 splits before it sums,
+// of one split, and SPLIT_LANES such groups of lanes have different splits. Decoding has few rows,
+// so that a SIMD group gets few columns. A lane loads its part of 32 splits before it sums them,
 // which keeps many loads in flight. Each lane computes the weight of one split.
 //
 // partial_out is (row, split, column) and partial_lse is (row, split), contiguous. With SUMS, which
@@ -179,7 +179,7 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
       own_sum = row_lse[params.splits + block + lane];
       own_lse = own_sum == 0.0f ? -INFINITY : own_lse;
     }
-    // max() drops a NaN, and simd_max need not. The weight keeps it.
+    // max() drops a NaN, which simd_max might return. The weight is still NaN.
     sum *= normaliser.raise(simd_max(max(normaliser.row_max, own_lse)));
     const float own_weight = normaliser.weight(own_lse) * own_sum;
     normaliser.row_sum += own_weight;

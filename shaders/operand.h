@@ -8,7 +8,7 @@ METAL_FUNC Offset row_offset(constant RowStrides& strides, Offset batch, Offset 
   return batch * Offset(strides.batch) + head * Offset(strides.head) + row * Offset(strides.row);
 }
 
-// The offset of a row, and its number.
+// The offset and the index of a row.
 struct RowPlace {
   Offset row;
   int position;
@@ -46,15 +46,15 @@ struct Operand {
   template <typename Other>
   METAL_FUNC void use_pages_of(thread const Other&) const thread {}
 
-  // 0 for columns from COLUMNS on.
+  // An element of a row; 0 for columns from COLUMNS on.
   METAL_FUNC T element(int row, int column) const thread {
     const bool exists = COLUMNS % FRAGMENT == 0 || column < COLUMNS;
     if (ROTATED) { return exists ? rotary.rotated(tensor, offset(row), row, column) : T(0); }
     return exists ? tensor[offset(row) + column] : T(0);
   }
 
-  // Columns `first` + `lane_column` and the next; both numbers are even. OWN: columns of the tile.
-  // If they are less than a row, lane_column includes the tile's first column.
+  // Columns c = `first` + `lane_column` and c + 1; both terms are even. OWN: the number of columns
+  // of the tile. If it is less than a row, lane_column includes the tile's first column.
   template <int OWN>
   METAL_FUNC Fragment<T> pair(int row, int first, int lane_column) const thread {
     const int column = first + lane_column;
@@ -84,13 +84,13 @@ struct Operand {
   }
 };
 
-// The lane's row of row fragment i. Rows past the last repeat it; their results are not stored.
+// The lane's row in row fragment i. Rows after last_row become last_row and are not stored.
 METAL_FUNC int existing_row(int row, short i, int last_row) {
   return min(row + i * FRAGMENT, last_row);
 }
 
 // A SIMD group's rows of an operand, [ROWS * 8, FRAGMENTS * 8], as the left factor of products.
-// They are in registers if HELD, and else read again for each product.
+// They are in registers if HELD, and otherwise read again for each product.
 template <typename T, typename Source, int ROWS, int FRAGMENTS, bool HELD>
 struct OperandTile {
   using Element = T;
@@ -124,14 +124,14 @@ struct OperandTile {
   }
 };
 
-// The same rows in threadgroup memory, where each lane reads only its own elements.
+// The rows of OperandTile in threadgroup memory, where each lane reads only its own elements.
 template <typename T, typename Source, int ROWS, int FRAGMENTS>
 struct KeptOperandTile {
   using Element = T;
   static constant constexpr int CHUNK_FRAGMENTS = chunk_elements<T>() / LANE_COLUMNS;
   static constant constexpr int CHUNKS = (FRAGMENTS + CHUNK_FRAGMENTS - 1) / CHUNK_FRAGMENTS;
   static constant constexpr int SIZE = ROWS * CHUNKS * SIMD_LANES;
-  threadgroup uint4* chunks;  // [ROWS, CHUNKS, SIMD_LANES], from the lane's first on
+  threadgroup uint4* chunks;  // [ROWS, CHUNKS, SIMD_LANES], from the lane's first chunk on
 
   // memory: SIZE chunks for each SIMD group.
   METAL_FUNC void keep_in(threadgroup uint4* memory, ushort simdgroup, ushort lane) thread {
@@ -164,7 +164,7 @@ struct KeptOperandTile {
 
 // Stages rows [first, first + BLOCK) as pairs: tile[row / 2][column] holds the elements
 // (row, column) and (row + 1, column), so that a lane loads both columns of a transposed fragment
-// at once. Rows outside [begin, end) are zero if ZEROED, and else repeat the last.
+// at once. If ZEROED, rows outside [begin, end) are zero. Otherwise the last row is repeated.
 template <typename T, int BLOCK, int COLUMNS, int THREADS, bool ZEROED, typename Source>
 METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source, int first,
                             int begin, int end, int thread_index) {
@@ -178,7 +178,7 @@ METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source
     const bool owned = UNITS % THREADS == 0 || unit < UNITS;
     const int pair = owned ? unit / CHUNKS : 0;
     const int row = first + 2 * pair;
-    // Every lane looks rows up, as the lookup may shuffle.
+    // All lanes call `find`, because it may shuffle.
     const typename Source::Place even_place = source.find(min(row, end - 1));
     const typename Source::Place odd_place = source.find(min(row + 1, end - 1));
     if (owned) {
@@ -257,13 +257,13 @@ METAL_FUNC Fragment<T> row_fragment(const threadgroup Fragment<T>* lane, short j
   return lane[(j * FRAGMENT * padded(COLUMNS) + d * FRAGMENT) / LANE_COLUMNS];
 }
 
-// A lane's view of a slice of columns in a tile of pairs, as rows. A lane loads two rows and takes
-// its own. WHOLE: all columns of the slice exist.
+// Reads a slice of columns in a tile of pairs as rows. A lane loads a pair of rows and uses its own
+// row. WHOLE: all columns of the slice exist.
 template <typename T, int COLUMNS, bool WHOLE>
 struct PairedRows {
   const threadgroup vec<T, 4>* lane;
   bool odd;
-  short last;  // fragment of the slice that exists
+  short last;  // the last fragment of the slice that exists
 };
 
 // first: the slice's first column, a multiple of 8.
@@ -275,7 +275,7 @@ METAL_FUNC PairedRows<T, COLUMNS, WHOLE> lane_of_paired_rows(const threadgroup u
           row % 2 != 0, short((COLUMNS - first) / FRAGMENT - 1)};
 }
 
-// Fragments past a row's end repeat the last; their results are not stored.
+// Fragment indices after rows.last load that fragment again; their results are not stored.
 template <typename T, int SLICE, int COLUMNS, bool WHOLE>
 METAL_FUNC Fragment<T> row_fragment(PairedRows<T, COLUMNS, WHOLE> rows, short j, short d) {
   const short existing = WHOLE ? d : min(d, rows.last);

@@ -3,8 +3,8 @@
 
 #include "operand.h"
 
-// A threadgroup writes a slice of SLICE of the COLUMNS columns. GRID_SLICES: the slices of the
-// grid, which may be more than these rows need.
+// A threadgroup writes a slice of SLICE columns. A row has COLUMNS columns. GRID_SLICES: the number
+// of slices in the grid, which may be more than these rows need.
 template <typename T, int COLUMNS, int SLICE, int GRID_SLICES = (COLUMNS + SLICE - 1) / SLICE>
 struct Output {
   device T* tensor;
@@ -33,7 +33,7 @@ struct Output {
     }
   }
 
-  // Sets rows `begin`, `begin + step`, ... before `end`.
+  // Sets all columns of rows `begin`, `begin + step`, ... before `end` to `value`.
   METAL_FUNC void fill(float value, int begin, int end, int step) const thread {
     for (int row = begin; row < end; row += step) {
       for (int column = 0; column < columns; column++) {

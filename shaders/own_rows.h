@@ -6,7 +6,7 @@
 constant constexpr int QK_COLUMNS = fragments(HEAD_DIM_QK) * FRAGMENT;
 constant constexpr int V_COLUMNS = fragments(HEAD_DIM_V) * FRAGMENT;
 
-// The bytes of a tile that shares its array with another tile (TILES_SHARED), and of that other.
+// The bytes of the array of one or two tiles (TILES_SHARED), and of the second tile's own array.
 constexpr int with_shared(int bytes, int other) {
   return TILES_SHARED && other > bytes ? other : bytes;
 }

@@ -9,13 +9,13 @@ constant constexpr int PAGE_ROWS = PAGED ? PAGE_SIZE : 1;
 constant constexpr bool WHOLE_FRAGMENTS = PAGED && !INDICES && PAGE_ROWS % FRAGMENT == 0;
 
 // The pages of one sequence. A SIMD group holds the numbers of 32 pages, one in each lane, and
-// shuffles them: a number is loaded once for all rows of its page. Without pages, page 0 has all.
+// shuffles them: a number is loaded once for all rows of a page. Without pages, all are in page 0.
 struct PageTable {
   const device int* numbers;
   int count;       // of pages with the sequence's keys; later entries are not read
-  int cache_size;  // larger numbers than cache_size - 1 are invalid
-  int window;      // the index of lane 0's number in the table
-  int held;        // the lane's number
+  int cache_size;  // page numbers from cache_size on are invalid
+  int window;      // the table index of lane 0's page number
+  int held;        // the lane's page number
 
   METAL_FUNC void reset(const device int* table, int kv_length, int cache_pages) thread {
     numbers = table;
@@ -41,15 +41,15 @@ struct PageTable {
     held = existing(place < count ? numbers[place] : NO_PAGE);
   }
 
-  // All lanes of the SIMD group call it.
+  // The page of a row. All lanes of the SIMD group call it.
   METAL_FUNC int page_of(int row) const thread {
     if (!PAGED) { return 0; }
     if (INDICES) { return existing(numbers[uint(row) / PAGE_ROWS]); }
     return simd_shuffle(held, ushort(uint(row) / PAGE_ROWS - window));
   }
 
-  // The same for lanes whose rows are in [first, first + 8), where `first`, a multiple of 8, is the
-  // same in all lanes. On M1 a broadcast takes a fourth of the time of a shuffle.
+  // As page_of, for lanes whose rows are in [first, first + 8), where `first`, a multiple of 8, is
+  // the same in all lanes. On M1 a broadcast takes a quarter of the time of a shuffle.
   METAL_FUNC int page_among(int row, int first) const thread {
     return WHOLE_FRAGMENTS ? simd_broadcast(held, ushort(uint(first) / PAGE_ROWS - window))
                            : page_of(row);

@@ -1,5 +1,5 @@
-// SIMD groups that share rows: each has a part of the columns, and computes a part of each score or
-// of the tile of scores.
+// Exchanges between SIMD groups that share rows. Each has a part of the columns, and computes a
+// part of every score or a part of the tile of scores.
 #pragma once
 
 #include "tile.h"
@@ -16,8 +16,8 @@
 FEATURE(COLUMNS_SPLIT)
 FEATURE(ROW_COPY_STAGED)  // q and dout are staged as rows as well as in pairs (flash_bwd_dkv)
 
-// Stores the SIMD group's part of a tile in `tiles`, [SIMDGROUPS, ROWS * COLUMNS, SIMD_LANES]. The
-// SIMD groups that share its rows read it after a barrier.
+// Stores the SIMD group's part of a tile in `tiles`, [SIMDGROUPS, ROWS * COLUMNS, SIMD_LANES].
+// After a barrier, the SIMD groups that share the rows read the part.
 template <int ROWS, int COLUMNS>
 METAL_FUNC void store_part(thread const RegisterTile<float, ROWS, COLUMNS>& tile,
                            threadgroup Fragment<float>* tiles, ushort simdgroup, ushort lane) {
@@ -46,7 +46,7 @@ METAL_FUNC void add_other_part(thread RegisterTile<float, ROWS, COLUMNS>& tile,
   }
 }
 
-// Loads the whole tile, of which each SIMD group has stored PART_ROWS x PART_COLUMNS fragments.
+// Loads the whole tile. Each SIMD group has stored PART_ROWS x PART_COLUMNS fragments of the tile.
 template <int PART_ROWS, int PART_COLUMNS, int ROWS, int COLUMNS>
 METAL_FUNC void gather_parts(thread RegisterTile<float, ROWS, COLUMNS>& tile,
                              const threadgroup Fragment<float>* tiles, ushort simdgroup,

@@ -1,6 +1,6 @@
 // Tests that tensor operations lay out their operands as tensor_tile.h says.
 // csrc/runtime/probe_tensor.cpp compares the results. FLOAT32: 1 if both operands are float32, 0 if
-// at least one has 16 bits. A GPU may compile only one of the two.
+// at least one operand has 16 bits. Some GPUs may compile only one of these two variants.
 #if HAS_TENSOR_OPERATIONS
 #define TENSOR_TILES 1
 #endif
@@ -10,7 +10,7 @@
 
 #if TENSOR_TILES
 
-// Writes the coordinates of an operand's slots, from number `first` of the lane's slots on.
+// Writes the coordinates of an operand's slots to the lane's slots from number `first` on.
 template <int SLOTS, typename Tensor>
 METAL_FUNC void write_coordinates(device float* lane_slots, thread Tensor& operand, int first) {
   UNROLL

@@ -1,5 +1,5 @@
-// Products of register tiles with tiles in threadgroup memory. Each fragment that a lane loads from
-// these is used for all row fragments.
+// Products of register tiles with tiles in threadgroup memory. Each fragment that is loaded from
+// threadgroup memory is used for all row fragments.
 #pragma once
 
 #include "operand.h"
@@ -48,7 +48,7 @@ METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, COLUMN_FRAG
 
 // sum = sum * corrections + weights rows, for PART of the COLUMNS columns of `rows`. corrections[i]
 // is the factor of the lane's row in row fragment i. A block's products are summed separately
-// first, so that the rounding error grows with the number of blocks and not of rows.
+// first, so that the rounding error grows with the number of blocks only.
 template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int COLUMN_FRAGMENTS,
           typename Rows>
 METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& sum,

@@ -19,7 +19,7 @@ struct StoredUnit {
   static constant constexpr int STORES = BYTES / int(sizeof(Word));
 };
 
-// In the order of magnitudes, with NaN above infinity.
+// A number that is ordered like the magnitude of `value`, with NaN above infinity.
 METAL_FUNC uint magnitude_bits(float value) { return as_type<uint>(value) & 0x7fffffffu; }
 
 // The block's first value of largest magnitude. All lanes call it.
@@ -43,7 +43,7 @@ METAL_FUNC float block_extreme(thread const float* values, ushort lane) {
   return extreme;
 }
 
-// Returns the block's scale, or NaN if it is not finite. data: the unit's codes.
+// Returns the block's scale, or NaN if the scale is not finite. data: the unit's codes.
 template <int FORMAT>
 METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uchar* data) {
   const float extreme = block_extreme<FORMAT>(values, lane);
@@ -76,7 +76,7 @@ METAL_FUNC half2 quantise_group(thread const float* values, thread uint& codes) 
   float high = -INFINITY;
   UNROLL
   for (short i = 0; i < CACHE_UNIT; i++) {
-    // min and max would ignore a NaN.
+    // NaN becomes infinity, because min and max would ignore NaN.
     const float value = isnan(values[i]) ? INFINITY : values[i];
     low = min(low, value);
     high = max(high, value);
@@ -105,9 +105,9 @@ METAL_FUNC uchar fp8_e4m3(float value) {
   if (isnan(value)) { return 0x7f; }
   const float magnitude = min(fabs(value), 448.0f);
   const uint sign = (as_type<uint>(value) >> 24) & 0x80u;
-  // Codes below 2^-6 are multiples of 2^-9.
+  // Numbers below 2^-6 are multiples of 2^-9.
   if (magnitude < 0.015625f) { return uchar(sign | uint(rint(magnitude * 512.0f))); }
-  // The exponent is rebased and 20 bits are rounded off; a carry goes into the exponent.
+  // The exponent is rebased and the last 20 bits are rounded off. A carry goes into the exponent.
   const uint bits = as_type<uint>(magnitude);
   return uchar(sign | (((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120u << 3)));
 }

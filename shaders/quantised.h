@@ -10,8 +10,8 @@
 #define KV_ELEMENT ELEMENT
 #endif
 
-// The 8 codes of a unit are one element in grouped formats, but three bytes if codes have 3 bits.
-// Other formats are bytes.
+// The elements that hold codes. In grouped formats the 8 codes of a unit are one element, but three
+// bytes if codes have 3 bits. In other formats the elements are bytes.
 template <int FORMAT>
 using CodeElement = conditional_t<!kv_grouped(FORMAT) || kv_bits(FORMAT) == 3, uchar,
                                   conditional_t<kv_bits(FORMAT) == 4, uint, ushort>>;
@@ -30,7 +30,7 @@ using KvTileElement = conditional_t<QUANTISED, ELEMENT, KV_ELEMENT>;
 constant constexpr bool K_SPAN_SCALES = kv_span_scaled(KV_FORMAT);
 constant constexpr bool V_SPAN_SCALES = kv_span_scaled(V_FORMAT);
 
-// The codes of COUNT neighbouring columns, the first in the lowest bits; 0 from COLUMNS on.
+// The codes of COUNT neighbouring columns, the first in the lowest bits; 0 from column COLUMNS on.
 template <int FORMAT, int COLUMNS, int COUNT>
 METAL_FUNC uint2 load_codes(const device CacheElement<FORMAT>* tensor, Offset row, int column) {
   if (kv_grouped(FORMAT)) {
@@ -57,8 +57,8 @@ METAL_FUNC uint2 load_codes(const device CacheElement<FORMAT>* tensor, Offset ro
   return codes;
 }
 
-// 4 bits of exponent and 3 of fraction: Micikevicius et al., "FP8 Formats for Deep Learning"
-// (2022). Codes below 2^-6 are multiples of 2^-9; conversions flush denormals to 0.
+// 4 bits of exponent and 3 bits of fraction: Micikevicius et al., "FP8 Formats for Deep Learning"
+// (2022). Numbers below 2^-6 are multiples of 2^-9; conversions would flush these denormals to 0.
 METAL_FUNC float e4m3(uint code) {
   const uint magnitude = code & 0x7f;
   const float normal = as_type<float>((magnitude << 20) + (120u << 23));
@@ -85,7 +85,7 @@ METAL_FUNC void expand(thread T* values, uint2 codes, thread const T*) {
   for (short i = 0; i < COUNT; i++) { values[i] = T(number<FORMAT>(codes, i)); }
 }
 
-// Two numbers at a time in half, without conversions: the bits 0x6400 | n are 1024 + n.
+// Expands two codes at a time without conversions: the half with bits 0x6400 | n is 1024 + n.
 template <int FORMAT, typename T, int COUNT>
 METAL_FUNC void expand(thread half* values, uint2 codes, thread const half*) {
   constexpr int BITS = FORMAT == KV_Q4_0 ? 4 : 8;
@@ -111,7 +111,7 @@ struct GroupScale {
   float minimum;  // kv_grouped
 };
 
-// 16 bytes of T, from `column` on.
+// 16 bytes of dequantised T, from `column` on.
 template <int FORMAT, typename T, int COLUMNS>
 METAL_FUNC uint4 dequantised_chunk(const device CacheElement<FORMAT>* tensor, Offset row,
                                    int column, GroupScale group) {

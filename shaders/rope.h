@@ -2,10 +2,10 @@
 //
 // Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), equation 34.
 //
-// `pairs` is the number of columns of cos and sin, R / 2. Column p of these rotates the columns
+// `pairs` is the number of columns of cos and sin, R / 2. Their column p rotates the columns
 //   half-rotated (GPT-NeoX, Llama):  p, p + R / 2
 //   interleaved (GPT-J, the paper):  2 p, 2 p + 1
-// Columns from R on are not rotated, and are no arguments of these functions.
+// Columns from R on are not rotated, and must not be passed to these functions.
 #pragma once
 
 using namespace metal;
@@ -15,7 +15,7 @@ METAL_FUNC float2 rotate_pair(float x, float y, float cosine, float sine) {
   return float2(x * cosine - y * sine, y * cosine + x * sine);
 }
 
-// One column of the rotated pair. is_x: `value` is the pair's x, else its y.
+// One column of the rotated pair. is_x: true if `value` is the pair's x, false if it is the y.
 METAL_FUNC float rotate_column(float value, float partner, float cosine, float sine, bool is_x) {
   return value * cosine + partner * (is_x ? -sine : sine);
 }

@@ -6,8 +6,8 @@
 #include "features.h"
 #include "rotate_rows.h"
 
-// The specialisation, from the host: ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4), HEADS,
-// INTERLEAVED, IN_PLACE, HAS_ROWS, ROWS_ARE_POSITIONS, ROW_ELEMENT.
+// The host defines ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4), HEADS, INTERLEAVED, IN_PLACE,
+// HAS_ROWS, ROWS_ARE_POSITIONS and ROW_ELEMENT.
 
 // Copies the bits of UNIT_COLUMNS columns, from `column` on.
 METAL_FUNC void copy_unit(const device ELEMENT* row, device ELEMENT* out_row, int64_t stride,

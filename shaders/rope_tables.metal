@@ -1,9 +1,9 @@
 // The tables that rope reads: cos and sin of each position times each inverse frequency.
 #include "params/rope.h"
 
-// The specialisation, from the host: TABLE_ELEMENT, POSITION_ELEMENT.
+// The host defines TABLE_ELEMENT and POSITION_ELEMENT.
 
-// The product is rounded to float32 before cos and sin, as in the training of models.
+// The product is rounded to float32 before cos and sin, as when models are trained.
 [[kernel, max_total_threads_per_threadgroup(ROPE_THREADS)]] void rope_tables(
     const device float* inv_freq [[buffer(ROPE_TABLES_INV_FREQ)]],
     const device POSITION_ELEMENT* positions [[buffer(ROPE_TABLES_POSITIONS)]],

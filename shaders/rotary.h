@@ -53,7 +53,7 @@ struct RotaryTables {
     sines_stride = Offset(sin_strides.row);
   }
 
-  // Makes row `first` of the tables row 0; without `advances`, it is the row of all positions.
+  // Makes row `first` of the tables the row of position 0; of all positions if not `advances`.
   METAL_FUNC void start_at(int64_t first, bool advances) thread {
     first_cosines += Offset(first) * cosines_stride;
     first_sines += Offset(first) * sines_stride;
@@ -69,7 +69,7 @@ struct RotaryTables {
     return first_sines + Offset(position) * sines_stride;
   }
 
-  // One column, rotated, of the row at offset `row`, which has position `position`.
+  // A rotated column of the row at offset `row`, whose position is `position`.
   template <typename T>
   METAL_FUNC T rotated(const device T* tensor, Offset row, int position, int column) const thread {
     if (!is_rotated(column)) { return tensor[row + column]; }
@@ -82,9 +82,9 @@ struct RotaryTables {
                            rotary_is_x(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
   }
 
-  // Columns `first` + `lane_column` and the next, rotated. Pairs are interleaved, or all columns of
-  // the fragment that begins at `first` are in one half. Each index is the sum of a constant and a
-  // number of the lane; anything else would take a register for each fragment throughout a loop.
+  // Column `first` + `lane_column` and the next column, rotated. Pairs are interleaved, or all
+  // columns of the fragment that begins at `first` are in one half. Each index is a constant plus a
+  // number of the lane: other indices would take a register for each fragment throughout a loop.
   template <typename T>
   METAL_FUNC vec<T, LANE_COLUMNS> rotated_pair(const device T* tensor, Offset row, int position,
                                                int first, int lane_column) const thread {
@@ -107,7 +107,7 @@ struct RotaryTables {
                         is_x)));
   }
 
-  // 16 bytes, rotated, from `column` on; 0 for columns from COLUMNS on.
+  // 16 bytes of a rotated row, from `column` on; 0 for columns from COLUMNS on.
   template <int COLUMNS, typename T>
   METAL_FUNC uint4 rotated_chunk(const device T* tensor, Offset row, int position,
                                  int column) const thread {

@@ -10,7 +10,7 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int UNIT_COLUMNS = 2 * VECTOR;
-// The elements of a load or store. Metal has no vector of one element.
+// The elements of a vector load or store. Metal has no vectors of one element.
 constant constexpr int WIDTH = VECTOR > 1 ? VECTOR : 2;
 
 // Loads VECTOR neighbouring elements, which are aligned as one vector.

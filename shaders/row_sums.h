@@ -4,25 +4,24 @@
 #include "backward.h"
 #include "softmax.h"
 
-// The tolerated error of delta, relative to the sum of a row's absolute gradients: the rounding of
-// dq, of the 11 bits that tensor operations keep, or of float32 sums.
+// The tolerated error of delta, relative to the sum of a row's absolute gradients: the largest of
+// the roundings of dq, of tensor operations to 11 bits, and of float32 sums.
 constant constexpr float FLOAT_SUMS_ROUNDING = 4.76837158e-7f;  // 2^-21
-constant constexpr float LEAST_TOLERATED =
-    TENSOR_TILES ? unit_roundoff<half>() : FLOAT_SUMS_ROUNDING;
+constant constexpr float LOWER_BOUND = TENSOR_TILES ? unit_roundoff<half>() : FLOAT_SUMS_ROUNDING;
 constant constexpr float TOLERATED =
-    unit_roundoff<ELEMENT>() > LEAST_TOLERATED ? unit_roundoff<ELEMENT>() : LEAST_TOLERATED;
+    unit_roundoff<ELEMENT>() > LOWER_BOUND ? unit_roundoff<ELEMENT>() : LOWER_BOUND;
 
 // The errors that a row's sums reveal.
 struct RowError {
-  float of_delta;
+  float delta_error;
   float normaliser;  // 1 / the sum of exp(score - log-sum-exp)
-  float factor;      // of the weights
+  float factor;      // what the row's weights are to be multiplied by
 };
 
 // Sums over the lane's columns of a row.
 struct RowSums {
-  float gradients;  // of scores; the error of delta is the difference from the exact sum
-  float sizes;      // absolute gradients
+  float gradients;  // gradients of scores; the difference from the exact sum is the error of delta
+  float sizes;      // absolute values of these gradients
   float weights;
 
   METAL_FUNC void reset() thread {
@@ -69,7 +68,7 @@ struct RowSums {
       sum *= error.normaliser;
     }
     // A row without a key has no weights.
-    error.of_delta = lse_log2 == INFINITY ? 0.0f : sum - dlse;
+    error.delta_error = lse_log2 == INFINITY ? 0.0f : sum - dlse;
     return error;
   }
 };

@@ -16,7 +16,7 @@ using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using QueryTile = OwnRows<Queries, QK_COLUMNS>;
 using GradientTile = OwnRows<OutGradients, V_COLUMNS>;
 
-// Returns the position in the fastest dimension, of `size`, and removes it from `index`.
+// Removes the fastest dimension, which has `size` positions, from `index`. Returns its position.
 METAL_FUNC int pop_dimension(thread int64_t& index, int size) {
   const int position = int(index % size);
   index /= size;

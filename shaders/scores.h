@@ -1,13 +1,13 @@
-// From products to scores: apply_rules, ALiBi, bias and mask, in this order. Scores are in base 2,
-// that is multiplied by log2(e).
+// Turns products into scores by apply_rules, ALiBi, bias and mask, in this order. Scores are in
+// base 2, that is multiplied by log2(e).
 #pragma once
 
 #include "mask.h"
 
 UNLESS(BIAS, using BIAS_ELEMENT = float;)
 
-// A logit in base 2. Finite logits stay finite: a row of nothing but the lowest float has uniform
-// weights, as in any softmax, and is not masked out.
+// A logit in base 2. Finite logits stay finite: a row whose logits are all the lowest float has
+// uniform weights, as in any softmax, and is not masked out.
 template <typename T>
 METAL_FUNC float base_2(T logit) {
   const float value = float(logit);
@@ -20,13 +20,13 @@ METAL_FUNC float base_2(T logit) {
 constant constexpr float LOG2E_REST = 1.92596299e-8f;
 
 // value * log2(e) - scaled, the rounding error of `scaled`. An error of 0.5 or more counts as 0:
-// such values are so large that float32 weights cannot resolve it.
+// such values are so large that float32 weights cannot resolve the error.
 METAL_FUNC float rounded_off(float value, float scaled) {
   const float rest = fma(value, M_LOG2E_F, -scaled) + value * LOG2E_REST;
   return fabs(rest) < 0.5f ? rest : 0.0f;
 }
 
-// logit * log2(e) - other without the rounding error of the product. That error would be the same
+// logit * log2(e) - other, without the rounding error of the product. This error would be the same
 // in all rows, and would add up in sums over rows.
 template <typename T>
 METAL_FUNC float base_2_less(T logit, float other) {
@@ -40,13 +40,13 @@ METAL_FUNC Fragment<T> load_pair(const device T* first) {
   return *reinterpret_cast<const device Fragment<T>*>(first);
 }
 
-// One load of 16 bits: a compiler would load a vector of two bytes in two.
+// One load of 16 bits: a compiler would load a vector of two bytes in two loads.
 METAL_FUNC Fragment<uchar> load_pair(const device uchar* first) {
   const ushort both = *reinterpret_cast<const device ushort*>(first);
   return Fragment<uchar>(uchar(both & 0xff), uchar(both >> 8));
 }
 
-// A mask's or bias's rows for a lane. With PAIRS, columns 2i and 2i + 1 are one aligned vector.
+// A lane's rows of a mask or bias. With PAIRS, columns 2i and 2i + 1 are one aligned vector.
 template <typename T, int ROWS, bool PAIRS>
 struct MaskRows {
   const device T* tensor;
@@ -54,7 +54,7 @@ struct MaskRows {
   Offset column_stride;
   int last_column;
 
-  // TRANSPOSED: a row is a key. Rows past the last repeat it.
+  // TRANSPOSED: a row is a key. Row indices after the last row give the last row.
   template <bool TRANSPOSED>
   METAL_FUNC void reset(const device T* mask, constant MaskStrides& strides, int batch, int head,
                         int row, int last_query, int last_key) thread {
@@ -71,7 +71,7 @@ struct MaskRows {
     last_column = TRANSPOSED ? last_query : last_key;
   }
 
-  // Columns `column` and `column + 1` of a row; those past the last repeat it.
+  // Columns `column` and `column + 1` of a row. After the last column, existing columns are loaded.
   METAL_FUNC Fragment<T> pair(short row, int column) const thread {
     if (PAIRS) { return load_pair(tensor + (rows[row] + min(column, last_column - 1))); }
     return Fragment<T>(tensor[rows[row] + Offset(min(column, last_column)) * column_stride],
@@ -89,7 +89,7 @@ struct ScoreRules {
   MaskRows<uchar, ROWS, MASK_PAIRS && !TRANSPOSED> mask;
   MaskRows<BIAS_ELEMENT, ROWS, BIAS_PAIRS && !TRANSPOSED> bias;
 
-  // For a tile whose lane's first element has this row and, in the block at 0, column.
+  // row, column: of the lane's first element in the tile whose block begins at 0.
   template <typename Inputs>
   METAL_FUNC void reset(thread const Inputs& inputs, int batch, int head, int row, int column,
                         thread const Visibility& visible, thread const Sequence&,
@@ -111,8 +111,8 @@ struct ScoreRules {
     }
   }
 
-  // The functions of a score: first those of the product, then the scale to base 2, then those of a
-  // score in base 2. Each multiplies `slope` by its derivative.
+  // Applies the functions of a score: functions of the product, then the scale to base 2, then
+  // functions of a score in base 2. Each function multiplies `slope` by its derivative.
   METAL_FUNC void apply_rules(thread Fragment<float>& score, thread Fragment<float>& slope,
                               constant FlashParams& params) const thread {
     if (SOFTCAP) {

@@ -1,4 +1,4 @@
-// Softmax over values that arrive block by block, in fragments or in rows that lanes share.
+// Softmax over values that arrive block by block, in fragments or in rows that lanes read together.
 //
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Scores of fragments
 // are in base 2, that is multiplied by log2(e), and exp2 replaces exp.
@@ -6,7 +6,7 @@
 
 #include "tile.h"
 
-// The lowest finite score. With -inf, exp2(-inf - row_max) would be NaN and not 0.
+// The maximum of a row without visible keys. With -inf, exp2(-inf - row_max) would be NaN.
 constant constexpr float MASKED_ROW_MAX = LOWEST_FLOAT;
 
 METAL_FUNC float fragment_row_max(float x) {
@@ -23,8 +23,8 @@ struct OnlineSoftmax {
   float row_max;
   float lane_sum;  // of the lane's columns
 
-  // sink_log2: a logit without a key (gpt-oss, 2025). Its weight is added at the end, so that a
-  // much smaller sum of the keys' weights is not lost.
+  // sink_log2: a logit without a key (gpt-oss, 2025). The sink's weight is added at the end, so
+  // that a much smaller sum of the keys' weights is not lost.
   METAL_FUNC void reset(float sink_log2 = MASKED_ROW_MAX) thread {
     row_max = max(sink_log2, MASKED_ROW_MAX);
     lane_sum = 0.0f;
@@ -51,7 +51,7 @@ struct OnlineSoftmax {
     return correction;
   }
 
-  // The sum of the keys' weights: 0 where none was visible.
+  // The sum of the keys' weights; 0 if no key was visible.
   METAL_FUNC float row_sum() const thread { return fragment_row_sum(lane_sum); }
 
   // The natural logarithm of the sum of exp(score). row_sum: the sum of weights.
@@ -104,7 +104,7 @@ struct Normaliser {
     row_sum = simd_sum(row_sum);
   }
 
-  // The factor of the weights: 0 for a row of nothing but -inf.
+  // The factor of the weights; 0 if all values of the row are -inf.
   METAL_FUNC float finalize() const thread { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 
   // The natural logarithm of the sum of exp(x), or of exp2(x) with BASE_2.

@@ -6,20 +6,19 @@
 #include "row_dims.h"
 #include "softmax.h"
 
-// The specialisation, from the host: ELEMENT, ROW_SIMDGROUPS, THREADGROUP_ROWS, WIDE_LOADS.
+// The host defines ELEMENT, ROW_SIMDGROUPS, THREADGROUP_ROWS and WIDE_LOADS.
 
-// ROW_SIMDGROUPS SIMD groups have a row, and a threadgroup has THREADGROUP_ROWS rows. A row is read
-// in blocks of ROW_BLOCK values, ITEMS for each thread. With WIDE_LOADS these are one aligned load
-// of 16 bytes. Otherwise they are ROW_THREADS apart, so that neighbouring threads read neighbouring
-// values.
+// ROW_SIMDGROUPS SIMD groups share a row, and a threadgroup has THREADGROUP_ROWS rows. A row is
+// read in blocks of ROW_BLOCK values, ITEMS for each thread. With WIDE_LOADS a thread's items are
+// one aligned load of 16 bytes. Otherwise neighbouring threads read neighbouring values.
 constant constexpr int ITEMS = chunk_elements<ELEMENT>();
 constant constexpr int ROW_THREADS = ROW_SIMDGROUPS * SIMD_LANES;
 constant constexpr int ROW_BLOCK = ROW_THREADS * ITEMS;
 constant constexpr int THREADS = THREADGROUP_ROWS * ROW_THREADS;
 
-static_assert(ROW_SIMDGROUPS == 1 || THREADGROUP_ROWS == 1, "a barrier is for one row");
+static_assert(ROW_SIMDGROUPS == 1 || THREADGROUP_ROWS == 1, "a barrier synchronises one row");
 
-// The row of a thread. It may be past the last, and then is for all lanes of the SIMD group.
+// The row of a thread and of its SIMD group. It may be after the last row.
 METAL_FUNC uint row_of(uint3 threadgroup_position, uint3 threadgroups, ushort thread_index) {
   const uint block = threadgroup_position.y * threadgroups.x + threadgroup_position.x;
   return block * THREADGROUP_ROWS + thread_index / ROW_THREADS;
@@ -31,13 +30,13 @@ METAL_FUNC uint item_position(uint block, ushort row_thread, short item) {
                     : block + uint(item) * ROW_THREADS + row_thread;
 }
 
-// True if the thread's items are one chunk in [begin, length).
+// True if the thread's items are one chunk whose positions are in [begin, length).
 METAL_FUNC bool is_whole_chunk(uint block, ushort row_thread, uint begin, uint length) {
   const uint first = item_position(block, row_thread, 0);
   return WIDE_LOADS && first >= begin && first + ITEMS <= length;
 }
 
-// Loads the thread's items of a block; they are -inf, whose weight is 0, past the end of the row.
+// Loads the thread's items of a block. Items after the end of the row are -inf, whose weight is 0.
 METAL_FUNC void load_items(const device ELEMENT* row, int64_t stride, uint length, uint block,
                            ushort row_thread, thread float* items) {
   if (is_whole_chunk(block, row_thread, 0, length)) {

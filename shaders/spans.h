@@ -1,4 +1,4 @@
-// Rows that a SIMD group reads from device memory into fragments without staging.
+// How a SIMD group reads rows from device memory into fragments without staging.
 //
 // A span is 32 columns of 8 rows. Each lane loads 8 neighbouring columns of one row, its unit, and
 // four 8x8 fragments take two columns each from every unit:
@@ -8,7 +8,7 @@
 //   fragment              0 0 1 1 2 2 3 3   0 0 ..  3     0 ..  3     0 ..  3
 //
 // So column 2u + e of fragment f is column 8u + 2f + e of the span. If both factors have this
-// order, sums over columns are the same. Results have it too, and are stored by units.
+// order, sums over columns are the same. Results also have this order, and are stored by units.
 #pragma once
 
 #include "operand.h"
@@ -20,7 +20,7 @@ constant constexpr int UNIT_COLUMNS = 8;
 // Spans that hold `columns` columns.
 constexpr int spans(int columns) { return (columns + SPAN_COLUMNS - 1) / SPAN_COLUMNS; }
 
-// The first column, in a span, of the unit of a lane whose fragments begin at `column`.
+// The first column of a lane's unit in its span. column: the lane's first column in a fragment.
 METAL_FUNC int first_unit_column(ushort column) { return column / LANE_COLUMNS * UNIT_COLUMNS; }
 
 // The column of a span that is row `row` of fragment f in the transposed span.
@@ -38,7 +38,7 @@ struct Unit {
     for (short j = 0; j < SPAN_FRAGMENTS; j++) { fragments[j] = Fragment<T>(value, value); }
   }
 
-  // In memory the pairs of 32 lanes are neighbours.
+  // In threadgroup memory, the pairs of the 32 lanes are neighbours.
   METAL_FUNC void store(threadgroup Fragment<T>* pairs) const thread {
     UNROLL
     for (short j = 0; j < SPAN_FRAGMENTS; j++) { pairs[j * SIMD_LANES] = fragments[j]; }
@@ -59,7 +59,7 @@ struct Unit {
     }
   }
 
-  // Loads from `column` on. Columns from COLUMNS on are 0, and all columns unless the row `exists`.
+  // Loads from `column` on. Columns from COLUMNS on are 0. If the row does not exist, all are 0.
   // WHOLE: no unit begins at COLUMNS or later.
   template <int COLUMNS, bool WHOLE = COLUMNS % SPAN_COLUMNS == 0, typename Source>
   METAL_FUNC void load(thread const Source& source, thread const typename Source::Place& place,

@@ -1,7 +1,7 @@
 // Keys and values of a block, staged in threadgroup memory for all SIMD groups.
 //
-// If one SIMD group has too few registers, two share its rows (COLUMN_SIMDGROUPS). Each has half of
-// the columns of q, k, v and out, and they add up their parts of the scores.
+// If one SIMD group has too few registers, two SIMD groups share the rows (COLUMN_SIMDGROUPS). Each
+// has half of the columns of q, k, v and out, and they add up their parts of the scores.
 #pragma once
 
 #include "forward.h"
@@ -19,7 +19,7 @@ constant constexpr int OWN_QK_FRAGMENTS = QK_FRAGMENTS / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_FRAGMENTS = V_SLICE / FRAGMENT / COLUMN_SIMDGROUPS;
 constant constexpr int K_TILE_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(KvTileElement);
 constant constexpr int V_TILE_BYTES = BLOCK_K * padded(V_SLICE) * sizeof(KvTileElement);
-// SIMD groups that share rows stage V in the place of K.
+// SIMD groups that share rows stage V in the memory of K's tile.
 constant constexpr int V_TILE_BEGIN = COLUMNS_SPLIT ? 0 : K_TILE_BYTES;
 constant constexpr int TILE_BYTES =
     V_TILE_BEGIN + V_TILE_BYTES > K_TILE_BYTES ? V_TILE_BEGIN + V_TILE_BYTES : K_TILE_BYTES;
@@ -89,12 +89,12 @@ struct StagedKv {
   METAL_FUNC void begin_block(int kv_block) thread {
     first_key = kv_block;
     move_to(keys, values, first_key, BLOCK_K, lane);
-    // Every SIMD group has read the tiles of the block before.
+    // Wait until every SIMD group has read the previous tiles.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     stage_pairs<KvTileElement, BLOCK_K, QK_COLUMNS, THREADS, false>(
         k_tile, keys, first_key, sequence.first_key, sequence.kv_length, thread_index);
     if (!COLUMNS_SPLIT) { stage_values(); }
-    // The tiles are whole.
+    // Wait until the tiles are completely written.
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
@@ -104,7 +104,7 @@ struct StagedKv {
         thread_index);
   }
 
-  // scores = q k^T if `seen`: if the SIMD group's queries see any of the keys.
+  // scores = q k^T if `seen`, which means that the SIMD group's queries see any of the keys.
   METAL_FUNC void multiply_keys(thread Scores& scores, thread const QueryTile& q,
                                 bool seen) const thread {
     if (seen) {
@@ -113,7 +113,7 @@ struct StagedKv {
     }
     if (COLUMNS_SPLIT) {
       if (seen) { store_part(scores, score_parts, simdgroup, lane); }
-      // Every SIMD group has read the tile of K and written its part of the scores.
+      // Wait until every SIMD group has read the tile of K and written its part of the scores.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_values();
       threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -6,22 +6,22 @@
 #include "spans.h"
 #include "tensor_tile.h"
 
-// A lane's keys of 32. They are renamed as columns are in tensor_tile.h: a lane's key 2 h + i is
-// row 16 h + r + 8 i of a transposed right operand, or row r + 8 i of half h's right operand.
+// A lane has 4 of 32 keys. They are renamed like columns in tensor_tile.h: the lane's key 2 h + i
+// is row 16 h + r + 8 i of a transposed right operand, or row r + 8 i of half h's right operand.
 constant constexpr int LANE_KEYS = 4;
 
 METAL_FUNC ushort lane_key(ushort row, short key) {
   return (row & 4) * 2 + (row & 3) + key / 2 * 4 + key % 2 * 16;
 }
 
-// The places in K or V of a lane's keys of a block, or in Q or dout of its queries. A key outside
-// [begin, end) has the place of the nearest one inside.
+// The places in K or V of a lane's keys of a block, or the places in Q or dout of its queries. A
+// key outside [begin, end) has the place of the nearest key inside.
 template <typename Source>
 struct KeyPlaces {
   typename Source::Place places[LANE_KEYS];
   bool exist[LANE_KEYS];
 
-  // Every lane calls it, as the lookup may shuffle.
+  // All lanes call it, because source.find may shuffle.
   METAL_FUNC void find(thread const Source& source, int block, int begin, int end,
                        ushort row) thread {
     UNROLL
@@ -47,7 +47,7 @@ METAL_FUNC Unit<T> operand_unit(thread const Source& source,
   return unit;
 }
 
-// The spans of each SIMD group of those that share rows of `columns` columns.
+// The number of spans of a row of `columns` columns that a SIMD group has if others share the row.
 constexpr int own_spans(int columns) {
   return (spans(columns) + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 }
@@ -58,7 +58,7 @@ constexpr bool whole_spans(int columns) {
 }
 
 // The SIMD group's spans of its rows of q, or of k in the backward, as the left factor of products.
-// They are in registers if HELD, and else read again for each block.
+// They are in registers if HELD, and otherwise read again for each block.
 template <typename T, typename Source, int COLUMNS, bool HELD>
 struct QueryRows {
   using Element = T;
@@ -67,7 +67,7 @@ struct QueryRows {
   int lane_column;
   RegisterTile<T, TENSOR_ROWS, HELD ? own_spans(COLUMNS) * SPAN_FRAGMENTS : 1> held;
 
-  // Rows past the last repeat it; their results are not stored.
+  // Row indices after last_row load that row again; their results are not stored.
   METAL_FUNC void load(Source rows, int row, int last_row, int column) thread {
     source = rows;
     lane_column = column;
@@ -110,8 +110,8 @@ struct QueryRows {
 
 using BlockTile = RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>;
 
-// 1 + 2^-11. After multiplication by this, cut() returns numbers of 11 bits unchanged, and rounds
-// others up or down, by at most 2^-11 of them.
+// 1 + 2^-11. After multiplication by this factor, cut() returns numbers of 11 bits unchanged, and
+// rounds other numbers up or down, by at most 2^-11 of their value.
 constant constexpr float CUT_CENTRE = 1.00048828125f;
 
 // Rounds float32 weights or gradients to the 11 bits that tensor operations keep: for 16-bit
@@ -128,7 +128,7 @@ METAL_FUNC void round_to_cut(thread BlockTile& tile) {
   }
 }
 
-// result += q k^T over the columns of spans [first, last). T: type of the keys.
+// result += q k^T over the columns of spans [first, last). T: the type of the keys.
 template <typename T, int COLUMNS, typename Query, typename Source>
 METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
                                thread const Source& keys, thread const KeyPlaces<Source>& places,
@@ -187,7 +187,7 @@ METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGM
   UNROLL
   for (short span = 0; span < SLICE / SPAN_COLUMNS; span++) {
     const int column = first_column + span * SPAN_COLUMNS;
-    // The last slice may pass the end of a row by more than a span.
+    // The last slice may extend past the end of a row by more than a span.
     const bool exists = COLUMNS == GRID_COLUMNS || column < COLUMNS;
     Unit<T> units[LANE_KEYS];  // [32, 32]
     UNROLL
@@ -233,8 +233,8 @@ METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGM
                                               first_column, lane_column);
 }
 
-// Row sums of the cut weights. The output is divided by these, so that the mean error of the cut
-// cancels; the log-sum-exp uses the sums of the weights before the cut.
+// Row sums of the cut weights. The output is divided by these sums, so that the mean error of the
+// cut cancels. The log-sum-exp uses the sums of the weights before the cut.
 struct CutWeights {
   float lane_sum;
 

@@ -1,9 +1,9 @@
 // Products of register tiles by Metal 4's tensor operations, on the matrix units of M5.
 //
 // matmul2d keeps its operands in cooperative tensors: each lane holds some elements, its slots. The
-// layout depends on the GPU. These tables are for family 10 and products of (m, n, k) =
-// (16, 32, 16), as in MLX (steel/attn/nax.h) and PyTorch (MppAttention.h). probe_tensor.metal
-// compares them with the GPU's layout before they are used.
+// layout depends on the GPU. The following tables are for GPU family 10 and products of (m, n, k) =
+// (16, 32, 16), as in MLX (steel/attn/nax.h) and PyTorch (MppAttention.h). Before the tables are
+// used, probe_tensor.metal compares them with the GPU's layout.
 //
 // With r = fragment_row(lane), u = fragment_column(lane) / 2 and e in 0..3:
 //
@@ -12,10 +12,10 @@
 //   right transposed, [32, 16]    slot 8 h + 4 i + e    row 16 h + r + 8 i    column 4 u + e
 //   result, [16, 32]              slot 8 h + 4 i + e    row r + 8 i           column 16 h + 4 u + e
 //
-// Rows are those of 8x8 fragments, and are reduced by the same shuffles. Columns are renamed:
-// column 16 h + 4 u + e of 32 is column 8 u + 4 h + e of a span, and half h of a span is the k
-// dimension of one product. So a lane holds unit u, 8 neighbours that are one load (spans.h). If
-// both factors have this order, sums over columns are the same.
+// A lane has the same rows as in 8x8 fragments, so the same shuffles reduce them. Columns are
+// renamed: column 16 h + 4 u + e of 32 is column 8 u + 4 h + e of a span, and half h of a span is
+// the k dimension of one product. So a lane holds unit u, 8 neighbouring columns that are one load
+// (spans.h). If both factors have this order, sums over columns are the same.
 #pragma once
 
 #include "tile.h"
@@ -35,7 +35,7 @@ constant constexpr int TENSOR_RESULT_SLOTS = 16;
 // A lane's fragments of a [16, 32] tile.
 constant constexpr int TENSOR_FRAGMENTS = TENSOR_ROWS * SPAN_FRAGMENTS;
 
-// value: of column `lane` of 32. Returns the values of columns `column` and `column + 1`.
+// Returns the values of columns `column` and `column + 1`. Lane i passes the `value` of column i.
 METAL_FUNC Fragment<float> columns_of(float value, ushort column) {
   return Fragment<float>(simd_shuffle(value, column), simd_shuffle(value, ushort(column + 1)));
 }
@@ -71,14 +71,14 @@ METAL_FUNC TensorLeft<T> tensor_left(
 template <bool TRANSPOSED, typename A, typename B>
 METAL_FUNC void tensor_mma(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENTS>& result,
                            thread const TensorLeft<A>& left, thread const TensorRight<B>& right) {
-  // The tables hold for relaxed precision. `multiply`, the default mode, would not accumulate.
+  // true: relaxed precision, for which the tables hold. The default mode would not accumulate.
   constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
       16, 32, 16, false, TRANSPOSED, true,
       mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
   mpp::tensor_ops::matmul2d<descriptor, execution_simdgroup> product;
   auto left_tensor = product.template get_left_input_cooperative_tensor<A, B, float>();
   auto right_tensor = product.template get_right_input_cooperative_tensor<A, B, float>();
-  // decltype of the calls: the variables' types have an address space in newer SDKs.
+  // decltype is of the calls because the variables' types have an address space in newer SDKs.
   using Left = decltype(product.template get_left_input_cooperative_tensor<A, B, float>());
   using Right = decltype(product.template get_right_input_cooperative_tensor<A, B, float>());
   auto sum = product.template get_destination_cooperative_tensor<Left, Right, float>();
@@ -105,8 +105,7 @@ METAL_FUNC void tensor_mma(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENT
 // A float32's sign, exponent and 11 significant bits, one of them implicit.
 constant constexpr uint KEPT_BITS = 0xffffe000u;
 
-// Truncates a float operand to the bits that tensor operations keep, so that the GPU has nothing to
-// round. NaN stays NaN.
+// Truncates a float operand to the bits that tensor operations keep. NaN stays NaN.
 METAL_FUNC Fragment<float> cut(Fragment<float> x) {
   return as_type<Fragment<float>>(as_type<vec<uint, LANE_COLUMNS>>(x) & KEPT_BITS);
 }
@@ -120,7 +119,7 @@ METAL_FUNC Fragment<T> rounded_operand(Fragment<T> x) {
   return x;
 }
 
-// The nearest number of 11 bits: half of the last bit is added before the cut. NaN and inf stay.
+// The nearest number of 11 bits: half of the last bit is added before the cut. Keeps NaN and inf.
 template <>
 METAL_FUNC Fragment<float> rounded_operand<float>(Fragment<float> x) {
   const Fragment<float> scale =

@@ -1,7 +1,7 @@
 // Register and threadgroup tiles made of 8x8 fragments.
 //
 // A SIMD group holds an 8x8 fragment with two neighbouring columns of one row in each lane. Lane l
-// has row (l/4 & 4) + (l/2 % 4) and columns 2c, 2c+1 of c = (l/4 & 2) + (l % 2):
+// has row (l/4 & 4) + (l/2 % 4) and columns 2c and 2c + 1, where c = (l/4 & 2) + (l % 2):
 //
 //              columns 0-1  2-3  4-5  6-7
 //       row 0   lane    0    1    8    9
@@ -25,7 +25,7 @@ using namespace metal;
 constant constexpr int FRAGMENT = 8;
 constant constexpr int LANE_COLUMNS = 2;
 constant constexpr int SIMD_LANES = 32;
-// A span (spans.h).
+// The columns of a span, and its fragments (spans.h).
 constant constexpr int SPAN_COLUMNS = 32;
 constant constexpr int SPAN_FRAGMENTS = SPAN_COLUMNS / FRAGMENT;
 
@@ -38,7 +38,7 @@ constant constexpr float LOWEST_FLOAT = -3.402823466e+38f;
 // Fragments that hold `columns` columns.
 constexpr int fragments(int columns) { return (columns + FRAGMENT - 1) / FRAGMENT; }
 
-// Half the distance from 1 to the next number of a type.
+// Half the distance from 1 to the next larger number of a type.
 template <typename T>
 constexpr float unit_roundoff();
 template <>
@@ -80,10 +80,10 @@ METAL_FUNC ushort row_lane(ushort row) { return (row & 4) * 4 + row % 4 * 2; }
 // A lane that has this column, if it is even.
 METAL_FUNC ushort column_lane(ushort column) { return (column & 4) * 2 + column % 4 / 2; }
 
-// number: of the lane's row. Returns the numbers of the rows whose indices are the lane's two
+// Each lane passes its row's number. Returns the numbers of the rows whose indices are the lane's
 // columns. Each shuffle exchanges one bit of the row: simd_shuffle from any lane is slow on M1.
 template <typename T>
-METAL_FUNC vec<T, 2> of_columns(T number, ushort lane) {
+METAL_FUNC vec<T, 2> column_numbers(T number, ushort lane) {
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
   const T far = simd_shuffle_xor(number, row_lane(4));
@@ -153,7 +153,7 @@ struct RegisterTile {
   }
 };
 
-// Elements in 16 bytes, a chunk.
+// The number of elements in a chunk of 16 bytes.
 template <typename T>
 constexpr int chunk_elements() {
   return int(sizeof(uint4) / sizeof(T));

@@ -1,4 +1,4 @@
-// New tokens of a sequence that form a tree. They are its last keys, and each has a query. Miao et
+// New tokens of a sequence that form a tree: the sequence's last keys, each with a query. Miao et
 // al., "SpecInfer" (2024).
 #pragma once
 
@@ -25,6 +25,7 @@ struct TokenSet {
                       : int(popcount(bits.x) + popcount(bits.y & mask));
   }
 
+  // Removes the first `count` tokens of the set.
   METAL_FUNC void drop_first(int count) thread {
     for (int i = 0; i < count && (bits.x | bits.y) != 0; i++) {
       if (bits.x != 0) {
@@ -39,20 +40,20 @@ struct TokenSet {
 // The tokens and keys that a new token's query sees.
 struct TreeToken {
   TokenSet seen;  // new tokens
-  int begin;      // the first of the old keys
-  int depth;      // new tokens before it on its path; below 0 if it is in no tree
+  int begin;      // the first old key
+  int depth;      // number of earlier tokens on its path; negative if the tree is invalid
 
   METAL_FUNC uint4 words() const thread { return uint4(seen.bits, uint(begin), uint(depth)); }
 };
 
-static_assert(TREE_TOKENS * sizeof(uint4) == TREE_BYTES, "the host knows their bytes");
+static_assert(TREE_TOKENS * sizeof(uint4) == TREE_BYTES, "TREE_BYTES holds all tokens");
 
-// No table has a row so far before the first new token's.
+// The depth of a token of an invalid tree. No table of cos and sin has a row for it.
 constant constexpr int NO_DEPTH = -0x40000000;
 
 // The new tokens of one sequence.
 struct TokenTree {
-  const threadgroup uint4* tokens;  // words of each
+  const threadgroup uint4* tokens;  // TreeToken::words of each token
   int count;
 
   METAL_FUNC TreeToken token(int index) const thread {
@@ -73,7 +74,8 @@ struct TreeInput {
   int64_t row_stride;
   int count;
 
-  // A token and its ancestors, or its row of the mask. possible: it sees itself and no later token.
+  // A token and its ancestors, or its row of the mask. possible: whether the parents or the row are
+  // valid, so that the token sees itself and no later token.
   METAL_FUNC TokenSet seen_by(int token, thread bool& possible) const thread {
     TokenSet seen;
     seen.bits = uint2(0);

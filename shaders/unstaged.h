@@ -15,7 +15,7 @@ static_assert(KV_STAGED || (COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 
                             V_SLICE % SPAN_COLUMNS == 0),
               "without staging, a SIMD group reads whole spans of all columns");
 
-// The chunks of two keys, zipped: fragment d has element d of both.
+// The zipped chunks of two keys: fragment d has element d of both keys.
 template <typename T>
 struct ChunkPair {
   uint4 low;
@@ -48,7 +48,7 @@ struct SpanOperandTile {
   }
 };
 
-// The interface of StagedKv. Each SIMD group reads K and V by itself.
+// Has the interface of StagedKv. Each SIMD group reads K and V for itself.
 template <int ROWS, int KEYS>
 struct DirectKv {
   using QueryTile = SpanOperandTile<ELEMENT, Queries, ROWS, QK_COLUMNS>;
@@ -88,7 +88,7 @@ struct DirectKv {
     move_to(keys, values, first_key, BLOCK_K, lane);
   }
 
-  // Keys past the last repeat it.
+  // Key indices after the last key load the last key again.
   METAL_FUNC void multiply_keys(thread Scores& scores, thread const QueryTile& q,
                                 bool seen) const thread {
     constexpr short SPANS = HEAD_DIM_QK / KEY_SPAN;
@@ -128,7 +128,7 @@ struct DirectKv {
   // As in products.h, a block's products are summed separately first.
   METAL_FUNC void accumulate_values(thread Out& o, thread const float* corrections,
                                     thread const Scores& weights) const thread {
-    constexpr bool WHOLE = HEAD_DIM_V % V_SLICE == 0;  // the last slice does not pass a row's end
+    constexpr bool WHOLE = HEAD_DIM_V % V_SLICE == 0;  // the last slice ends at the row's end
     typename Values::Place places[KEYS];
     bool exist[KEYS];
     UNROLL

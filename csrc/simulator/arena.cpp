@@ -7,7 +7,7 @@ namespace metal_attn::simulator {
 
 void Arena::clear() {
   count_ = 0;
-  variables_[last_ = 0] = {};  // an empty one holds nothing
+  variables_[last_ = 0] = {};  // an empty variable holds no address
   top_ = kRedZone;
   used_ = 0;
 }
@@ -30,14 +30,14 @@ char* Arena::get(const char* name, uint64_t bytes, uint64_t alignment) {
 }
 
 const Variable* Arena::nearest(const char* address, uint32_t bytes) const {
-  int64_t begin = address - data_, end = begin + bytes, least = INT64_MAX;
+  int64_t begin = address - data_, end = begin + bytes, smallest = INT64_MAX;
   const Variable* nearest_one = nullptr;
   for (uint32_t i = 0; i < count_; ++i) {
     const Variable& variable = variables_[i];
     int64_t above = begin - (int64_t{variable.begin} + variable.bytes);
     int64_t distance = std::max(above, variable.begin - end);
-    if (distance < least) {
-      least = distance;
+    if (distance < smallest) {
+      smallest = distance;
       nearest_one = &variable;
     }
   }

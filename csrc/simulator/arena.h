@@ -1,4 +1,4 @@
-// A threadgroup's memory.
+// The threadgroup memory of one threadgroup.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@ struct Variable {
 
 class Arena {
  public:
-  static constexpr uint32_t kLimit = 32768;  // of Apple GPUs
+  static constexpr uint32_t kLimit = 32768;  // bytes of a threadgroup on Apple GPUs
   static constexpr uint32_t kMaxVariables = 128;
-  static constexpr uint32_t kRedZone = 256;
+  static constexpr uint32_t kRedZone = 256;  // unused bytes between variables
   static constexpr uint32_t kBytes = kLimit + (kMaxVariables + 1) * 2 * kRedZone;
 
   void init(char* data) { data_ = data; }
@@ -23,7 +23,7 @@ class Arena {
   bool contains(const char* address) const { return address >= data_ && address < data_ + kBytes; }
 
   void clear();  // removes all variables
-  // The variable's memory, filled with NaN at the first call; null over the limit.
+  // The variable's memory, which the first call fills with NaN. Null if the limit is exceeded.
   char* get(const char* name, uint64_t bytes, uint64_t alignment);
   // The variable that holds [address, address + bytes), or null.
   const Variable* find(const char* address, uint32_t bytes) {

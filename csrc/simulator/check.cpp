@@ -17,7 +17,7 @@ bool reads(unsigned flags) { return !(flags & MSL_WRITE) || updates(flags); }
 inline void count(SimulatorCounters& counters, SimulatorSpace space, unsigned bytes,
                   unsigned flags) {
   if (flags & MSL_UNCOUNTED) return;
-  // An atomic read-modify-write is one store.
+  // An atomic read-modify-write counts as a store only.
   if (flags & MSL_WRITE) {
     ++counters.stores[space];
     counters.store_bytes[space] += bytes;
@@ -47,7 +47,7 @@ inline Access access_of(Worker& worker, Memory memory, unsigned flags, unsigned 
 
 uint32_t site_of(const Touch& touch) { return touch.site == Touch::kNoSite ? kNoSite : touch.site; }
 
-// A race at a byte of a buffer, or if `slot` is null of a threadgroup variable.
+// Reports a race at a byte of a buffer, or of a threadgroup variable if `slot` is null.
 [[noreturn]] void fail_race(Worker& worker, const Slot* slot, const Variable* variable, uint64_t at,
                             unsigned flags, unsigned site, const Touch& other,
                             unsigned other_flags) {
@@ -68,21 +68,21 @@ uint32_t site_of(const Touch& touch) { return touch.site == Touch::kNoSite ? kNo
                 fiber.index, verb(flags), byte, place, other.thread, owner % grid[0],
                 owner / grid[0] % grid[1], owner / grid[0] / grid[1], verb(other_flags));
   }
-  bool same_group = other.simdgroup() == fiber.simdgroup;
+  bool same_simdgroup = other.simdgroup() == fiber.simdgroup;
   worker.fail(fiber, FAULT_RACE, site, site_of(other),
-              "thread %u %ss byte %llu of %s, which thread %u of %s SIMD group %ss with no %s%s "
-              "between",
+              "thread %u %ss byte %llu of %s, which thread %u of %s SIMD group %ss, and no %s%s is "
+              "between the two accesses",
               fiber.index, verb(flags), byte, place, other.thread,
-              same_group ? "the same" : "another", verb(other_flags),
-              same_group ? "barrier" : "threadgroup_barrier",
+              same_simdgroup ? "the same" : "another", verb(other_flags),
+              same_simdgroup ? "barrier" : "threadgroup_barrier",
               slot ? " with mem_flags::mem_device" : "");
 }
 
-// Allows a write, and keeps the bytes before it: it is a race if it changes them.
+// Allows a write and saves the old bytes. It is a race if the write changes them (settle_rewrite).
 void allow_rewrite(Worker& worker, Shadow& shadow, const Slot* slot, const Variable* variable,
                    uint64_t offset, const char* address, unsigned bytes, const Access& access,
                    const Touch& other) {
-  if (shadow.access(offset, bytes, access, false).kind != Conflict::kNone)
+  if (shadow.access(offset, bytes, access, /*checked=*/false).kind != Conflict::kNone)
     worker.give_up(kNoMemory);
   worker.rewrite = {address, slot, variable, bytes, access.touch.site, other, {}};
   memcpy(worker.rewrite.before, address, bytes);
@@ -121,8 +121,8 @@ void check_device(Worker& worker, const Slot& slot, const char* address, unsigne
                   unsigned flags, unsigned site) {
   if (address < slot.begin || address + bytes > slot.begin + slot.bytes) {
     worker.fail(FAULT_OUT_OF_BOUNDS, site,
-                "%s of %u bytes at byte %lld of buffer(%u), which has %llu", verb(flags), bytes,
-                static_cast<long long>(address - slot.begin), slot.index,
+                "%s of %u bytes at byte %lld of buffer(%u), which has %llu bytes", verb(flags),
+                bytes, static_cast<long long>(address - slot.begin), slot.index,
                 static_cast<unsigned long long>(slot.bytes));
   }
   if ((flags & MSL_WRITE) && !slot.writable) {
@@ -142,8 +142,8 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
     const Variable* near = worker.arena.nearest(address, bytes);
     long long at = near ? address - worker.arena.data() - static_cast<long long>(near->begin) : 0;
     worker.fail(FAULT_THREADGROUP_OUT_OF_BOUNDS, site,
-                "%s of %u bytes at byte %lld of threadgroup variable %s, which has %u", verb(flags),
-                bytes, at, near ? near->name : "?", near ? near->bytes : 0);
+                "%s of %u bytes at byte %lld of threadgroup variable %s, which has %u bytes",
+                verb(flags), bytes, at, near ? near->name : "?", near ? near->bytes : 0);
   }
   uint32_t offset = static_cast<uint32_t>(address - worker.arena.data());
   const Access access = access_of(worker, kThreadgroupMemory, flags, site);
@@ -163,7 +163,7 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
                 conflict.other);
 }
 
-// A fast path for the most common accesses to threadgroup memory. True if there is no fault.
+// A fast path for the most common accesses to threadgroup memory. True if the access is recorded.
 inline bool is_settled(Worker& worker, const char* address, unsigned bytes, unsigned flags,
                        unsigned site) {
   uint64_t offset = static_cast<uint64_t>(address - worker.arena.data());
@@ -189,7 +189,7 @@ void check_thread(Worker& worker, const char* address, unsigned bytes, unsigned 
               "%s of %u bytes outside of the thread's own memory", verb(flags), bytes);
 }
 
-// True for data of the image: `constant` tables at program scope.
+// True for data of the kernel's image, that is `constant` tables at program scope.
 bool in_image(Worker& worker, const char* address) {
   auto page =
       reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(address) & ~uintptr_t{4095});
@@ -201,7 +201,7 @@ bool in_image(Worker& worker, const char* address) {
   return inside;
 }
 
-// Checks an access, and returns the space of its address.
+// Checks an access, and returns the address space that it is in.
 SimulatorSpace check_access(Worker& worker, const char* address, unsigned bytes, unsigned flags,
                             unsigned site) {
   uint64_t in_region = static_cast<uint64_t>(address - reinterpret_cast<const char*>(&worker));
@@ -256,8 +256,8 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
   if (!(flags & MSL_ALIGNMENT_UNKNOWN) && bytes <= 16 && (bytes & (bytes - 1)) == 0 &&
       (reinterpret_cast<uintptr_t>(address) & (bytes - 1)) && space != SPACE_THREAD) {
     worker.fail(FAULT_MISALIGNED, site,
-                "%s of %u bytes at an address that is a multiple of %u only", verb(flags), bytes,
-                1u << __builtin_ctzl(reinterpret_cast<uintptr_t>(address)));
+                "%s of %u bytes at an address that is only a multiple of %u bytes", verb(flags),
+                bytes, 1u << __builtin_ctzl(reinterpret_cast<uintptr_t>(address)));
   }
   if ((flags & MSL_ATOMIC) && (flags & MSL_WRITE) && worker.run->messages.any())
     worker.publish(address, updates(flags));
@@ -269,7 +269,7 @@ void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned 
   char* memory = worker.arena.get(name, bytes, alignment);
   if (!memory) {
     worker.fail(FAULT_THREADGROUP_MEMORY, worker.current().site,
-                "%lu bytes for %s and %u bytes for other variables: over the limit of %u bytes of "
+                "%lu bytes for %s and %u bytes for other variables exceed the limit of %u bytes of "
                 "threadgroup memory",
                 bytes, name, worker.arena.used(), Arena::kLimit);
   }

@@ -15,14 +15,14 @@ namespace metal_attn::simulator {
 struct Touch {
   static constexpr uint32_t kNoSite = (1u << 22) - 1;
 
-  uint32_t interval;  // 0: none
+  uint32_t interval;  // 0: there is no access
   uint32_t site : 22;
   uint32_t thread : 10;
 
   uint32_t simdgroup() const { return thread / MSL_SIMD_WIDTH; }
 };
 
-// The memories that barriers order, and their bits of mem_flags.
+// The memories that barriers order, and their bits in mem_flags.
 enum Memory : uint8_t { kThreadgroupMemory, kDeviceMemory, kMemories };
 constexpr uint32_t kMemFlags[kMemories] = {2, 1};
 
@@ -33,7 +33,7 @@ class Owners {
 
   ~Owners();
 
-  // The first number of a new block; 0 if none is left.
+  // The first number of a new block; 0 if no block is left.
   uint32_t take(uint32_t threadgroup);
   uint32_t of(uint32_t interval) const {
     const Place place(interval / kBlock);
@@ -56,8 +56,8 @@ class Owners {
   std::atomic<uint32_t*> chunks_[std::bit_width(kBlocks / kFirstChunk)] = {};
 };
 
-// The intervals of one memory in a worker. Only one threadgroup at a time uses threadgroup memory.
-// All share device memory, and `owners` has the threadgroup of each interval.
+// The intervals of one memory in a worker. A worker's threadgroup memory has one threadgroup at a
+// time. All threadgroups share device memory, and `owners_` has the threadgroup of each interval.
 class Clock {
  public:
   void share(Owners* owners) { owners_ = owners; }
@@ -66,11 +66,11 @@ class Clock {
     first_ = epoch_ = last_ + 1;
     if (owners_) end_ = last_;
   }
-  // True if numbers may run out: forget all accesses and start with a new clock.
+  // True if interval numbers may run out. Then forget all accesses and start with a new clock.
   bool runs_out() const { return !owners_ && last_ > ~uint32_t{0} / 2; }
   // Orders all earlier accesses of the threadgroup before all later ones.
   void pass_barrier() { epoch_ = last_ + 1; }
-  // The number of a new interval; 0 if none is left.
+  // The number of a new interval; 0 if no number is left.
   uint32_t begin_interval() {
     if (last_ != end_) return ++last_;
     uint32_t first = owners_ ? owners_->take(threadgroup_) : 0;
@@ -83,9 +83,9 @@ class Clock {
   bool foreign(uint32_t interval) const { return owner(interval) != threadgroup_; }
   uint32_t owner(uint32_t interval) const { return owners_ ? owners_->of(interval) : threadgroup_; }
   uint32_t threadgroup() const { return threadgroup_; }
-  uint32_t first() const { return first_; }  // interval of the threadgroup
-  uint32_t epoch() const { return epoch_; }  // first interval since its last barrier
-  // Accesses of lower intervals conflict with none to come.
+  uint32_t first() const { return first_; }  // the threadgroup's first interval
+  uint32_t epoch() const { return epoch_; }  // its first interval after its last barrier
+  // Accesses of lower intervals cannot conflict with later accesses.
   uint32_t settled() const { return owners_ ? 1 : epoch_; }
 
  private:
@@ -93,8 +93,8 @@ class Clock {
   uint32_t threadgroup_ = 0;
   uint32_t first_ = 1;
   uint32_t epoch_ = 1;
-  uint32_t last_ = 0;
-  uint32_t end_ = ~uint32_t{0};
+  uint32_t last_ = 0;            // the newest interval
+  uint32_t end_ = ~uint32_t{0};  // the last number of the current block
 };
 
 }  // namespace metal_attn::simulator

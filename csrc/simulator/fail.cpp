@@ -55,11 +55,13 @@ void Worker::fail_matrix_access(const Group& group, uint32_t number) {
   for (uint32_t lane = 0; lane < MSL_SIMD_WIDTH; ++lane)
     if (group.full >> lane & 1 && group.lanes[lane].matrix_accesses > number) mask |= 1u << lane;
   fail(group.lanes[__builtin_ctz(mask)], FAULT_PARTIAL_SIMD, group.matrix_log[number].place,
-       kNoSite, "simdgroup_load or simdgroup_store reached by lanes %08x of %08x of SIMD group %u",
-       mask, group.full, group.lanes->simdgroup);
+       kNoSite,
+       "simdgroup_load or simdgroup_store reached by lanes %08x, but SIMD group %u has "
+       "lanes %08x",
+       mask, group.lanes->simdgroup, group.full);
 }
 
-// The host continues here after a signal has stopped the running thread.
+// Reports the signal that has stopped the running fiber, if there is one.
 void Worker::report_signal() {
   const Fiber& fiber = current();
   auto report = [&](uint32_t kind, const char* format, ...) {
@@ -77,7 +79,8 @@ void Worker::report_signal() {
       return report(FAULT_OUT_OF_BOUNDS, "access at address %p, far from every argument",
                     stopped_at);
     case SIGFPE:
-      return report(FAULT_INTEGER_DIVISION, "division by zero, or of the least integer by -1");
+      return report(FAULT_INTEGER_DIVISION,
+                    "division by zero, or division of the smallest integer by -1");
     case SIGILL:
     case SIGTRAP:
       return report(FAULT_PRIVATE_OUT_OF_BOUNDS, "access outside of a private variable");

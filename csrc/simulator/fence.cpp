@@ -13,6 +13,7 @@ bool before(const Fence& a, const Fence& b) {
   return std::tie(a.threadgroup, a.thread) < std::tie(b.threadgroup, b.thread);
 }
 
+// The merge of two fences of one thread.
 Fence later(const Fence& a, const Fence& b) {
   Fence both = a;
   both.local = a.local && b.local;
@@ -45,11 +46,12 @@ Knowledge both(const Knowledge& a, const Knowledge& b) {
 
 Knowledge only(const Fence& fence) { return std::make_shared<Fences>(1, fence); }
 
-Knowledge of_threadgroup(const Knowledge& known, uint32_t threadgroup, bool of_it) {
+// The fences of the threadgroup, or if not `inside`, the fences of all other threadgroups.
+Knowledge of_threadgroup(const Knowledge& known, uint32_t threadgroup, bool inside) {
   if (!known) return known;
   auto some = std::make_shared<Fences>();
   for (const Fence& fence : *known)
-    if ((fence.threadgroup == threadgroup) == of_it) some->push_back(fence);
+    if ((fence.threadgroup == threadgroup) == inside) some->push_back(fence);
   return some;
 }
 

@@ -23,9 +23,9 @@ inline uintptr_t stack_pointer() {
   return value;
 }
 
-// The caller spills the clobbered registers that it needs. It is inlined, with a jump and no call,
-// so that the processor's return predictor stays correct: lanes stop at the same place, and it
-// predicts their returns, too.
+// The caller spills the clobbered registers that it needs. The switch is inlined and jumps instead
+// of calling, which keeps the processor's return predictor correct: all lanes stop at the same
+// place, so that the prediction for one lane holds for the next.
 inline __attribute__((always_inline)) void switch_context(Context* from, const Context* to) {
 #if defined(__x86_64__)
   asm volatile(
@@ -74,7 +74,7 @@ inline __attribute__((always_inline)) void switch_context(Context* from, const C
 inline Context fresh_context(char* stack_top, void (*entry)()) {
   auto top = reinterpret_cast<uintptr_t>(stack_top) & ~uintptr_t{15};
 #if defined(__x86_64__)
-  top -= 8;  // as a call would leave it
+  top -= 8;  // where a call would leave the stack pointer
 #endif
   return {reinterpret_cast<void*>(top), nullptr, reinterpret_cast<void*>(entry)};
 }

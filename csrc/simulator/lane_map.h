@@ -25,7 +25,7 @@ struct KnownLaneMap {
   __msl_lane_map map;
 };
 
-// The lane maps of one run, which are made when they are first needed.
+// The lane maps of one run. Each is computed when it is first needed.
 struct LaneMaps {
   const __msl_lane_map* find(const TensorMatrix& matrix);
 

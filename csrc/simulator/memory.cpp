@@ -10,15 +10,16 @@
 namespace metal_attn::simulator {
 namespace {
 
-// Bytes before and after a storage, so that no 32-bit index reaches another storage: an int is at
-// least -2^31, and a uint below 2^32, of elements of up to 16 bytes. If there is not so much
-// address space, this holds only for int indices of bytes.
+// Bytes before and after a storage, so that no 32-bit index reaches another storage. An int index
+// is at least -2^31, a uint index is below 2^32, and elements have up to 16 bytes. If there is too
+// little address space, the second guard suffices for int indices of single bytes only.
 struct Guard {
   uint64_t before, after;
 };
 constexpr Guard kGuards[] = {{uint64_t{1} << 35, uint64_t{1} << 36},
                              {uint64_t{1} << 31, uint64_t{1} << 31}};
 constexpr uint64_t kChunkBytes = 4096;
+constexpr uint64_t kAlignment = 1 << 16;  // a multiple of the page size of all hosts
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -73,15 +74,15 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
 
   if (count_ == 0) return true;
   uint64_t total = 0;
-  for (uint32_t i = 0; i < count_; ++i) total += round_up(slots_[i].bytes, 1 << 16);
+  for (uint32_t i = 0; i < count_; ++i) total += round_up(slots_[i].bytes, kAlignment);
   const Guard* guard = kGuards;
-  while (!reservation_.reserve(total + count_ * (guard->before + guard->after), 1 << 16))
+  while (!reservation_.reserve(total + count_ * (guard->before + guard->after), kAlignment))
     if (++guard == std::end(kGuards)) return false;
   char* cursor = reservation_.data;
   static const char zeros[kChunkBytes] = {};
   for (uint32_t i = 0; i < count_; ++i) {
     Slot& slot = slots_[i];
-    uint64_t room = round_up(slot.bytes, 1 << 16);
+    uint64_t room = round_up(slot.bytes, kAlignment);
     slot.guard_begin = cursor;
     slot.begin = cursor + guard->before;
     slot.guard_end = cursor = slot.begin + room + guard->after;

@@ -1,4 +1,4 @@
-// Device memory of a checked run: a copy of each storage, with inaccessible memory around it.
+// Device memory of a checked run: a copy of each storage, between guards of inaccessible memory.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace metal_attn::simulator {
 
-// Reserved address space. Pages cost nothing until they are touched.
+// Reserved address space. Pages take no memory until they are accessed.
 struct Reservation {
   Reservation() = default;
   Reservation(const Reservation&) = delete;
@@ -26,23 +26,23 @@ struct Reservation {
 
 // A storage. Arguments whose storages overlap share a slot.
 struct Slot {
-  char* guard_begin;  // addresses in [guard_begin, guard_end) are taken for this storage's
+  char* guard_begin;  // faults in [guard_begin, guard_end) are attributed to this storage
   char* guard_end;
   char* begin;
-  char* source;
+  char* source;  // the original storage
   uint64_t bytes;
-  uint8_t* initialised;  // of SimulatorBuffer
+  uint8_t* initialised;  // the marks of SimulatorBuffer
   Shadow* shadow;        // null unless writable
-  uint32_t index;        // of an argument with this storage
+  uint32_t index;        // of one argument in this storage
   uint32_t space;
   bool writable;
 };
 
 class GuardedMemory {
  public:
-  // False if there is no address space or memory.
+  // False if there is too little address space or memory.
   bool copy_in(const SimulatorBuffer* buffers, uint32_t count);
-  void copy_out();  // of changed bytes
+  void copy_out();  // writes changed bytes only
   // The kernel's address of an argument.
   char* address(const SimulatorBuffer& buffer) const;
   const Slot* find(const char* address) const {

@@ -1,4 +1,4 @@
-// Orders that a seed chooses.
+// Permutations that a seed chooses.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ inline uint64_t mix(uint64_t x) {  // splitmix64
   return x ^ (x >> 31);
 }
 
-// One value of a permutation of 0 .. count - 1, which the seed chooses: a Feistel network over the
-// next power of four, repeated until the value is below count.
+// Where the seed's permutation of 0 .. count - 1 maps `value`. A Feistel network permutes the
+// numbers below the next power of four, and is repeated until the result is below count.
 inline uint64_t shuffled(uint64_t value, uint64_t count, uint64_t seed) {
   unsigned half = 1;
   while (half < 32 && (uint64_t{1} << (2 * half)) < count) ++half;

@@ -8,13 +8,13 @@ namespace {
 
 // About two seconds of an empty loop.
 constexpr uint64_t kStepLimit = uint64_t{1} << 28;
-// Bytes below the lowest stack: a function's frame exists before its size is checked.
+// Bytes below the lowest stack. A function's frame may reach them before its size is checked.
 constexpr uint64_t kBelowStacks = 256 * 1024;
-// A region is kept after so many stacks: 64 MiB if all are used to their ends, mostly 4 MiB.
+// A region that has used more stacks is not kept. This many stacks take up to 64 MiB, mostly 4 MiB.
 constexpr uint32_t kMostStacksKept = 256;
 
-// For this host thread's next runs. They are thread-local because another thread may fork
-// meanwhile, and because a Python signal handler may start a run during a run.
+// Regions for this host thread's next runs. They are thread-local because another thread may fork
+// at any time, and because a Python signal handler may start a run during a run.
 thread_local std::vector<std::unique_ptr<Region>> spare;
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The workers' regions of address space. They are kept for the next run: page faults in a new
-// region cost more than a small run.
+// The workers' regions of address space. They are kept for the next run, because page faults in a
+// new region cost more than a small run.
 #pragma once
 
 #include <memory>
@@ -10,23 +10,24 @@
 
 namespace metal_attn::simulator {
 
-// Holds a worker, its threadgroup memory and its stacks, aligned so that fibers find the worker.
+// Holds a worker, its threadgroup memory and its stacks. The region's alignment lets a fiber
+// compute the worker's address from its stack pointer.
 struct Region {
   ~Region();
 
-  bool create();  // false if there is no memory
+  bool create();  // false if there is too little memory
   Worker& begin(Run& run);
 
   Reservation reservation;
   Worker* worker = nullptr;
 };
 
-// The regions of one run. After it the calling host thread keeps them for its next run.
+// The regions of one run. After the run, the calling host thread keeps them for its next run.
 class Regions {
  public:
   ~Regions();
 
-  // A worker for the run; null if there is no memory.
+  // A worker for the run; null if there is too little memory.
   Worker* take(Run& run);
 
  private:

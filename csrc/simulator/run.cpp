@@ -28,13 +28,13 @@ enum Status { kDone = 0, kFault = 1, kBadRequest = 2, kInterrupted = 3 };
 constexpr std::chrono::milliseconds kSignalInterval{50};
 // The time between two attempts to stop host threads.
 constexpr std::chrono::milliseconds kStopInterval{1};
-// The most host threads if threadgroups wait for each other, even if the caller asks for fewer.
+// The largest number of host threads that `grow` may reach, even if the caller asks for fewer.
 constexpr size_t kMostGrown = 64;
-// Consecutive rounds in which all threadgroups must be stuck. One that got what it waited for is
-// missing in the following rounds.
+// A run is stuck after so many consecutive rounds in which all threadgroups are stuck. A
+// threadgroup whose wait has ended is not stuck in the following rounds.
 constexpr uint32_t kStuckRounds = 128;
 
-// Releases the interpreter's lock while it lives.
+// Releases the interpreter's lock for its lifetime.
 class Unlocked {
  public:
   explicit Unlocked(const SimulatorInterpreter* interpreter) : interpreter_(interpreter) {
@@ -43,7 +43,7 @@ class Unlocked {
   ~Unlocked() {
     if (interpreter_) interpreter_->restore_thread(thread_);
   }
-  // True if a signal's handler has raised.
+  // True if a signal handler has raised an exception.
   bool interrupted() {
     if (!interpreter_) return false;
     interpreter_->restore_thread(thread_);
@@ -57,7 +57,7 @@ class Unlocked {
   void* thread_ = nullptr;
 };
 
-// "[[threadgroup(0)]]" and so on.
+// The names of threadgroup arguments in messages: "[[threadgroup(0)]]" and so on.
 const auto kArgumentNames = [] {
   std::array<std::string, SIMULATOR_MAX_ARGUMENTS> names;
   for (size_t i = 0; i < names.size(); ++i) names[i] = "[[threadgroup(" + std::to_string(i) + ")]]";
@@ -84,7 +84,7 @@ void work(Run& run, Worker& worker) {
     const uint32_t position[3] = {static_cast<uint32_t>(index % grid[0]),
                                   static_cast<uint32_t>(index / grid[0] % grid[1]),
                                   static_cast<uint32_t>(index / grid[0] / grid[1])};
-    uint64_t random = dispatch.seed ? mix(dispatch.seed ^ mix(index)) | 1 : 0;
+    uint64_t random = dispatch.seed ? mix(dispatch.seed ^ mix(index)) | 1 : 0;  // 0: no shuffling
     worker.run_threadgroup(position, order, random);
   }
   std::lock_guard<std::mutex> lock(run.mutex);
@@ -93,8 +93,8 @@ void work(Run& run, Worker& worker) {
   run.finished.notify_one();
 }
 
-// Starts one more host thread, for a threadgroup that the running ones may wait for: on a GPU
-// several run at once.
+// Starts one more host thread, because the running threadgroups may wait for one that has not
+// begun: a GPU runs several threadgroups at once.
 void grow(Run& run, Regions& regions, std::vector<std::thread>& threads) {
   Worker* worker = threads.size() < kMostGrown ? regions.take(run) : nullptr;
   std::lock_guard<std::mutex> lock(run.mutex);
@@ -107,8 +107,8 @@ void grow(Run& run, Regions& regions, std::vector<std::thread>& threads) {
   run.may_grow = false;
 }
 
-// Runs all threadgroups on new threads, so that the caller can check for signals meanwhile. False
-// if it was interrupted.
+// Runs all threadgroups on new threads, so that the caller can check for signals in the meantime.
+// Returns false if a signal has interrupted the run.
 bool work_together(Run& run, Regions& regions, const std::vector<Worker*>& workers,
                    Unlocked& unlocked) {
   SignalHandlers handlers;
@@ -117,7 +117,7 @@ bool work_together(Run& run, Regions& regions, const std::vector<Worker*>& worke
   for (Worker* worker : workers) {
     try {
       threads.emplace_back([&run, worker] { work(run, *worker); });
-    } catch (const std::system_error&) {  // the threads that run do all the work
+    } catch (const std::system_error&) {  // the threads that have started do all the work
       if (threads.empty()) throw std::runtime_error("the system starts no more threads");
       std::lock_guard<std::mutex> lock(run.mutex);
       run.working -= static_cast<uint32_t>(workers.size() - threads.size());
@@ -149,21 +149,23 @@ int reject(SimulatorFaultReport* fault, const char* format, unsigned long long v
   return kBadRequest;
 }
 
-// Fills the state that all threadgroups share. kDone if numbers and sizes are valid.
+// Fills the state that all threadgroups share. Returns kDone if the request is valid.
 int prepare(Run& run, SimulatorFaultReport* fault) {
   const SimulatorDispatch& dispatch = *run.dispatch;
   if (dispatch.buffer_count > SIMULATOR_MAX_ARGUMENTS)
-    return reject(fault, "%llu buffers given; at most 31 are allowed", dispatch.buffer_count);
+    return reject(fault, "there are %llu buffers; at most 31 are allowed", dispatch.buffer_count);
   uint64_t threads = 1;
   run.threadgroups = 1;
   for (int i = 0; i < 3; ++i) {
     uint64_t nominal = dispatch.threads_per_threadgroup[i];
     uint64_t grid = dispatch.threads_per_grid[i];
     if (nominal == 0 || nominal > kMaxThreads || (threads *= nominal) > kMaxThreads)
-      return reject(fault, "threads per threadgroup must be 1 to 1024 in all; a dimension has %llu",
+      return reject(fault,
+                    "a threadgroup must have 1 to 1024 threads in total; one dimension has %llu",
                     nominal);
     if (grid > ~0u)
-      return reject(fault, "a grid of %llu threads in one dimension is over 2^32 - 1", grid);
+      return reject(
+          fault, "the grid has %llu threads in one dimension; it must have at most 2^32 - 1", grid);
     uint64_t groups = (grid + nominal - 1) / nominal;
     // Checked runs number threadgroups in 32 bits.
     if (groups && run.threadgroups > (uint64_t{1} << (dispatch.checked ? 32 : 62)) / groups)
@@ -176,15 +178,15 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
   for (uint32_t i = 0; i < dispatch.buffer_count; ++i) {
     const SimulatorBuffer& buffer = dispatch.buffers[i];
     if (buffer.index >= SIMULATOR_MAX_ARGUMENTS)
-      return reject(fault, "buffer index %llu: must be 0 to 30", buffer.index);
+      return reject(fault, "a buffer's index is %llu; it must be 0 to 30", buffer.index);
     if (buffer.offset > buffer.bytes)
-      return reject(fault, "buffer(%llu)'s offset is past its end", buffer.index);
+      return reject(fault, "the offset of buffer(%llu) is past its storage's end", buffer.index);
     run.launch.buffers[buffer.index] = static_cast<char*>(buffer.storage) + buffer.offset;
   }
   return kDone;
 }
 
-// False, with a fault, if the threadgroup arguments alone are over the limit.
+// Returns false and sets `fault` if the threadgroup arguments alone exceed the limit.
 bool arguments_fit(const SimulatorDispatch& dispatch, SimulatorFaultReport* fault) {
   uint64_t total = 0;
   for (uint64_t bytes : dispatch.threadgroup_argument_bytes)
@@ -192,7 +194,7 @@ bool arguments_fit(const SimulatorDispatch& dispatch, SimulatorFaultReport* faul
   if (total <= Arena::kLimit) return true;
   fault->kind = FAULT_THREADGROUP_MEMORY;
   snprintf(fault->message, sizeof fault->message,
-           "the threadgroup arguments are over the limit of %u bytes of threadgroup memory",
+           "the threadgroup arguments exceed the limit of %u bytes of threadgroup memory",
            Arena::kLimit);
   return false;
 }
@@ -257,7 +259,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     group.arrived = group.at_barrier = 0;
     group.strays = group.matrix_accesses = 0;
     for (uint32_t& interval : group.intervals) interval = 0;
-    // The deposits of lanes that do not exist are NaN.
+    // In a partial SIMD group, the deposits of lanes that do not exist are NaN.
     if (!whole) {
       memset(group.exchanges, 0xFF, sizeof group.exchanges);
       memset(group.matrices, 0xFF, sizeof group.matrices);
@@ -306,7 +308,7 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
   if (!arguments_fit(dispatch, fault)) return kFault;
   if (dispatch.checked) {
     if (!run.memory.copy_in(dispatch.buffers, dispatch.buffer_count))
-      return reject(fault, "no address space for guarded copies of the buffers");
+      return reject(fault, "there is too little address space for guarded copies of the buffers");
     for (uint32_t i = 0; i < dispatch.buffer_count; ++i)
       run.launch.buffers[dispatch.buffers[i].index] = run.memory.address(dispatch.buffers[i]);
   }
@@ -323,7 +325,7 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
     if (!worker) break;
     workers.push_back(worker);
   }
-  if (workers.empty()) return reject(fault, "no memory for the threads' stacks");
+  if (workers.empty()) return reject(fault, "there is too little memory for the threads' stacks");
   run.code = code_around(dispatch.entry);
   if (!work_together(run, regions, workers, unlocked)) return kInterrupted;
   if (run.reason) return reject(fault, run.reason);

@@ -1,4 +1,4 @@
-// Chooses the next fiber: rendezvous of SIMD groups, barriers, and deadlocks.
+// Chooses the fiber that runs next at SIMD operations and barriers, and reports deadlocks.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -9,12 +9,13 @@
 namespace metal_attn::simulator {
 namespace {
 
+// A thread that polls lets other threads run once in so many calls of `spin`.
 constexpr uint32_t kSpinsBeforeYield = 64;
-// A threadgroup that has only polled for so many rounds and so long is stuck. Time alone does not
-// suffice, because the machine may not have run it.
+// A threadgroup is stuck if it has only polled, so many times and for so long. Time alone does not
+// suffice, because the host may have run other programs.
 constexpr uint32_t kPollLimit = 1024;
 constexpr std::chrono::seconds kPollTimeLimit{3};
-// After this time another host thread may help, by running the next threadgroup.
+// After this time another host thread may start to run the next threadgroup.
 constexpr std::chrono::milliseconds kGrowAfter{20};
 
 uint32_t lowest(uint32_t mask) { return static_cast<uint32_t>(__builtin_ctz(mask)); }
@@ -25,7 +26,7 @@ uint32_t nth(uint32_t mask, uint32_t n) {
   return lowest(mask);
 }
 
-// The products of a batch, in order.
+// Computes the products of a batch, in order.
 void multiply(__msl_matrices* matrices, const Operation& batch, uint32_t mask) {
   for (uint32_t i = 0; i < batch.product_count; ++i) {
     const __msl_product& product = batch.products[i];
@@ -76,14 +77,14 @@ const char* barrier_name(__msl_combine combine) {
   }
 }
 
-// Allocates `scratch`. Fails if the scope of the current thread's tensor operation is not whole.
+// Allocates `scratch`. Fails if lanes or SIMD groups of the tensor operation's scope do not exist.
 void begin_tensor(Worker& worker, const __msl_tensor_operation& operation) {
   constexpr uint32_t kScratch = MSL_MOST_LEFT + MSL_MOST_RIGHT + MSL_MOST_DESTINATION;
   const Fiber& fiber = worker.current();
   const uint32_t lanes = fiber.group->full;
   if (lanes != ~0u)
     worker.fail(FAULT_TENSOR, fiber.site,
-                "tensor operation in SIMD group %u, which has lanes %08x only", fiber.simdgroup,
+                "tensor operation in SIMD group %u, which has only lanes %08x", fiber.simdgroup,
                 lanes);
   if (operation.simdgroups > 1 && operation.simdgroups != worker.group_count)
     worker.fail(FAULT_TENSOR, fiber.site,
@@ -94,7 +95,8 @@ void begin_tensor(Worker& worker, const __msl_tensor_operation& operation) {
   worker.scratch = worker.tensor_memory.get();
 }
 
-// deposit: any thread's, which has the operation's address. is_further: it was counted before.
+// deposit: of any thread; it holds the operation's address. is_further: 1 if the operation was
+// counted before, so that only its multiplications are added.
 void count_tensor(Worker& worker, const __msl_slot& deposit, uint32_t is_further) {
   const __msl_tensor_operation* operation;
   memcpy(&operation, deposit.bytes + 8, sizeof operation);
@@ -122,8 +124,8 @@ inline void Worker::resume(Context& from, Fiber& to) {
   switch_context(&from, &to.context);
 }
 
-// A lane loads or stores a matrix, as all lanes must. Lanes do not wait for each other: each
-// compares its accesses with the log of the lane that is ahead.
+// A lane loads or stores a matrix, and all other lanes must do so, too. Lanes do not wait for each
+// other. The lane that is ahead logs its accesses, and the others compare theirs with the log.
 void Worker::access_matrix(const void* site) {
   Fiber& fiber = current();
   Group& group = *fiber.group;
@@ -134,13 +136,13 @@ void Worker::access_matrix(const void* site) {
   else if (const MatrixAccess& other = group.matrix_log[fiber.matrix_accesses];
            memcmp(&other, &access, sizeof access))
     fail(fiber, FAULT_PARTIAL_SIMD, fiber.site, other.place,
-         "thread %u is at this simdgroup_load or simdgroup_store and another lane of its SIMD "
-         "group at %s",
+         "thread %u is at this simdgroup_load or simdgroup_store, and another lane of its SIMD "
+         "group is at %s",
          fiber.index, other.site != site ? "another" : "it in another round of a loop");
   if (++fiber.matrix_accesses == kMatrixLog) meet({site, nullptr, MSL_MATRIX_ACCESS});
 }
 
-// All lanes are at one place, and must have made the same accesses.
+// Call it when all lanes are at one place. They must have made the same number of accesses.
 inline void Worker::end_matrix_accesses(Group& group) {
   if (!group.matrix_accesses) return;
   for (uint32_t rest = group.full; rest; rest &= rest - 1) {
@@ -184,11 +186,11 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
   group.parity ^= 1;
 }
 
-// Completes the operation of some lanes while others wait at another, or have ended.
+// Completes the operation of some lanes. The other lanes wait at another operation or have ended.
 void Worker::complete_some(Group& group) {
-  // Lanes continue at the earliest place of the program, so that diverged lanes meet after it.
+  // The lanes at the earliest place of the program continue, so that diverged lanes can meet again.
   uint32_t lane = lowest(group.arrived), mask = 0;
-  bool ordered = true;  // the program's order of the lanes' places is known
+  bool ordered = true;  // the order of the lanes' places in the program is known
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1) {
     const Fiber& other = group.lanes[lowest(rest)];
     ordered = ordered && other.place != MSL_UNKNOWN_PLACE;
@@ -198,17 +200,16 @@ void Worker::complete_some(Group& group) {
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1)
     if (meet_together(group, lane, lowest(rest))) mask |= rest & -rest;
   bool barrier = operation.kind == MSL_SIMDGROUP_BARRIER;
-  // If the order is unknown, other lanes may be about to join.
+  // If the order is unknown, other lanes may reach this operation later.
   bool needs_all = !ordered || operation.kind == MSL_MATRIX || operation.kind == MSL_TENSOR ||
                    (operation.kind != MSL_ACTIVE && run->dispatch->strict_simd);
   if (mask != group.full && (barrier || (checked && needs_all))) {
     const Fiber& fiber = group.lanes[lane];
     fail(fiber, barrier ? FAULT_DIVERGENT_BARRIER : FAULT_PARTIAL_SIMD, fiber.site, kNoSite,
-         "%s reached by lanes %08x of %08x of SIMD group %u; %08x have ended",
-         name_of(operation.kind), mask, group.full, fiber.simdgroup, group.full & ~group.live);
+         "%s reached by lanes %08x, but SIMD group %u has lanes %08x; %08x have ended",
+         name_of(operation.kind), mask, fiber.simdgroup, group.full, group.full & ~group.live);
   }
-  // The other lanes' deposits move to the next box, where their operation will complete. Results of
-  // this operation overwrite the current box.
+  // The other lanes' deposits move to the next box, because results overwrite the current box.
   const uint32_t parity = group.parity;
   for (uint32_t rest = group.arrived & ~mask; rest; rest &= rest - 1) {
     uint32_t other = lowest(rest);
@@ -222,19 +223,19 @@ void Worker::complete_some(Group& group) {
     return;
   }
   uint32_t first = lowest(group.arrived), strays = 0;
-  const Operation its_operation = operation_of(group, first);
+  const Operation next_operation = operation_of(group, first);
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1) {
     uint32_t other = lowest(rest);
     if (meet_together(group, first, other)) continue;
     group.lanes[other].stray = Operation(operation_of(group, other));
     strays |= rest & -rest;
   }
-  group.operation = its_operation;
+  group.operation = next_operation;
   group.first = first;
   group.strays = strays;
 }
 
-// All live lanes have arrived.
+// Call it when all live lanes have arrived.
 inline void Worker::settle(Group& group) {
   if (group.strays || group.arrived != group.full)
     complete_some(group);
@@ -250,7 +251,7 @@ inline Fiber* Worker::next(Group& group) {
     return &other.lanes[lowest(other.ready)];
   }
   Fiber* fiber = &group.lanes[lowest(ready)];
-  // The lane after it will need its stack soon.
+  // The next ready lane will need its stack soon.
   ready &= ready - 1;
   if (ready) {
     const char* stack = static_cast<const char*>(group.lanes[lowest(ready)].context.stack);
@@ -272,7 +273,7 @@ Group& Worker::ready_from(uint32_t start) {
 }
 
 Fiber* Worker::next_at_random(Group& group) {
-  // As on a GPU, a SIMD group mostly continues, and others sometimes overtake it.
+  // As on a GPU, a SIMD group mostly continues, and other SIMD groups sometimes overtake it.
   uint64_t bits = draw();
   bool stays = (bits & 7) && group.ready;
   Group& chosen = stays ? group : ready_from(static_cast<uint32_t>(bits >> 32) % group_count);
@@ -280,8 +281,8 @@ Fiber* Worker::next_at_random(Group& group) {
   return &chosen.lanes[nth(chosen.ready, static_cast<uint32_t>(bits >> 8 & 0xFFFF) % count)];
 }
 
-// No thread is ready: not all lanes or threads have reached a SIMD operation or barrier. Makes some
-// lanes ready, or fails.
+// Call it when no thread is ready: some threads wait at a SIMD operation or barrier that others
+// have not reached. Makes some lanes ready, or fails.
 void Worker::unblock() {
   for (uint32_t i = 0; i < group_count; ++i) {
     if (groups[i].arrived) return complete_some(groups[i]);
@@ -336,8 +337,8 @@ inline void Worker::go_on() {
   run->stuck = run->stuck_rounds = 0;
 }
 
-// A thread polls memory, and other threads run at times. If all running threadgroups have only
-// polled for long, no progress is possible. Atomic writes set `polls` to 0 (__msl_atomic.h).
+// A thread polls memory. Other threads run from time to time. If all threadgroups have only polled
+// for a long time, no progress is possible. Atomic writes set `polls` to 0 (__msl_atomic.h).
 void Worker::spin() {
   if (rewrite.bytes) settle_rewrite(*this);
   Fiber& fiber = current();
@@ -362,8 +363,8 @@ void Worker::spin() {
     if (all_stuck && run->end < run->threadgroups) abandon();
     if (all_stuck) {
       fail(FAULT_NO_PROGRESS, fiber.site,
-           "thread %u has polled atomic memory for %lld s, and no other thread has got anywhere "
-           "meanwhile",
+           "thread %u has polled atomic memory for %lld s, and no other thread has made progress "
+           "in that time",
            fiber.index, static_cast<long long>(kPollTimeLimit.count()));
     }
   }
@@ -481,13 +482,13 @@ const __msl_exchange* engine_broadcast(unsigned long low, unsigned long high, un
   fiber.broadcast[group.parity] = lane;
   const __msl_exchange* box = deposit(worker, {site, nullptr, MSL_SHUFFLE}, low, high);
   // The first active lane of this lane's `width` lanes decides.
-  uint32_t run = fiber.lane / width * width;
-  uint32_t first = run + lowest(box->mask >> run);
-  uint32_t its = group.lanes[first].broadcast[box - group.exchanges];
-  if (its != lane) {
+  uint32_t begin = fiber.lane / width * width;
+  uint32_t first = begin + lowest(box->mask >> begin);
+  uint32_t source = group.lanes[first].broadcast[box - group.exchanges];
+  if (source != lane) {
     worker.fail(FAULT_SIMD_LANE, fiber.site,
-                "a broadcast of lane %u in lane %u, and of lane %u in lane %u", lane, fiber.lane,
-                its, first);
+                "in one broadcast, lane %u reads lane %u and lane %u reads lane %u", fiber.lane,
+                lane, first, source);
   }
   return box;
 }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kSpinsBeforeYield = 100;
 
-// Bit k of an entry: unordered accesses of kind k conflict with that kind.
+// Bit k of entry i is 1 if unordered accesses of kinds i and k conflict.
 constexpr uint8_t kConflicting[kAccessKinds] = {
     1 << kWrite | 1 << (kAtomic | kWrite),
     1 << kRead | 1 << kWrite | 1 << kAtomic | 1 << (kAtomic | kWrite),
@@ -19,7 +19,7 @@ constexpr uint8_t kConflicting[kAccessKinds] = {
     1 << kRead | 1 << kWrite,
 };
 
-// From nearest to farthest. All but the first are conflicts.
+// Where an earlier access was made, from near to far. All values except kOrdered are conflicts.
 enum class Distance : uint8_t { kOrdered, kOtherLane, kOtherSimdgroup, kOtherThreadgroup };
 
 inline Distance unless_known(Distance distance, const Touch& earlier, const Access& now) {
@@ -48,7 +48,7 @@ inline bool all_settled(const Touch* touches, uint32_t begin, uint32_t end, uint
   return true;
 }
 
-// Locks a page of device memory, which host threads share. Null: there is nothing to lock.
+// Locks a page of device memory, which host threads share. held: null if nothing is to be locked.
 class Lock {
  public:
   explicit Lock(std::atomic<bool>* held) : held_(held) {
@@ -64,21 +64,22 @@ class Lock {
   std::atomic<bool>* held_;
 };
 
-inline Touch* entries(ShadowPage& page, Touch** of) {
-  if (!*of) *of = static_cast<Touch*>(calloc(kShadowPageBytes >> page.shift, sizeof(Touch)));
-  return *of;
+// Allocates the entries of one kind at their first use. Null if there is too little memory.
+inline Touch* entries(ShadowPage& page, Touch** list) {
+  if (!*list) *list = static_cast<Touch*>(calloc(kShadowPageBytes >> page.shift, sizeof(Touch)));
+  return *list;
 }
 
 bool split(ShadowPage& page, uint32_t shift) {
-  for (Touch** of : {page.last, page.far}) {
+  for (Touch** lists : {page.last, page.far}) {
     for (uint32_t kind = 0; kind < kAccessKinds; ++kind) {
-      if (!of[kind]) continue;
+      if (!lists[kind]) continue;
       auto* finer = static_cast<Touch*>(malloc((kShadowPageBytes >> shift) * sizeof(Touch)));
       if (!finer) return false;
       for (uint32_t i = 0; i < kShadowPageBytes >> shift; ++i)
-        finer[i] = of[kind][i >> (page.shift - shift)];
-      free(of[kind]);
-      of[kind] = finer;
+        finer[i] = lists[kind][i >> (page.shift - shift)];
+      free(lists[kind]);
+      lists[kind] = finer;
     }
   }
   page.shift = static_cast<uint8_t>(shift);
@@ -110,7 +111,7 @@ inline ConflictReport check(const ShadowPage& page, uint32_t begin, uint32_t end
   return {};
 }
 
-// The last accesses become the far ones if they are at least as far from this access.
+// The last access becomes the far one if it is at least as far from the new access.
 bool keep_far(ShadowPage& page, uint32_t begin, uint32_t end, const Access& now) {
   const Touch* last = page.last[now.kind];
   for (uint32_t i = begin; i < end; ++i) {

@@ -17,7 +17,7 @@
 
 namespace metal_attn::simulator {
 
-// Ignored by default, and not used by PyTorch or Python.
+// A signal that is ignored by default, and that PyTorch and Python do not use.
 const int kStopSignal = SIGURG;
 
 namespace {
@@ -74,7 +74,7 @@ void forward(int signal, siginfo_t* info, void* context) {
   if (action.sa_flags & SA_SIGINFO) return action.sa_sigaction(signal, info, context);
   if (action.sa_handler == SIG_IGN) return;
   if (action.sa_handler != SIG_DFL) return action.sa_handler(signal);
-  // By default kStopSignal is ignored. The other signals are raised again when this returns.
+  // By default kStopSignal is ignored. Other signals are raised again when the handler returns.
   if (signal != kStopSignal) sigaction(signal, &action, nullptr);
 }
 
@@ -83,7 +83,8 @@ void handle(int signal, siginfo_t* info, void* interrupted) {
   auto& context = *static_cast<ucontext_t*>(interrupted);
   if (!worker || !worker->in_fiber) return forward(signal, info, interrupted);
   if (signal == kStopSignal) {
-    // The engine and libraries may hold locks. The signal is sent again until the kernel runs.
+    // Code of the engine or a library may hold locks, so it is not stopped. The signal is sent
+    // again until it interrupts the kernel's code.
     const CodeRange& code = worker->run->code;
     uintptr_t at = interrupted_at(context);
     if (at < code.begin || at >= code.end) return;

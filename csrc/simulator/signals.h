@@ -7,18 +7,18 @@ namespace metal_attn::simulator {
 
 struct Worker;
 
-// While it lives, handles the signals of invalid memory accesses, divisions and instructions, and
-// kStopSignal. Those of other threads go to the previous handlers.
+// For its lifetime, handles kStopSignal and the signals of invalid memory accesses, divisions and
+// instructions. Signals to threads that run no fiber go to the previous handlers.
 class SignalHandlers {
  public:
   SignalHandlers();
   ~SignalHandlers();
 };
 
-// Makes the calling thread the worker's: signals of its fibers stop them, and it blocks all others.
+// Makes the calling thread the worker's. The signals above stop its fibers; all others are blocked.
 void guard_thread(Worker& worker);
 
-// Sent to a worker's thread, it stops the fiber if that is in the kernel's code.
+// A worker's thread that receives this signal stops its fiber if the fiber runs the kernel's code.
 extern const int kStopSignal;
 
 // The addresses of machine code in the image that holds `function`.

@@ -6,16 +6,16 @@
 namespace metal_attn::simulator {
 namespace {
 
-// Bytes at a stack's end for the engine and library functions.
+// Bytes at a stack's end that are reserved for functions of the engine and libraries.
 constexpr uint64_t kStackReserve = 32 * 1024;
 
 // Types as clang's undefined behaviour sanitizer describes them.
 struct Type {
   uint16_t kind;  // 0: integer, 1: floating-point
-  uint16_t info;  // of an integer: bit 0 is 1 if signed, the others are log2 of the width
+  uint16_t info;  // integers: 2 * log2(bits), plus 1 if signed; floating-point types: bits
   char name[1];   // in quotes
 };
-// A type's name without the quotes and without the type that it is an alias of.
+// A type's name without the quotes. If the type is an alias, the aliased type is left out.
 struct Name {
   explicit Name(const Type& type) : Name(type.name) {}
   explicit Name(const char* quoted) : begin(quoted + 1) {
@@ -25,28 +25,28 @@ struct Name {
   const char* begin;
   int length;
 };
-// The type of an array, and the name of a threadgroup variable. The type of variable x is described
-// as `'__local __tg_x' (aka '__local float[3]')`. An array inside a variable has no name.
+// The type of an array, and its name if it is a threadgroup variable, not a part of one. The
+// sanitizer describes the type of variable x as `'__local __tg_x' (aka '__local float[3]')`.
 struct Array {
   explicit Array(const Type& type) : name(type) {
     if (strstr(type.name, "__local")) fault = FAULT_THREADGROUP_OUT_OF_BOUNDS;
     if (strstr(type.name, "__constant") || strstr(type.name, "__global"))
       fault = FAULT_OUT_OF_BOUNDS;
-    const char* made = strstr(type.name, "__tg_");
+    const char* prefix = strstr(type.name, "__tg_");
     const char* alias = strstr(type.name, "(aka '");
-    if (!made || made >= name.begin + name.length || !alias) return;
-    variable = made + strlen("__tg_");
+    if (!prefix || prefix >= name.begin + name.length || !alias) return;
+    variable = prefix + strlen("__tg_");
     variable_length = static_cast<int>(name.begin + name.length - variable);
     name = Name(alias + strlen("(aka "));
-    if (const int space = strlen("__local "); !strncmp(name.begin, "__local ", space))
-      name.begin += space, name.length -= space;
+    if (const int bytes = strlen("__local "); !strncmp(name.begin, "__local ", bytes))
+      name.begin += bytes, name.length -= bytes;
   }
   Name name;
   SimulatorFaultKind fault = FAULT_PRIVATE_OUT_OF_BOUNDS;
   const char* variable = "";
   int variable_length = 0;
 };
-// The data of the sanitizer's calls; some have only the first type.
+// The data of the sanitizer's calls. Some calls have only the first type.
 struct Types {
   const char* file;
   uint32_t line, column;
@@ -98,7 +98,8 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
                   Name(type).begin, as_signed(type, a), as_signed(type, b));
     }
     case MSL_DIVISION_OVERFLOW:
-      worker.fail(FAULT_INTEGER_DIVISION, site, "division by zero, or of the least integer by -1");
+      worker.fail(FAULT_INTEGER_DIVISION, site,
+                  "division by zero, or division of the smallest integer by -1");
     case MSL_CONVERSION: {
       auto& types = *static_cast<const Types*>(about);
       Name from(*types.first), to(*types.second);
@@ -111,24 +112,26 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
                   Name(*types.first).begin, as_signed(*types.second, b));
     }
     case MSL_VECTOR_SHIFT:
-      worker.fail(FAULT_SHIFT, site, "shift of a vector's elements of %lu bits by %ld bits", a,
+      worker.fail(FAULT_SHIFT, site, "shift of a vector of %lu-bit elements by %ld bits", a,
                   static_cast<long>(b));
     case MSL_LANE:
-      worker.fail(FAULT_SIMD_LANE, site, "lane %lu, where %lu is the last", a, b - 1);
+      worker.fail(FAULT_SIMD_LANE, site, "read of lane %lu; the last lane is %lu", a, b - 1);
     case MSL_INACTIVE_LANE:
       if (!(fiber.group->full >> a & 1)) return;
       worker.fail(FAULT_PARTIAL_SIMD, site,
-                  "lane %u reads lane %lu, which is not active: lanes %08lx of SIMD group %u are",
-                  fiber.lane, a, b, fiber.simdgroup);
+                  "lane %u of SIMD group %u reads lane %lu, which is not active; the active lanes "
+                  "are lanes %08lx",
+                  fiber.lane, fiber.simdgroup, a, b);
     case MSL_CLAMP:
-      worker.fail(FAULT_CLAMP, site, "clamp to a minimum above the maximum");
+      worker.fail(FAULT_CLAMP, site, "clamp with a minimum above the maximum");
     case MSL_TENSOR_USE:
       worker.fail(FAULT_TENSOR, site, "%s", static_cast<const char*>(about));
     case MSL_UNINITIALISED:
       worker.fail(FAULT_UNINITIALISED, site,
-                  about ? "use of %s, which has not been written"
-                        : "use of a part of a private variable that has not been written, or whose "
-                          "scope has ended",
+                  about
+                      ? "use of %s, which has not been written"
+                      : "use of a part of a private variable, where the part has not been written "
+                        "or the variable's scope has ended",
                   static_cast<const char*>(about));
     default:
       worker.fail(FAULT_MISSING_RETURN, site,
@@ -138,7 +141,7 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
 
 unsigned engine_private_access(const char* address, unsigned bytes, unsigned lanes,
                                const char* base, unsigned size, char* marks, unsigned flags,
-                               unsigned stored, unsigned site) {
+                               unsigned stored_lanes, unsigned site) {
   constexpr unsigned kAll = ~0u;
   auto at = static_cast<unsigned long>(address - base);
   if (at > size || bytes > size - at) engine_undefined(MSL_PRIVATE_ACCESS, nullptr, at, size, site);
@@ -146,8 +149,8 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
   marks += at;
   // Most accesses write all their bytes, or read bytes that have been written.
   if (flags & MSL_WRITE) {
-    unsigned every = lanes < 32 ? (1u << lanes) - 1 : kAll;
-    if ((stored & every) == every) {
+    unsigned all_lanes = lanes < 32 ? (1u << lanes) - 1 : kAll;
+    if ((stored_lanes & all_lanes) == all_lanes) {
       memset(marks, 0, bytes);
       return kAll;
     }
@@ -158,7 +161,7 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
   for (unsigned byte = 0; byte < bytes; ++byte) {
     unsigned lane = byte * lanes / bytes;
     if (flags & MSL_WRITE)
-      marks[byte] = !(stored >> lane & 1);
+      marks[byte] = !(stored_lanes >> lane & 1);
     else if (marks[byte])
       defined &= ~(1u << lane);
   }
@@ -168,7 +171,7 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
 void engine_endless(unsigned site) {
   Worker& worker = this_worker();
   worker.fail(FAULT_ENDLESS_LOOP, site,
-              "the threadgroup's loops have gone round %llu times, which is the limit (step_limit)",
+              "the threadgroup's loops have run %llu rounds, which is the limit (step_limit)",
               static_cast<unsigned long long>(worker.step_limit));
 }
 
@@ -177,9 +180,10 @@ void engine_enter(unsigned site) {
   const Fiber& fiber = worker.current();
   const char* bottom = worker.stacks + fiber.stack * kStackStride;
   if (reinterpret_cast<const char*>(stack_pointer()) >= bottom + kStackReserve) return;
-  worker.fail(FAULT_STACK_OVERFLOW, site,
-              "calls need more than the %llu bytes of a thread's stack: is there recursion?",
-              static_cast<unsigned long long>(kStackStride - kStackReserve));
+  worker.fail(
+      FAULT_STACK_OVERFLOW, site,
+      "calls need more than the %llu bytes of a thread's stack; check for endless recursion",
+      static_cast<unsigned long long>(kStackStride - kStackReserve));
 }
 
 }  // namespace metal_attn::simulator

@@ -1,5 +1,5 @@
-// One host thread's part of a run: it runs one threadgroup at a time, with a fiber for each GPU
-// thread. Its region holds this object, the fibers' stacks and the threadgroup memory.
+// One host thread's part of a run. A worker runs one threadgroup at a time, with a fiber for each
+// GPU thread. Its region holds this object, the fibers' stacks and the threadgroup memory.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@ constexpr uint32_t kMaxThreads = 1024;
 constexpr uint32_t kMaxGroups = kMaxThreads / MSL_SIMD_WIDTH;
 constexpr uint32_t kNoSite = ~0u;
 constexpr uintptr_t kNullBytes = 4096;  // lower addresses come from a null pointer
-constexpr char kNoMemory[] = "there is no memory for the checks of races";
+constexpr char kNoMemory[] = "there is too little memory to check for races";
 // An odd number of cache lines, so that the threads' frames are in different sets of the caches.
 constexpr uint64_t kStackStride = 4061 * 64;
 
@@ -39,7 +39,7 @@ struct Operation {
   uint32_t product_count;
 };
 
-// A simdgroup_load or simdgroup_store. A SIMD group logs at most kMatrixLog until its lanes meet.
+// A simdgroup_load or simdgroup_store. After kMatrixLog of these, the lanes of a SIMD group meet.
 constexpr uint32_t kMatrixLog = 64;
 struct MatrixAccess {
   const void* site;
@@ -51,8 +51,8 @@ struct MatrixAccess {
 struct Fiber : __msl_thread {
   Context context;
   Group* group;
-  Operation stray;  // if it waits at another operation than its SIMD group's first lane
-  uint32_t after_fence[kMemories];  // its interval since a fence, if the SIMD group's is older
+  Operation stray;  // what it waits at, if that is not the operation of its SIMD group's first lane
+  uint32_t after_fence[kMemories];  // the interval that its last fence began; 0: no fence
   uint32_t stack;
   uint32_t spins;
   uint32_t broadcast[2];  // the lane that it reads, for each box of the exchange
@@ -66,7 +66,7 @@ struct Group {
   uint32_t ready;
   uint32_t arrived;
   uint32_t live;
-  uint32_t full;    // the lanes that it started with
+  uint32_t full;    // all lanes that exist
   uint32_t first;   // the lane that waits at `operation`
   uint32_t strays;  // lanes at another operation, or in another round of a loop
   uint32_t at_barrier;
@@ -81,27 +81,27 @@ struct Group {
   __msl_matrices matrices[MSL_MOST_PRODUCTS];
 };
 
-// A plain write to bytes that another thread has written, and nothing orders the two writes. It is
-// a race unless both write the same value, which is known only after the write. The other thread is
-// in the same threadgroup (device memory) or SIMD group (threadgroup memory).
+// A plain write to bytes that another thread has written, where nothing orders the two writes. It
+// is a race unless both write the same value, which is known only after the write. The other thread
+// is in the same threadgroup (device memory) or in the same SIMD group (threadgroup memory).
 struct Rewrite {
   static constexpr uint32_t kMostBytes = 64;
 
   const char* address;
-  const Slot* slot;          // of device memory, or null
-  const Variable* variable;  // of threadgroup memory, or null
-  uint32_t bytes;            // 0: there is none
+  const Slot* slot;          // null in threadgroup memory
+  const Variable* variable;  // null in device memory
+  uint32_t bytes;            // 0: there is no such write
   uint32_t site;
   Touch other;
-  char before[kMostBytes];
+  char before[kMostBytes];  // the bytes before the write
 };
 
 struct Worker : __msl_worker {
   Run* run;
   __msl_launch launch;
   Context host;
-  uint64_t order;   // the threadgroup's place in the run's order
-  uint64_t random;  // state of draw(); 0: everything in order
+  uint64_t order;   // the threadgroup's place in running order
+  uint64_t random;  // state of draw(); 0: lanes and SIMD groups run in order
   bool checked;
   bool failed;
   uint32_t threads;
@@ -110,11 +110,11 @@ struct Worker : __msl_worker {
   uint32_t waiting;  // at the threadgroup barrier
   const void* barrier_site;
   uint32_t barrier_fiber;
-  uint32_t barrier_flags;
+  uint32_t barrier_flags;  // as memory_flags of Operation
   // Set if the threads wait at a tensor operation of all SIMD groups; null at a plain barrier.
   __msl_combine barrier_combine;
   __msl_slot deposits[kMaxThreads];
-  uint32_t stuck;  // the run's round in which the threadgroup has only polled for long, or 0
+  uint32_t stuck;  // last_round of Run::all_stuck
   std::chrono::steady_clock::time_point polling_since;
   uint32_t stacks_used;
   uint32_t most_stacks;  // of any threadgroup
@@ -132,10 +132,10 @@ struct Worker : __msl_worker {
   Shadow shadow;  // of threadgroup memory; checked runs only
   Clock clocks[kMemories];
   std::unique_ptr<Order[]> orders;  // of each thread; null while there are no fences
-  Rewrite rewrite;                  // the running thread's last access
+  Rewrite rewrite;                  // the running thread's last access, if it is a rewrite
   const Slot* last_slot;
   LaneMaps lane_maps;
-  std::unique_ptr<float[]> tensor_memory;  // `scratch`, after the first tensor operation
+  std::unique_ptr<float[]> tensor_memory;  // owns `scratch`; null before the first tensor operation
   const char* image_page;                  // a page of the image's data
   Fiber fibers[kMaxThreads];
   Group groups[kMaxGroups];
@@ -145,14 +145,14 @@ struct Worker : __msl_worker {
   // Runs the threadgroup at `position` to its end or its first fault.
   void run_threadgroup(const uint32_t position[3], uint64_t order, uint64_t random);
 
-  // Everything below runs on the stack of the current fiber.
+  // The following functions run on the stack of the current fiber.
   void meet(const Operation& operation);
   void wait_at_barrier(uint32_t flags, const void* site, __msl_combine combine);
   void spin();
   void interleave();  // often lets another ready thread run first
   bool weak_fails();
   void access_matrix(const void* site);
-  void finish();  // returns when the stack has another thread to run
+  void finish();  // returns when another thread is to start on this stack
   [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind,
                                                                uint32_t site, uint32_t other_site,
                                                                const char* format, ...);
@@ -197,18 +197,17 @@ inline Worker& this_worker() {
   return *reinterpret_cast<Worker*>(stack_pointer() & ~(MSL_REGION_BYTES - 1));
 }
 
-// Entries of the engine. Checks of every memory access of a checked image: settle_rewrite compares
-// the values of the last write.
+// Checks of memory accesses in checked images. settle_rewrite compares the bytes of a rewrite.
 void settle_rewrite(Worker& worker);
 void engine_access(const void* address, unsigned bytes, unsigned flags, unsigned site);
 void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment);
 
-// Reports of checked images about arithmetic, private memory and control flow.
+// Checked images call these at undefined arithmetic, private memory accesses and control flow.
 void engine_undefined(unsigned what, const void* about, unsigned long a, unsigned long b,
                       unsigned site);
 unsigned engine_private_access(const char* address, unsigned bytes, unsigned lanes,
                                const char* base, unsigned size, char* marks, unsigned flags,
-                               unsigned stored, unsigned site);
+                               unsigned stored_lanes, unsigned site);
 void engine_endless(unsigned site);
 void engine_enter(unsigned site);
 

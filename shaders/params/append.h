@@ -1,15 +1,15 @@
-// append_kv, and the new rows of flash_decode.
+// Parameters of append_kv, and of the new rows of flash_decode.
 #pragma once
 
 #include "common.h"
 #include "rope.h"
 
-// The most new tokens of a tree, and their bytes in threadgroup memory (tree.h).
+// The maximum number of new tokens of a tree, and their bytes in threadgroup memory (tree.h).
 #define TREE_TOKENS 64
 #define TREE_BYTES (TREE_TOKENS * 16)
 
 // New rows of k and v, and the cache that they are written into. A page is a batch of the cache.
-// Scales are strided like the cache's rows, but those of fp8_e4m3 only by batch and head.
+// Scales have strides like the cache's rows. Scales of fp8_e4m3 have no stride for rows.
 struct AppendParams {
   RowStrides k_strides;
   RowStrides v_strides;
@@ -21,7 +21,7 @@ struct AppendParams {
   TableStrides sin_strides;
   int64_t block_table_stride;
   int32_t length;               // new rows of each sequence, or of all sequences (PACKED_NEW_K)
-  int32_t capacity;             // rows that a sequence may have
+  int32_t capacity;             // maximum number of rows of a sequence
   int32_t cache_size;           // batches or pages of the cache
   int32_t table_rows;           // of cos and sin
   int32_t rotary_from_leftpad;  // 1: rows of cos and sin count from leftpad_k (LEFTPAD_K)
@@ -45,7 +45,7 @@ enum AppendBuffer {
   APPEND_SIN = 13,
 };
 
-// The most threads of a threadgroup of append_kv.
+// The maximum number of threads in a threadgroup of append_kv.
 #define APPEND_THREADS 256
 
 struct AppendKvParams {
@@ -54,5 +54,5 @@ struct AppendKvParams {
   int32_t kv_heads;
   int32_t block_rows;         // new rows of k and v that a threadgroup writes
   int32_t block_tokens;       // tokens of q that a threadgroup rotates
-  int32_t rotate_q_by_token;  // 1: token i of q is rotated by row i of the tables after token 0's
+  int32_t rotate_q_by_token;  // 1: token i of q is rotated by the i-th row after that of token 0
 };

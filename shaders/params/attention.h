@@ -1,4 +1,4 @@
-// The problem that the forward and backward kernels of attention share, and flash_fwd.
+// Parameters that the forward and backward kernels of attention share, and parameters of flash_fwd.
 #pragma once
 
 #include "common.h"
@@ -26,15 +26,15 @@ enum FlashBuffer {
   FLASH_K_SCALE = 27,
   FLASH_V_SCALE = 28,
   FLASH_INDICES = 29,
-  FLASH_RNG_STATE = 30,  // the last of the slots
+  FLASH_RNG_STATE = 30,  // the last slot of a kernel in Metal
 };
 
 // The results of flash_fwd.
 enum FlashFwdBuffer { FLASH_FWD_OUT = 16, FLASH_FWD_LSE = 17 };
 
-// The slots of flex attention, which has none of the features above: the captured tensors from the
-// first slot on, and the lists of a BlockMask. With MASK_BLOCKS, FLEX_BLOCK_COUNTS and
-// FLEX_BLOCK_INDICES hold the lists that mask_blocks has made.
+// The slots of flex attention, which uses none of the features above: captured tensors from
+// FLEX_FIRST_CAPTURE on, and the lists of a BlockMask. With MASK_BLOCKS, FLEX_BLOCK_COUNTS and
+// FLEX_BLOCK_INDICES hold the lists that mask_blocks has written.
 enum FlexBuffer {
   FLEX_FIRST_CAPTURE = 4,
   FLEX_BLOCK_ORDER = 24,
@@ -44,7 +44,7 @@ enum FlexBuffer {
   FLEX_FULL_BLOCK_INDICES = 30,
 };
 
-// The most tensors that score_mod and mask_mod may capture, and their most dimensions in all.
+// The maximum numbers of captured tensors of score_mod and mask_mod, and of all their dimensions.
 #define FLEX_CAPTURES_MAX 12
 #define FLEX_DIMENSIONS_MAX 24
 
@@ -55,7 +55,7 @@ enum FlexBuffer {
 struct BlockListParams {
   RowStrides count_strides;
   MaskStrides index_strides;
-  int32_t longest;  // entries that a list has room for
+  int32_t longest;  // the maximum number of entries of a list
 };
 
 // The strides and sizes of all captured tensors, concatenated, and a BlockMask's lists.
@@ -87,14 +87,14 @@ struct FlashParams {
   int64_t block_table_stride;
   int64_t q_offset;      // the key index of query 0, unless bottom_right
   int64_t window_left;   // visible keys before a query's position, or NO_WINDOW
-  int64_t window_right;  // visible keys after it, or NO_WINDOW
+  int64_t window_right;  // visible keys after a query's position, or NO_WINDOW
   int32_t batch;
-  int32_t q_length;        // PACKED_Q: the most of any sequence
-  int32_t kv_length;       // VARLEN: the most of any sequence
-  int32_t q_total;         // rows of q in all sequences (PACKED_Q)
-  int32_t kv_total;        // rows of k in all sequences (VARLEN), or the most in a cache
-  int32_t cache_size;      // pages of k (PAGE_SIZE), or its batch size (CACHE_BATCH_IDX)
-  int32_t new_keys;        // new rows of each sequence (APPEND), or of all (PACKED_NEW_K)
+  int32_t q_length;    // queries; PACKED_Q: the maximum over all sequences
+  int32_t kv_length;   // keys; VARLEN: the maximum over all sequences
+  int32_t q_total;     // rows of q in all sequences (PACKED_Q)
+  int32_t kv_total;    // rows of k in all sequences (VARLEN); with a cache, capacity of a sequence
+  int32_t cache_size;  // pages of k (PAGE_SIZE), or its batch size (CACHE_BATCH_IDX)
+  int32_t new_keys;    // new rows of each sequence (APPEND), or of all (PACKED_NEW_K)
   int32_t queries_per_kv;  // query heads that share one KV head
   int32_t chunk;           // a query sees only keys of its own chunk (CHUNKED)
   int32_t bottom_right;    // 1: the last query is at the last key's position

@@ -1,4 +1,4 @@
-// The kernels of the backward.
+// Parameters of the backward kernels.
 #pragma once
 
 #include "attention.h"
@@ -36,12 +36,12 @@ enum FlashBwdSumBuffer { FLASH_BWD_SUM_PARTS = 0, FLASH_BWD_SUM_RESULT = 1 };
 struct FlashBwdSumParams {
   RowStrides part_strides;
   RowStrides sum_strides;
-  int64_t split_stride;  // between parts
+  int64_t split_stride;  // between two parts
   int32_t splits;
-  int32_t rows;  // of a head and batch
+  int32_t rows;  // of one head of one batch
 };
 
-// The gradient of a bias or of ALiBi's slopes. The bias broadcasts along a shared dimension.
+// The gradient of a bias or of ALiBi's slopes. A dimension is shared if the bias broadcasts there.
 struct FlashBwdBiasParams {
   FlashParams problem;
   RowStrides dout_strides;
@@ -58,13 +58,13 @@ struct FlashBwdBiasParams {
 };
 
 // The gradient of a captured tensor of score_mod. Tiles of queries are numbered by (batch, head,
-// tile), the last of these fastest. Along an owned dimension, each position has other elements.
+// tile); tiles vary fastest. A dimension is owned if no two positions use the same element.
 struct FlashBwdCaptureParams {
   FlashParams problem;
   RowStrides dout_strides;
   RowStrides lse_strides;  // of delta, too
   int64_t elements;        // of the captured tensor
-  int64_t split_tiles;     // tiles of a threadgroup
+  int64_t split_tiles;     // tiles of one threadgroup
   int64_t shared_tiles;    // tiles along the dimensions that are not owned
   int32_t heads;           // of q
   int32_t q_tiles;

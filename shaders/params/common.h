@@ -1,6 +1,5 @@
-// Structs and constants that several families share. Host and shader share the headers of this
-// folder and nothing else. Structs hold plain fixed-width fields, widest first. Enums are the
-// [[buffer(i)]] slots of a kernel.
+// Structs and constants that several families share. Host and shaders share only this folder's
+// headers. Structs hold plain fixed-width fields, widest first. Enums hold [[buffer(i)]] slots.
 #pragma once
 
 #ifdef __METAL_VERSION__
@@ -11,18 +10,18 @@ using namespace metal;
 
 // Metal's limit for one threadgroup on every Apple GPU.
 #define THREADGROUP_MEMORY_BYTES 32768
-// Its bytes that an array takes: the next array begins at a multiple of 16.
+// The bytes that an array takes there: the next array begins at a multiple of 16 bytes.
 #define ARRAY_BYTES(BYTES) (((BYTES) + 15) / 16 * 16)
 
-// A dot product of more columns is summed in chains of this many, which reduces its rounding error.
+// Dot products over more columns are summed in chains of so many columns, for smaller errors.
 #define CHAIN_COLUMNS 128
 
 // The leading dimension of a threadgroup tile of `columns` columns, a multiple of 8. It is an odd
 // multiple of 8, so that the 32 lanes of a fragment load access 32 different banks.
 constexpr int padded(int columns) { return columns | 8; }
 
-// SIMD groups that share rows: the largest of 1, 2, 4 that divides the query fragments. The other
-// SIMD groups take other rows.
+// The number of parts into which `simdgroups` SIMD groups (1, 2 or 4) divide the queries of a tile:
+// as many as divide the query fragments evenly. SIMD groups with the same queries divide the rows.
 constexpr int query_parts(int query_fragments, int simdgroups) {
   return query_fragments % simdgroups == 0 ? simdgroups : query_fragments % 2 == 0 ? 2 : 1;
 }
@@ -54,7 +53,7 @@ struct TableStrides {
   int64_t row;
 };
 
-// Each dimension has a size of 2 or more, and rows are numbered in 31 bits.
+// The maximum number of dimensions: each has a size of 2 or more, and row numbers have 31 bits.
 #define MAX_ROW_DIMS 31
 
 // Sizes and element strides of the dimensions that number rows, innermost first.

@@ -1,4 +1,4 @@
-// flash_decode.
+// Parameters of flash_decode.
 #pragma once
 
 #include "append.h"
@@ -24,8 +24,8 @@ struct FlashDecodeParams {
   int64_t tree_batch_stride;  // TREE
   int64_t tree_row_stride;    // TREE_MASK
   int32_t row_groups;         // threadgroups that share the rows of a KV head
-  int32_t list_groups;        // those of them that have one list of keys (INDICES), or all
+  int32_t list_groups;        // row groups that have one list of keys (INDICES), or all row groups
   int32_t list_rows;          // rows of a KV head that have one list of keys (INDICES)
   AppendParams append;        // APPEND
-  int32_t rotate_q_by_token;  // 1: query i is rotated by the row i after query 0's (APPEND)
+  int32_t rotate_q_by_token;  // 1: query i is rotated by the i-th row after query 0's (APPEND)
 };

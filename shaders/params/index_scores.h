@@ -1,4 +1,4 @@
-// index_scores.
+// Parameters of index_scores.
 #pragma once
 
 #include "common.h"

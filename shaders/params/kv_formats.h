@@ -1,4 +1,4 @@
-// How a cache stores K and V.
+// The formats in which a cache stores K and V.
 #pragma once
 
 #include "common.h"
@@ -16,9 +16,9 @@ constexpr int kv_bits(int format) {
 }
 // Columns that share a scale, except in fp8_e4m3, which has one scale for each head.
 constexpr int kv_scale_columns(int format) { return kv_grouped(format) ? format % 256 : 32; }
-// The numbers that they share: a scale, and in grouped formats a minimum.
+// How many numbers these columns share: a scale, and in grouped formats a minimum.
 constexpr int kv_scale_numbers(int format) { return kv_grouped(format) ? 2 : 1; }
-// True if a number is its span's scale times an exact code, so that kernels may multiply codes.
+// True if a number is an exact code times its span's scale. Kernels may then scale products.
 constexpr bool kv_span_scaled(int format) { return format == KV_Q8_0 || format == KV_Q4_0; }
-// True if each row has scales of its own, which are written with it.
+// True if each row has its own scales, which are written with the row.
 constexpr bool kv_row_scales(int format) { return kv_span_scaled(format) || kv_grouped(format); }

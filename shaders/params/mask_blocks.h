@@ -1,4 +1,4 @@
-// mask_blocks, which lists the blocks that a bool mask shows.
+// Parameters of mask_blocks, which lists the blocks that a bool mask does not mask out.
 #pragma once
 
 #include "common.h"
@@ -17,11 +17,11 @@ enum MaskBlocksBuffer {
   MASK_BLOCKS_PARAMS = 3,
 };
 
-// SIMD groups of a threadgroup of mask_blocks.
+// The number of SIMD groups in a threadgroup of mask_blocks.
 #define MASK_BLOCKS_SIMDGROUPS 8
 
-// Strides of 0 broadcast. `inner` is the side along which a lane reads words. A list has blocks
-// along one side, and each block of the other side has a list.
+// A dimension with stride 0 broadcasts. `inner` is the side along which a lane reads words. A list
+// has blocks along one side, and each block of the other side has a list.
 struct MaskBlocksParams {
   int64_t batch_stride;
   int64_t head_stride;
@@ -31,6 +31,6 @@ struct MaskBlocksParams {
   int32_t inner_length;
   int32_t outer_block;
   int32_t inner_block;
-  int32_t along_inner;  // 1: lists go along inner
-  int32_t blocks;       // that a list has room for
+  int32_t along_inner;  // 1: a list has the blocks along inner; 0: along outer
+  int32_t blocks;       // the maximum number of blocks of a list
 };

@@ -1,4 +1,4 @@
-// merge_state and merge_splits.
+// Parameters of merge_state and merge_splits.
 #pragma once
 
 #include "common.h"
@@ -15,9 +15,9 @@ enum MergeStateBuffer {
   MERGE_STATE_MASK = 7,
 };
 
-// Rows are counted through (batch, head, row), the last of these fastest.
+// Rows are numbered in the order (batch, head, row), where the row varies fastest.
 struct MergeShape {
-  uint32_t rows;    // in all
+  uint32_t rows;    // of all batches and heads
   uint32_t heads;   // of a batch
   uint32_t length;  // rows of a head
   int32_t columns;
@@ -34,7 +34,7 @@ struct MergeStateParams {
   MergeShape shape;
 };
 
-// The most threads of a threadgroup of merge_state, one for each column of the widest rows.
+// The maximum number of threads in a threadgroup of merge_state, one for each column.
 #define MERGE_STATE_THREADS 512
 
 enum MergeSplitsBuffer {
@@ -53,6 +53,6 @@ struct MergeSplitsParams {
   int32_t splits;
 };
 
-// SIMD groups of a threadgroup of merge_splits, and the lanes of each that share a split's row.
+// The SIMD groups of a threadgroup of merge_splits, and the lanes that share the row of one split.
 #define MERGE_SPLITS_SIMDGROUPS 4
 #define MERGE_SPLITS_COLUMN_LANES 8

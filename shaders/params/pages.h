@@ -1,4 +1,4 @@
-// copy_pages.
+// Parameters of copy_pages.
 #pragma once
 
 #include "common.h"
@@ -10,7 +10,7 @@ enum CopyPagesBuffer {
   COPY_PAGES_PARAMS = 3,
 };
 
-// Threads of a threadgroup, and words that each of them copies.
+// The number of threads in a threadgroup, and the number of words that a thread copies.
 #define COPY_PAGES_THREADS 256
 #define COPY_PAGES_WORDS 4
 

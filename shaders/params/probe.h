@@ -1,4 +1,4 @@
-// probe and probe_tensor.
+// Parameters of probe and probe_tensor.
 #pragma once
 
 #include "common.h"
@@ -21,7 +21,7 @@ enum ProbeBuffer { PROBE_VALUES = 0 };
 #define PROBE_TENSOR_VALUES 3332
 
 // The factors of these products and the initial results. All numbers are exact in the 11 bits to
-// which tensor operations cut float32; wide factors have all 11.
+// which tensor operations cut float32. Wide factors need all 11 bits.
 constexpr int probe_tensor_wide(int i, int j) { return 1025 + (37 * i + 11 * j) % 1021; }
 constexpr int probe_tensor_left(int row, int k, bool wide) {
   return wide ? probe_tensor_wide(row, k) : (112 * row + 7 * k) % 127 - 63;

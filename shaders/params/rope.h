@@ -1,4 +1,4 @@
-// rope and rope_tables.
+// Parameters of rope and rope_tables.
 #pragma once
 
 #include "common.h"
@@ -30,7 +30,7 @@ enum RopeBuffer {
   ROPE_PARAMS = 7,
 };
 
-// The most threads of a threadgroup of rope and rope_tables.
+// The maximum number of threads in a threadgroup of rope or rope_tables.
 #define ROPE_THREADS 256
 
 struct RopeParams {
@@ -52,7 +52,7 @@ struct RopeParams {
   int32_t head_dim;
   int32_t pairs;       // columns of cos and sin
   int32_t pair_units;  // threads of a row that rotate its pairs
-  int32_t units;       // all threads of a row; those from pair_units on copy the other columns
+  int32_t units;       // all threads of a row; threads from pair_units on copy the other columns
   float sine_sign;     // -1 rotates back
 };
 

@@ -1,4 +1,4 @@
-// softmax and apply_causal_mask.
+// Parameters of softmax and apply_causal_mask.
 #pragma once
 
 #include "common.h"

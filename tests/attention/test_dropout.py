@@ -138,7 +138,8 @@ MUTANTS = {
         flash_bwd_dq: nine rounds: round < {~10 => 9~}
         flash_bwd_dkv: kept weights dropped: word {~> => <=~} last_dropped
         flash_fwd: one word of two: lane == 0 ? words.{~xy => xx~}
-        flash_bwd_dq: words not exchanged: {~simd_shuffle_xor(others.x, ushort(1)) => others.x~}
+        flash_bwd_dq: words not exchanged:
+            {~simd_shuffle_xor(other_words.x, ushort(1)) => other_words.x~}
         flash_bwd_dkv: words of keys not exchanged:
             {~simd_shuffle_xor(word_of(words, other), ushort(2 * step) => word_of(words, other~})
     """,

@@ -97,7 +97,8 @@ MUTANTS = {
             if (!DBIAS_PAIRS {~&& key + 1 < params.problem.kv_length =>~})
         batch of the wrong place [race]: own_batch * params.dbias_strides.{~batch => head~}
         no barrier after staging [uninitialised or race]:
-            {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+            {~// Wait until the tiles are completely written.
+            threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
     "pairs of keys": """
         swapped: (DBIAS_ELEMENT(value.{~x), DBIAS_ELEMENT(value.y => y), DBIAS_ELEMENT(value.x~}))
@@ -107,7 +108,7 @@ MUTANTS = {
         rows of the batch before: {~batch != loaded_batch || =>~} head
         keys of the batch before: {~batch != staged_batch || =>~} kv_head
         no barrier before staging [race]:
-            {~// Every SIMD group has read the tiles of the block before.
+            {~// Wait until every SIMD group has read the previous tiles.
             threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
     "bias bqk": """
@@ -128,9 +129,10 @@ MUTANTS = {
     """,
     "bias q": """
         key tiles one short [out_of_bounds or wrong]: if (++kv_tile < kv_tiles.end{~=> - 1~})
-        row sum of one lane: {~fragment_row_sum(of_columns.x + of_columns.y) => of_columns.x~}
-        one column fragment: {~of_columns += tile.fragments[i][j]; =>~}
-        keys of the tile before: {~|| at.kv_tile != staged_kv_tile =>~}
+        row sum of one lane:
+            {~fragment_row_sum(sum_over_columns.x + sum_over_columns.y) => sum_over_columns.x~}
+        one column fragment: {~sum_over_columns += tile.fragments[i][j]; =>~}
+        keys of the tile before: {~|| walk.kv_tile != staged_kv_tile =>~}
     """,
     "one number": """
         one SIMD group's sum: i < {~COLUMN_SUMS => BLOCK_K~}

@@ -9,7 +9,8 @@ MUTANTS = {
         dq: columns of q or k of the first: {~queries.part => 0~} * OWN_QK_COLUMNS
         dq: columns of v or dout of the first: {~queries.part => 0~} * OWN_V_COLUMNS
         dq: no barrier before the sum [race or uninitialised or wrong]:
-            {~// The parts are there. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+            {~// Wait until all parts are written.
+            threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         dq: columns of dq [race or uninitialised or wrong]: {~queries.part => 0~} * OWN_DQ_COLUMNS
     """,
     "plain": """
@@ -40,12 +41,14 @@ MUTANTS = {
         dkv: statistics past the end [out_of_bounds]:
             {~exists ? =>~} statistics.lse_log2(query) {~: INFINITY =>~}
         dq, dkv: no barrier before staging [race]:
-            // Every SIMD group has read the tiles of the block before.
+            // Wait until every SIMD group has read the previous tiles.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
         dq, dkv: no barrier after staging [uninitialised]:
-            {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+            {~// Wait until the tiles are completely written.
+            threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         dkv: barrier orders nothing [race]:
-            {~// The tiles are whole. =>~} threadgroup_barrier(mem_flags::{~mem_threadgroup =>
+            {~// Wait until the tiles are completely written. =>~}
+            threadgroup_barrier(mem_flags::{~mem_threadgroup =>
             mem_none~});
         dq: row past the end staged [out_of_bounds]: {~min(row + 1, end - 1) => row + 1~}
         dkv: row past the end staged [everywhere, out_of_bounds]:
@@ -142,10 +145,10 @@ MUTANTS = {
     """,
     "wide rows": """
         dq, bias: values over keys being read [race]:
-            // Every SIMD group has read the keys.
+            // Wait until every SIMD group has read the keys.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
         dq: keys over values being read [race]:
-            // And the values: dq needs the keys again.
+            // Wait until every SIMD group has read the values. dq needs the keys again.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
         dq: values read before they are whole [race or uninitialised or wrong]:
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} if (seen) {
@@ -154,7 +157,7 @@ MUTANTS = {
             block, sequence.first_key, sequence.kv_length, thread_index);
             threadgroup_barrier(mem_flags::mem_threadgroup); } }
         dkv: dout over queries being read [race]:
-            // Every SIMD group has read the queries.
+            // Wait until every SIMD group has read the queries.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
     """,
     "odd head dim": """

@@ -161,7 +161,7 @@ MUTANTS = {
     partial(check_sharp, "offset values", **HALF): """
         dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
         dq: second pass of one SIMD group: (pass > 0 && {~!second_pass => simdgroup > 0~})
-        dq: second pass adds: deltas[i] = {~=> -~} error.of_delta;
+        dq: second pass adds: deltas[i] = {~=> -~} error.delta_error;
         dq: second pass with values:
             {~gradients.fill(0.0f => multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile,
             v_lane~});
@@ -172,7 +172,7 @@ MUTANTS = {
         dkv: weights not divided by their sum: exists ? {~statistics.weight_factor(query) => 1.0f~}
     """,
     partial(check_sharp, "everything", **HALF): """
-        dq: rounded delta: Fragment<float>(deltas[i] {~+ error.of_delta =>~}, 0.0f)
+        dq: rounded delta: Fragment<float>(deltas[i] {~+ error.delta_error =>~}, 0.0f)
         dq: sink not in the sum: {~sum -= sink_weight * row_delta; =>~}
         dq: gradient of the log-sum-exp not in the sum: sum - {~=> 0.0f *~} dlse;
     """,

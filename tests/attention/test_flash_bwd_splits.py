@@ -178,7 +178,7 @@ SHARED_MUTANTS = {
         columns of the first part: keys.slice * DK_SLICE {~+ keys.part * OWN_DK_COLUMNS =>~}
         the other row of a pair: {~=> !~}rows.odd ? Fragment
         no barrier before parts are read [race or uninitialised]:
-            // The parts are there.
+            // Wait until all parts are written.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         statistics of another query:
             weight_factors, {~part_query + =>~} column};

@@ -144,12 +144,14 @@ MUTANTS = {
         wrong KV head: head {~/ => %~} params.queries_per_kv
         keys of a pair swapped: zip_pairs<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
         no barrier before staging [race]:
-            {~// Every SIMD group has read the tiles of the block before.
+            {~// Wait until every SIMD group has read the previous tiles.
             threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         no barrier after staging [uninitialised]:
-            {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+            {~// Wait until the tiles are completely written.
+            threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         barrier orders nothing [race]:
-            {~// The tiles are whole. =>~} threadgroup_barrier(mem_flags::{~mem_threadgroup =>
+            {~// Wait until the tiles are completely written. =>~}
+            threadgroup_barrier(mem_flags::{~mem_threadgroup =>
             mem_none~});
         key past the end read [out_of_bounds]: source.find({~min(row + 1, end - 1) => row + 1~})
         value past the end read [everywhere, out_of_bounds]:
@@ -175,7 +177,7 @@ MUTANTS = {
             block {~< intersection_range.begin || block =>~} + count > intersection_range.end
         right edge never applied:
             block < intersection_range.begin {~|| block + count > intersection_range.end =>~}
-        left edge of the first query: intersection_range.begin = {~of_last => of_first~}
+        left edge of the first query: intersection_range.begin = {~last_range => first_range~}
         first visible keys skipped: block + count > union_range.begin{~=> + 8~}
         tile begins at its last query:
             visible.keys_of({~place.first_query => min(place.first_query + BLOCK - 1,
@@ -186,7 +188,7 @@ MUTANTS = {
         chunk ends one late: chunk_start + chunk{~=> + 1~})
         chunk ends one early: chunk_start + chunk{~=> - 1~})
         chunks from key 0: uint(position {~- existing.begin); return existing.begin + => ); return~}
-        queries before the first chunk see it: {~none ? chunk_start : =>~} chunk_start + chunk
+        queries before the first chunk see it: {~outside ? chunk_start : =>~} chunk_start + chunk
     """,
     "lengths": """
         one key past seqused_k: clamp(used{~=> + 1~}, 0, kv_length)
@@ -320,8 +322,8 @@ MUTANTS = {
         out of the first sequence [race]:
             params.out_strides, place.batch, place.head, {~sequence.q_start => 0~}
         lse of the first sequence [race]: place.batch, place.head, 0) {~+ sequence.q_start =>~}
-        queries of no sequence left out: none ? {~params.q_total => begin~} :
-        one key of the next sequence: kv_length = none ? 0 : kv_rows{~=> + 1~};
+        queries of no sequence left out: no_sequence ? {~params.q_total => begin~} :
+        one key of the next sequence: kv_length = no_sequence ? 0 : kv_rows{~=> + 1~};
     """,
     "pages": """
         page's stride of rows: Offset(page) * {~page_stride => PAGE_SIZE * row_stride~}

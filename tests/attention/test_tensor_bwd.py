@@ -211,9 +211,10 @@ MUTANTS = {
         dkv: columns after the row [out_of_bounds]:
             return {~columns == COLUMN_SIMDGROUPS * own_spans(columns) * SPAN_COLUMNS => true~};
         dkv: no barrier before the sum [race or uninitialised or wrong]:
-            {~// The parts are there. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+            {~// Wait until all parts are written.
+            threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         dkv: no barrier before the next parts [race or wrong]:
-            {~// Both have read the parts of the block before.
+            {~// Wait until both SIMD groups have read the previous parts.
             threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
     slices: """
@@ -237,7 +238,7 @@ MUTANTS = {
     """,
     partial(check_sharp, "offset values", F16, CPU): """
         dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
-        dq: second pass adds: deltas[i] = {~=> -~} error.of_delta;
+        dq: second pass adds: deltas[i] = {~=> -~} error.delta_error;
     """,
 }
 

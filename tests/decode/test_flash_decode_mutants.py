@@ -41,7 +41,7 @@ MUTANTS = {
         states of the first rows: states {~+ min(tile_row, ROWS - 1) =>~}
         shares not normalised: correction {~/ total.sum =>~}, sees_nothing
         shares without their maximum: {~correction => 1.0f~} / total.sum
-        a SIMD group's out left out: if (giver < KEY_SIMDGROUPS - 1{~=> && giver != 1~}) {
+        a SIMD group's out left out: if (current < KEY_SIMDGROUPS - 1{~=> && current != 1~}) {
         out of the fragment before: return (i * OWN_V_FRAGMENTS + d{~=> / 2~}) * SIMD_LANES
         sum of one lane: rows.softmax[i].{~row_sum() => lane_sum~}
         q not shared: {~=> q_tile.fill(ELEMENT(0));~}exchange_query_fragments(q_tile, pairs, lane);
@@ -54,8 +54,9 @@ MUTANTS = {
             {~simdgroup_barrier(mem_flags::mem_threadgroup); =>~} } else {
         no barrier before states are joined [uninitialised]:
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } }; // A row's maximum
-        no barrier between givers of out [race or uninitialised]:
-            {~threadgroup_barrier(mem_flags::mem_threadgroup); // for the next one =>~}
+        no barrier between sums of out [race or uninitialised]:
+            {~threadgroup_barrier(mem_flags::mem_threadgroup);
+            // the next SIMD group reads the sums =>~}
     """,
     "splits": """
         splits overlap by a step: min((split + 1) * split_steps{~=> + 1~}, shared_steps)
@@ -213,7 +214,7 @@ MUTANTS = {
         products of span 0: span_scale(k_places[j], {~min(kv.lane.span(begin), QK_SPANS - 1) => 0~})
         weights of one scale: span_scale(v_places[j], {~kv.lane.span(s) => 0~})
         scale of the even key for both: ? vec<T, 2>(number, {~other => number~})
-        scale of the lane's own row: {~of_columns(v_scales[j], lane_index) => v_scales[j]~}
+        scale of the lane's own row: {~column_numbers(v_scales[j], lane_index) => v_scales[j]~}
         scale of a key 4 rows off: {~(row & 4) == (column & 4) => true~}
         scale of a key 2 rows off: {~(row & 2) == (column & 2) => true~}
         scales of the padding not zeroed: {~exist[j] ? scale : 0.0f => scale~}

@@ -11,7 +11,7 @@ from torch_metal_attn.simulator.llvm.batches import batch_products
 from .planted import Planted, choice, compiled
 
 CASES = """
-shuffle_from_an_inactive_lane: partial_simd: lane 0 reads lane 8, which is not active: lanes
+shuffle_from_an_inactive_lane: partial_simd: reads lane 8, which is not active; the active lanes are
   if (lane < 8) o[i] = simd_shuffle_xor(a[i], {~8 => 4~});
 broadcast_from_an_inactive_lane: partial_simd
   if (lane > 8) o[i] = simd_broadcast(a[i], {~8 => 9~});
@@ -25,7 +25,7 @@ matrix_operation_of_some_lanes: partial_simd
   simdgroup_float8x8 x(1.0f), y(2.0f), z(0.0f);
   {~if (lane != 3) =>~} simdgroup_multiply_accumulate(z, x, y, z);
   {~=> if (i < 32)~} simdgroup_store(z, o);
-matrix_load_of_some_lanes: partial_simd: simdgroup_store reached by lanes 0-2, 4-31 of
+matrix_load_of_some_lanes: partial_simd: simdgroup_store reached by lanes 0-2, 4-31, but
   simdgroup_float8x8 x(1.0f); {~if (lane != 3) =>~} simdgroup_load(x, a); //!
   o[i] = x.thread_elements()[0];
 matrix_store_by_one_lane: partial_simd

@@ -101,7 +101,7 @@ passed_on_by_each: race
 """
 # Threadgroups wait forever.
 STUCK = """
-nobody_counts_to_five: no_progress: no other thread has got anywhere
+nobody_counts_to_five: no_progress: no other thread has made progress
   if (i == 0) { ADD; while (LOAD < {~5 => 4~}) {} }  //!
 the_fault_of_another_is_the_reason: out_of_bounds
   if (i == 0) { if (group) while (LOAD < group) {}

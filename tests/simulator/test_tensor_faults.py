@@ -37,7 +37,7 @@ PARAMETERS = """device float* a [[buffer(0)]], const device int* n [[buffer(1)]]
   constant int& which [[buffer(2)]], uint thread_index [[thread_index_in_threadgroup]],
   uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]"""
 CASES = """
-some_lanes: partial_simd: tensor operation reached by lanes 0-15 of 0-31 of
+some_lanes: partial_simd: tensor operation reached by lanes 0-15, but SIMD group
   FILLED
   {~if (lane < 16) =>~} op.run(left, right, out);  //!
   if (thread_index == 0) a[0] = out[0];
@@ -113,7 +113,7 @@ test_fault_of_two_groups_is_reported, test_twin_of_two_groups = planted(
 
 
 def test_a_tensor_operation_needs_all_32_lanes():
-    with pytest.raises(SimulatorFault, match="SIMD group 0, which has lanes 0-23 only"):
+    with pytest.raises(SimulatorFault, match="SIMD group 0, which has only lanes 0-23"):
         PLANTED.run("some_lanes", True, threads=24, group_size=24)
 
 

@@ -95,7 +95,7 @@ shift_by_a_negative_amount: shift: shift of int by -1 bits
   o[i] = 8 >> {~(n[i] - 1) => n[i]~};
 vector_by_the_width: shift
   int4 v = int4(i) << int4(n[{~32 => 31~}]); o[i] = v.y;
-one_lane_of_a_vector: shift: shift of a vector's elements of 32 bits by 32 bits
+one_lane_of_a_vector: shift: shift of a vector of 32-bit elements by 32 bits
   uint4 v = uint4(90) >> uint4(n[1], n[2], n[{~32 => 31~}], n[3]);  //!
   o[i] = v.x;
 one_thread_of_a_vector: shift
@@ -149,13 +149,13 @@ a_function_without_its_return: missing_return, unchecked too
   o[i] = sign_of({~-a[i] - 1 => a[i]~});
 recursion_without_end: stack_overflow, unchecked too
   o[i] = deep({~a[i], -1e30f => a[1], -1~});
-a_clamp_with_its_minimum_above_its_maximum: clamp: clamp to a minimum above the maximum
+a_clamp_with_its_minimum_above_its_maximum: clamp: clamp with a minimum above the maximum
   o[i] = clamp(n[i], 3, n[{~2 => 4~}]);
 a_clamp_of_a_vector_with_its_minimum_above_its_maximum: clamp
   o[i] = clamp(float2(a[i]), float2(1, a[{~3 => 2~}]), float2(2)).y;
-lane_past_the_last: simd_lane: lane 32, where 31 is the last
+lane_past_the_last: simd_lane: read of lane 32; the last lane is 31
   o[i] = simd_shuffle(a[i], ushort(i + 1) {~=> % 32~});
-broadcasts_of_two_lanes: simd_lane: a broadcast of lane 1 in lane 31, and of lane 0 in lane 0
+broadcasts_of_two_lanes: simd_lane: lane 31 reads lane 1 and lane 0 reads lane 0
   o[i] = simd_broadcast(a[i], ushort({~i / 16 => n[31]~}));
 quad_broadcasts_of_two_lanes: simd_lane
   o[i] = quad_broadcast(a[i], ushort(i {~% 2 => / 4 % 4~}));
@@ -247,7 +247,7 @@ def test_a_call_stops_at_its_step_limit():
     library, (out, *rest) = compiled(body, check=True), arguments()
     library.k(out, *rest, 100, threads=3, step_limit=300, arg_casts="int32")
     assert out[0] == 100
-    with pytest.raises(SimulatorFault, match=r"gone round 296 times.*\(step_limit\)") as caught:
+    with pytest.raises(SimulatorFault, match=r"run 296 rounds.*\(step_limit\)") as caught:
         library.k(out, *rest, 100, threads=3, step_limit=296, arg_casts="int32")
     assert caught.value.thread == (2, 0, 0)
     library.k(out, *rest, 1_000_000, threads=1, arg_casts="int32")

@@ -81,7 +81,7 @@ a_long_union: uninitialised
 bytes_read_as_a_word: uninitialised
   Bytes s; s.a = i; s.b = 2; if (n[1] {~> => <~} 5) s.c = 3; s.d = 1;
   uint word = *(thread uint*)&s; o[i] = word;  //!
-after_its_scope: uninitialised: or whose scope has ended
+after_its_scope: uninitialised: or the variable's scope has ended
   thread float* p; { float l[4]; for (int k = 0; k < n[4]; ++k) l[k] = k; p = l;
   {~=> o[i] = p[n[3]];~} }
   {~o[i] = p[n[3]]; =>~}  //!

@@ -26,7 +26,8 @@ def bounds_of(cu_seqlens: Tensor) -> list[int]:
     check_integers("cu_seqlens", cu_seqlens, "(sequences + 1)")
     bounds: list[int] = cu_seqlens.tolist()
     if not bounds or bounds[0] != 0:
-        raise ValueError(f"cu_seqlens starts with {bounds[:1]}; it must start with 0")
+        first = bounds[0] if bounds else "no element"
+        raise ValueError(f"cu_seqlens starts with {first}; it must start with 0")
     if any(end < start for start, end in pairwise(bounds)):
         raise ValueError("cu_seqlens decreases; it must be 0 and then the end of each sequence")
     return bounds

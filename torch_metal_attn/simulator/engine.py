@@ -23,7 +23,7 @@ __tracebackhide__ = hides_frames
 MAX_ARGUMENTS = 31
 MAX_THREADS = 1024  # in a threadgroup
 SPACES = ("device", "threadgroup", "constant", "thread")
-LANES = re.compile(r"(?:(?<=lanes )|(?<=lanes [0-9a-f]{8} of )|(?<=; ))([0-9a-f]{8})\b")
+LANES = re.compile(r"(?:(?<=lanes )|(?<=; ))([0-9a-f]{8})\b")
 
 FAULT_KINDS = tuple(
     """none out_of_bounds threadgroup_out_of_bounds uninitialised race divergent_barrier

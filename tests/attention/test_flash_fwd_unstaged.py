@@ -44,7 +44,7 @@ def test_other_head_dims_have_no_such_tile(dtype, head_dim, v_head_dim, v_slice,
     q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
     with unstaged(v_slice):
         assert explained(q, k, v)["choice"] == "default"
-    assert "cannot run: it is ignored" in capfd.readouterr().err
+    assert "cannot run and is ignored" in capfd.readouterr().err
 
 
 def test_padded(device):

@@ -323,7 +323,7 @@ AppendKvSpecialisation choose_append_kv(const AppendKvArguments& a, const Append
   s.threads = static_cast<uint32_t>(
       std::min<int64_t>(divide_up(work, kSimdgroupThreads) * kSimdgroupThreads, APPEND_THREADS));
   check(blocks * s.threads <= std::numeric_limits<uint32_t>::max(), "`k` has a length of ",
-        p.length, " and `q` of ", p.q_length, "; Metal counts at most 2^32 - 1 threads");
+        p.length, " and `q` of ", p.q_length, "; the grid may have at most 2^32 - 1 threads");
   s.threadgroups = extent(blocks, head_groups, p.batch);
   return s;
 }

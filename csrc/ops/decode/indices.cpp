@@ -82,9 +82,9 @@ void fill_list_params(const KeyLists& a, const FlashFwdCall& call, FlexParams& p
 std::string describe_indices(const KeyLists& a, const FlashFwdCall& call) {
   if (!a.indices) { return ""; }
   const std::string text =
-      text_of("; keys are those of ", Counted{divide_up(call.q_length, a.q_block_size), "list"},
-              " of ", a.indices->size(3));
-  return a.kv_block_size == 1 ? text : text_of(text, " blocks of ", a.kv_block_size, " keys");
+      text_of("; keys come from ", Counted{divide_up(call.q_length, a.q_block_size), "list"},
+              " with up to ", Counted{a.indices->size(3), "entry"});
+  return a.kv_block_size == 1 ? text : text_of(text, ": blocks of ", a.kv_block_size, " keys");
 }
 
 }  // namespace metal_attn

@@ -60,19 +60,19 @@
 namespace metal_attn {
 namespace {
 
-// The tensor whose device `no_kernel` names.
-const Tensor& first(const Tensor& tensor) { return tensor; }
-const Tensor& first(const FlashFwdArguments& a) { return a.q; }
-const Tensor& first(const FlashBwdArguments& a) { return a.forward.q; }
-const Tensor& first(const FlashBwdBiasArguments& a) { return a.forward.q; }
-const Tensor& first(const FlashDecodeArguments& a) { return a.forward.q; }
-const Tensor& first(const DecodeStepArguments& a) { return a.decode.forward.q; }
-const Tensor& first(const RopeArguments& a) { return a.q; }
-const Tensor& first(const RopeTablesArguments& a) { return a.inv_freq; }
-const Tensor& first(const MergeStateArguments& a) { return a.out_a; }
-const Tensor& first(const MergeSplitsArguments& a) { return a.partial_out; }
-const Tensor& first(const AppendKvArguments& a) { return a.k; }
-const Tensor& first(const IndexScoresArguments& a) { return a.q; }
+// The tensor whose device the message of `no_kernel` contains.
+const Tensor& first_tensor(const Tensor& tensor) { return tensor; }
+const Tensor& first_tensor(const FlashFwdArguments& a) { return a.q; }
+const Tensor& first_tensor(const FlashBwdArguments& a) { return a.forward.q; }
+const Tensor& first_tensor(const FlashBwdBiasArguments& a) { return a.forward.q; }
+const Tensor& first_tensor(const FlashDecodeArguments& a) { return a.forward.q; }
+const Tensor& first_tensor(const DecodeStepArguments& a) { return a.decode.forward.q; }
+const Tensor& first_tensor(const RopeArguments& a) { return a.q; }
+const Tensor& first_tensor(const RopeTablesArguments& a) { return a.inv_freq; }
+const Tensor& first_tensor(const MergeStateArguments& a) { return a.out_a; }
+const Tensor& first_tensor(const MergeSplitsArguments& a) { return a.partial_out; }
+const Tensor& first_tensor(const AppendKvArguments& a) { return a.k; }
+const Tensor& first_tensor(const IndexScoresArguments& a) { return a.q; }
 
 // Each op's function as a type: a function with overloads cannot be a template argument.
 #define RUN_OF(NAME, ARGUMENTS, RESULT, FROM, RUN)                          \
@@ -101,7 +101,7 @@ struct Recorded {
 // The schema without the marks "(a!)" of arguments that the op writes.
 std::string without_writes(std::string schema) {
   for (std::size_t end; (end = schema.find("!)")) != std::string::npos;) {
-    schema.erase(end - 2, 4);
+    schema.erase(end - 2, 4);  // "(a!)" begins two letters before "!)"
   }
   return schema;
 }
@@ -132,7 +132,7 @@ std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
           (&FROM<[](const auto& argument, const auto&... others)                                   \
                      -> decltype(metal_attn::RUN(argument, others..., std::declval<Backend&>())) { \
             Recorded<Run_##NAME>()(argument, others...);                                           \
-            throw no_kernel(#NAME, first(argument));                                               \
+            throw no_kernel(#NAME, first_tensor(argument));                                        \
           }>::call)));
 
 using namespace metal_attn;
@@ -158,7 +158,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) { OPS(IMPLEM
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) { OPS(IMPLEMENT_SIMULATOR); }
 
-// Ops of few arguments, whose CPU kernels are in torch_metal_attn/ops/fast_path.py.
+// Ops with few arguments. Their CPU kernels are in torch_metal_attn/ops/fast_path.py.
 STABLE_TORCH_LIBRARY(metal_attn_fast, m) { define_fast_path(m); }
 
 #ifdef __APPLE__

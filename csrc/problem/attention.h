@@ -35,7 +35,7 @@ struct FlashBwdArguments {
   OptionalTensor dlse;  // shape of softmax_lse, float32, any strides
   Tensor out;           // the forward's results
   Tensor softmax_lse;
-  bool exact_delta;  // out and softmax_lse were computed from exactly these keys
+  bool exact_delta;  // out and softmax_lse are the results for exactly these keys
   FlashFwdArguments forward;
 };
 
@@ -53,8 +53,8 @@ struct FusedRotary {
   int first;        // the first rotated column
   int dim;          // rotated columns
   bool interleaved;
-  bool q;
-  bool k;
+  bool q;        // q is rotated
+  bool k;        // k is rotated
   bool aligned;  // every row of every table is 16-byte aligned
 
   bool operator==(const FusedRotary&) const = default;
@@ -85,8 +85,8 @@ struct FlexFeatures {
   bool operator==(const FlexFeatures&) const = default;
 };
 
-// X(feature, define, IN_KEY or NO_KEY): the boolean features. A feature that changes a
-// kernel's work or registers is IN_KEY: its name is a word of a tuned tile's key.
+// X(feature, define, IN_KEY or NO_KEY): the boolean features. A feature that changes the
+// work or the registers of a kernel is IN_KEY: the key of a tuned tile contains its name.
 // - band: a window or the diagonal hides some key from some query.
 // - chunk: a query sees only keys of its chunk.
 // - varlen: queries and keys are packed. packed_q: only queries are packed.
@@ -168,7 +168,7 @@ struct FlashFwdCall {
   OptionalTensor mask;  // a bool attn_mask
   OptionalTensor bias;  // attn_bias or a floating attn_mask
 
-  // Of all sequences.
+  // The number of queries of all sequences.
   int64_t queries() const {
     return problem.features.packs_queries() ? q_total : int64_t{batch} * q_length;
   }

@@ -9,7 +9,7 @@
 
 namespace metal_attn {
 
-// Types and defaults of lists of options, by a schema's words.
+// The words for types and defaults in the lists of options.
 using Flag = bool;
 using Integer = int64_t;
 inline constexpr std::nullopt_t None = std::nullopt;
@@ -50,7 +50,7 @@ struct KvFormats {
 };
 
 // Bytes of one load of k or v: as many codes as 16 bytes of `element` hold. Grouped formats load
-// one element of the tensor, which holds 8 codes or a third of 8 codes.
+// one element of the tensor, which holds 8 codes, or a third of 8 codes of 3 bits.
 constexpr int kv_load_bytes(Element element, KvFormat kv_format) {
   const int format = static_cast<int>(kv_format);
   if (kv_grouped(format)) { return kv_bits(format) == 3 ? 1 : kv_bits(format); }
@@ -127,18 +127,18 @@ struct RotaryOptions {
 
 // k: (B, Hkv, L, D) and v: (B, Hkv, L, Dv) in float32, float16 or bfloat16, the last stride 1. With
 // `packed`, k, v and q have packed rows (T, H, D). Indices are int32, (B) or (B, blocks).
-// - Row i of sequence b is written to row cache_seqlens[b] + i of the sequence's cache. That is
-//   batch cache_batch_idx[b], or b, of k_cache (Bc, Hkv, capacity, D) and of v_cache. In a paged
-//   cache (pages, Hkv, page, D), row r is row r % page of page block_table[b, r / page].
+// - Row i of sequence b is written to row cache_seqlens[b] + i of the sequence's cache. This
+//   cache is batch cache_batch_idx[b], or b, of k_cache (Bc, Hkv, capacity, D) and of v_cache. In a
+//   paged cache (pages, Hkv, page, D), row r is row r % page of page block_table[b, r / page].
 // - Caches have k's dtype, or half precision if k has float32, or a format of
 //   torch_metal_attn/quantisation.py with its scales.
 // - rotary_cos and rotary_sin (rows, R / 2) rotate columns [rotary_first_column,
-//   rotary_first_column + R) of k. Row i uses their row cache_seqlens[b] + i, minus leftpad_k[b] if
-//   rotary_from_leftpad.
+//   rotary_first_column + R) of k. Row i uses row cache_seqlens[b] + i of the tables, minus
+//   leftpad_k[b] if rotary_from_leftpad.
 // - Token i of q (B, Hq, Lq, D) is rotated in place by the same row, or, without rotate_q_by_token,
 //   by the row of token 0.
 // - v_cache may be the unrotated first columns of k_cache. Then v must be the first columns of k.
-// - With `hadamard`, blocks of so many columns of v and of the rotated k are multiplied by a
+// - With `hadamard`, blocks of `hadamard` columns of v and of the rotated k are multiplied by a
 //   Hadamard matrix before they are quantised.
 struct AppendKvArguments : RotaryOptions {
   Tensor k;

@@ -10,7 +10,7 @@
 // - parents: (Lq) or (B, Lq) int32, or packed like q. The queries belong to the last keys and form
 //   a tree. Each entry is the number of an earlier query of the sequence, or -1.
 // - tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents. True
-//   if the query sees the key. A query sees itself, and no later one.
+//   if the query sees the key. A query sees itself, and does not see later queries.
 #define DECODE_OPTIONS(X)                     \
   X(OptionalTensor, cu_seqlens_q, None, STEP) \
   X(Integer, max_seqlen_q, 0, STEP)           \
@@ -46,7 +46,7 @@ struct FlashDecodeArguments {
   DecodeOptions options = {};
 };
 
-// append: as for append_kv, with cache_seqlens. Its q is the queries if they are rotated. decode:
+// append: as for append_kv, with cache_seqlens. append.q: the queries, if they are rotated. decode:
 // as for flash_decode over the caches of `append`. Lengths and rotary tables are those of `append`.
 struct DecodeStepArguments {
   AppendKvArguments append;

@@ -1,5 +1,5 @@
-// Lists of the options of attention's ops. Macros make the schemas, the parameters of the
-// dispatcher's functions and the structs from these lists.
+// Lists of the options of attention's ops. Macros generate the schemas, the parameters of
+// the dispatcher's functions and the structs from these lists.
 #pragma once
 
 #include <string>
@@ -16,8 +16,8 @@
 #define SCHEMA_OptionalTensor "Tensor?"
 
 // X(type, name, default, STEP if decode_step has the option or NO_STEP), in the order of the
-// schemas. `attention` in torch_metal_attn/reference.py explains the options. The first ones are
-// those of most calls.
+// schemas. `attention` in torch_metal_attn/reference.py explains the options.
+// FLASH_FIRST_OPTIONS are the options that most calls use.
 #define FLASH_FIRST_OPTIONS(X)                 \
   X(OptionalNumber, softmax_scale, None, STEP) \
   X(Flag, causal, False, STEP)                 \

@@ -5,7 +5,7 @@
 
 namespace metal_attn {
 
-// A kernel does not compile, or the GPU cannot run it. what() is `why` and a request to report it.
+// A kernel does not compile, or the GPU cannot run it. what() is `why` and asks for a report.
 struct CompileError : std::runtime_error {
   explicit CompileError(const std::string& why);
 

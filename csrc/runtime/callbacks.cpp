@@ -46,7 +46,7 @@ void metal_attn_set_tensor_record(int32_t macos_suffices, const char* path) {
   texts().tensor_record = {macos_suffices != 0, path};
 }
 
-// 0 if torch does not know the number.
+// cores: 0 if torch does not know the number.
 void metal_attn_set_gpu_cores(int cores) {
   if (cores > 0) { g_gpu_cores = cores; }
 }

@@ -25,8 +25,8 @@ struct SimulatedProgram {
   const char* defines = nullptr;  // NAME=VALUE, one on each line
 };
 
-// Compiles and runs one dispatch, and may change `buffers`. Writes the outcome to *status: if
-// Python is interrupted before its first line, ctypes returns an arbitrary value.
+// Compiles and runs one dispatch, and may change `buffers`. Writes the outcome to *status, because
+// ctypes returns an arbitrary value if the Python function is interrupted before its first line.
 typedef void (*metal_attn_simulate)(const SimulatedProgram* program, const char* kernel,
                                     SimulatorBuffer* buffers, uint32_t count,
                                     const uint32_t threadgroups[3],
@@ -36,8 +36,8 @@ typedef void (*metal_attn_simulate)(const SimulatedProgram* program, const char*
 __attribute__((visibility("default"))) void metal_attn_set_shader_text(const char* family,
                                                                        const char* text);
 __attribute__((visibility("default"))) void metal_attn_set_simulator(metal_attn_simulate callback);
-// An op of the thread begins (1) or has ended (0). Ops nest. The simulator's checks treat the op's
-// allocations as uninitialised.
+// Called when an op of the thread begins (1) and when it has ended (0). Ops nest. The simulator's
+// checks treat the op's allocations as uninitialised.
 __attribute__((visibility("default"))) void metal_attn_track_fresh(int32_t begins);
 // Keeps a buffer's tensor and its memory alive until it is released, for recordings.
 __attribute__((visibility("default"))) void* metal_attn_hold_tensor(const void* tensor);
@@ -45,7 +45,7 @@ __attribute__((visibility("default"))) void metal_attn_release_tensor(void* held
 __attribute__((visibility("default"))) void metal_attn_set_gpu_name(const char* name);
 __attribute__((visibility("default"))) void metal_attn_set_gpu_cores(int cores);
 // macos_suffices: 1 if macOS is 26.2 or later. path: the file that records a comparison of tensor
-// tiles by an earlier process, or "" without a folder for it.
+// tiles by an earlier process, or "" if there is no folder for the file.
 __attribute__((visibility("default"))) void metal_attn_set_tensor_record(int32_t macos_suffices,
                                                                          const char* path);
 // The reason in one line why attention or its backward uses 8x8 tiles in half precision or float32,

@@ -76,7 +76,7 @@ void warn_if_slow(const char* kernel, int64_t milliseconds) {
                  "torch_metal_attn: compiling %s took %.1f s, once in this process; "
                  "torch_metal_attn.warm_up compiles kernels before they are needed%s\n",
                  kernel, double(milliseconds) / 1000,
-                 line == kMostLines ? " (later ones are not reported)" : "");
+                 line == kMostLines ? " (later slow compilations are not reported)" : "");
   }
 }
 
@@ -87,8 +87,8 @@ Backend*& compiler_of_recorded() {
 
 CompileError::CompileError(const std::string& why)
     : std::runtime_error("metal_attn: " + why +
-                         "\nPlease report this, with the files that it names and what `python -m "
-                         "torch_metal_attn verify --full` writes."),
+                         "\nPlease report this error with the files that it names and the output "
+                         "of `python -m torch_metal_attn verify --full`."),
       why(why) {}
 
 }  // namespace metal_attn

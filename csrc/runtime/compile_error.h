@@ -1,4 +1,4 @@
-// Texts of messages, and those for a shader that Metal does not compile or compiles slowly.
+// Functions that make texts, and messages about shaders that do not compile or compile slowly.
 #pragma once
 
 #include <sstream>
@@ -15,14 +15,14 @@ std::string text_of(const Parts&... parts) {
   return text.str();
 }
 
-// Remove the prefix of our errors, for texts that become part of another error.
+// Remove the prefix "metal_attn: ", for texts that become part of another error.
 std::string without_prefix(std::string_view text);
 std::string first_line(std::string_view text);
 
 // "flash_fwd ELEMENT=half HEAD_DIM_QK=64 ..."
 std::string describe(const Program& program);
 
-// A message with the specialisation, Metal's log, and the file to which it writes the text.
+// Writes the text to a file. Returns a message with the specialisation, Metal's log and the file.
 std::string compile_error(const Program& program, const std::string& text, const std::string& log);
 
 // Prints on stderr that the user waited for a compilation, a few times per process.

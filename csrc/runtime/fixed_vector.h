@@ -34,7 +34,7 @@ class FixedVector {
   // Throws std::length_error if the vector is full.
   void push_back(const T& item) {
     if (size_ == N) {
-      throw std::length_error("metal_attn: more than " + std::to_string(N) + " items of a launch");
+      throw std::length_error("metal_attn: a launch has over " + std::to_string(N) + " items");
     }
     items_[size_++] = item;
   }

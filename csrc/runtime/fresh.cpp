@@ -23,7 +23,7 @@ struct Fresh {
 };
 
 thread_local std::vector<Fresh> t_fresh;
-thread_local std::vector<std::size_t> t_ops;  // for each running op, t_fresh's size at its begin
+thread_local std::vector<std::size_t> t_ops;  // for each running op, t_fresh's size when it began
 
 }  // namespace
 

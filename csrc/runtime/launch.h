@@ -19,10 +19,10 @@ inline constexpr std::size_t kMaxParamsBytes = 4096;
 // The limit of Metal.
 inline constexpr std::size_t kMaxBuffers = 31;
 
-// flash_bwd_bias with every feature has the most, 38.
+// flash_bwd_bias with every feature needs the most, 38.
 inline constexpr std::size_t kMaxDefines = 48;
 
-// `#define name value`. Names and words are never freed, as string literals.
+// `#define name value`. Names and words are never freed, like string literals.
 struct Define {
   const char* name;
   const char* word;  // null: the value is the number
@@ -72,7 +72,7 @@ struct ProgramHash {
       hash = hash * 31 + static_cast<std::size_t>(*letter);
     }
     for (const Define& define : program.defines) {
-      // Hashing whole texts would take longer.
+      // Only first letters, because hashing whole texts would take longer.
       const auto letter = static_cast<std::size_t>(define.word != nullptr ? define.word[0] : 0);
       hash = hash * 1099511628211u + static_cast<std::size_t>(define.number) * 256u + letter +
              static_cast<std::size_t>(define.name[0]) * 65536u;
@@ -117,7 +117,8 @@ class Params {
     static_assert(std::is_trivially_copyable_v<Structure> && alignof(Structure) <= 4 &&
                   sizeof(Structure) % 4 == 0);
     if (size_ + sizeof(Structure) > kMaxParamsBytes) {
-      throw std::invalid_argument("metal_attn: no room behind " + std::to_string(size_) +
+      throw std::invalid_argument("metal_attn: " + std::to_string(sizeof(Structure)) +
+                                  " bytes do not fit after " + std::to_string(size_) +
                                   " bytes of params");
     }
     std::memcpy(bytes_.data() + size_, &more, sizeof(Structure));
@@ -127,7 +128,7 @@ class Params {
   void set(const void* bytes, std::size_t size) {
     if (size > kMaxParamsBytes) {
       throw std::invalid_argument("metal_attn: " + std::to_string(size) +
-                                  " bytes of params; Metal takes at most " +
+                                  " bytes of params; Metal allows at most " +
                                   std::to_string(kMaxParamsBytes));
     }
     std::memcpy(bytes_.data(), bytes, size);

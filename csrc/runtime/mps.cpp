@@ -51,7 +51,7 @@ const BytesShims& bytes_shims() {
   return shims;
 }
 
-// Functions that commit the command buffer of torch's stream. The C shims have none.
+// Functions that commit the command buffer of torch's stream. There is no C shim for this.
 struct CommitShims {
   // at::mps::getCurrentMPSStream() and at::mps::MPSStream::synchronize(at::mps::SyncType), which
   // torch 2.10 to 2.15 export. The latter must be called on the stream's queue.
@@ -76,7 +76,7 @@ const CommitShims& commit_shims() {
   return shims;
 }
 
-// action: the parts of its description, joined only on an error.
+// Throws on an error. action: parts of a description of the call, joined only on an error.
 template <typename... Action>
 void ok(AOTITorchError error, const Action&... action) {
   if (error != AOTI_TORCH_SUCCESS) {
@@ -91,7 +91,7 @@ std::string library_text(const Program& program) {
     defines += std::string("#define ") + define.name + " " + define.value() + "\n";
   }
   std::string text = shader_text(program.family);
-  // After the includes of Metal's headers (with_defines in torch_metal_attn/runtime/shaders.py).
+  // Defines follow the includes, as with_defines in torch_metal_attn/runtime/shaders.py puts them.
   const std::size_t head = text.find("#line");
   text.insert(head == std::string::npos ? 0 : head, defines);
   // torch passes the text to Metal as ASCII, which fails for other characters.
@@ -208,7 +208,7 @@ class OpenCommandBuffers {
     open += seconds;
   }
 
-  // Does not wait.
+  // Does not wait for the GPU.
   void commit(Kernel kernel, const char* name) {
     of_current_stream() = 0;
     const CommitShims& shims = commit_shims();
@@ -222,9 +222,9 @@ class OpenCommandBuffers {
       std::call_once(warned, [] {
         std::fprintf(
             stderr,
-            "torch_metal_attn: this torch has no way to commit its MPS stream, so attention that "
-            "takes seconds may be ended by macOS and its results be wrong: compute fewer heads or "
-            "queries at a time\n");
+            "torch_metal_attn: this version of torch cannot commit its MPS stream, so macOS may "
+            "end attention that takes seconds, and its results may be wrong: compute fewer heads "
+            "or queries at a time\n");
       });
     }
   }
@@ -324,10 +324,10 @@ class MpsBackend final : public Backend {
     const std::lock_guard alone(library.compiling);
     {
       const std::lock_guard lock(mutex_);
-      // Another thread may have been faster.
+      // Another thread may have compiled the kernel in the meantime.
       if (const Kernel kernel = find_kernel(library, launch.kernel)) { return kernel; }
     }
-    for (const char* failed : {"", launch.kernel}) {
+    for (const char* failed : {"", launch.kernel}) {  // keys of Library::errors
       if (const auto error = library.errors.find(failed); error != library.errors.end()) {
         throw CompileError(error->second);
       }

@@ -26,15 +26,15 @@ enum class Verdict { kUnknown, kUsable, kUnusable, kForked };
 
 std::atomic<Verdict> g_verdict{Verdict::kUnknown};
 
-// The parent's Metal objects do not work in the child. An unusable mps keeps its reason.
-void forked() {
+// The parent's Metal objects do not work in the child. If mps was unusable, the reason stays valid.
+void after_fork_in_child() {
   if (g_verdict != Verdict::kUnusable) { g_verdict = Verdict::kForked; }
 }
 
 // Registers the fork handler at the first use of Metal.
 Backend& backend() {
   static Backend& mps = []() -> Backend& {
-    pthread_atfork(nullptr, nullptr, forked);
+    pthread_atfork(nullptr, nullptr, after_fork_in_child);
     return unprobed_mps_backend();
   }();
   return mps;
@@ -51,7 +51,7 @@ std::string& probe_result() {
   return *result;
 }
 
-// The first thread decides, and the others wait for it.
+// The first thread decides, and other threads wait for it.
 void decide() {
   if (backend_forced_by_env()) {
     g_verdict = Verdict::kUsable;
@@ -82,9 +82,8 @@ const char* problem() {
 
 [[noreturn]] void refuse(const std::string& why) {
   const char* advice = g_verdict == Verdict::kUnusable
-                           ? ". Tensors on the CPU go through the kernels in "
-                             "torch_metal_attn.simulate(); TORCH_METAL_ATTN_BACKEND=mps uses mps "
-                             "without trying it first"
+                           ? ". torch_metal_attn.simulate() runs the kernels on CPU tensors; "
+                             "TORCH_METAL_ATTN_BACKEND=mps uses mps without this test"
                            : "";
   throw std::runtime_error("metal_attn: mps cannot be used: " + why + advice);
 }

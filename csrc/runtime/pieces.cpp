@@ -17,7 +17,7 @@ void metal_attn_limit_pieces(int64_t threadgroups) { g_limit = threadgroups; }
 namespace metal_attn {
 namespace {
 
-// Multiply-adds per core: a quarter of M1's peak, 128 per cycle at 1.27 GHz. Later ones are faster.
+// Multiply-adds of a core: a quarter of M1's peak (128 per cycle, 1.27 GHz). Later GPUs are faster.
 constexpr double kProductsPerSecond = 40e9;
 
 double seconds_of(const Work& work, int64_t threadgroups) {
@@ -38,7 +38,7 @@ int64_t most_threadgroups(const Launch& launch, int64_t all) {
 
 }  // namespace
 
-// A piece is whole batches if they fit, otherwise whole heads, otherwise tiles of a head.
+// A piece has whole batches if a batch fits, otherwise whole heads if a head fits, otherwise tiles.
 Pieces::Pieces(const Launch& launch) : launch_(launch), size_{1, 1, 1}, counts_{1, 1, 1} {
   std::array<int64_t, 3> grid;
   std::transform(launch.threadgroups.begin(), launch.threadgroups.end(), grid.begin(),

@@ -24,7 +24,7 @@ class Pieces {
   // An estimated upper bound of the time of a piece.
   double seconds() const { return seconds_; }
 
-  // Only for a launch of several pieces.
+  // May be called only if there are several pieces.
   Launch piece(const std::array<int64_t, 3>& number) const;
 
   // Calls `run` with the launch of each piece, or with the undivided launch.

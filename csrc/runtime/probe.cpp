@@ -48,8 +48,8 @@ Values expected_values() {
   return values;
 }
 
-// M1 and A14 (Metal's family Apple7) are the first chips with SIMD-group sums and matrices. Without
-// a name, the kernel decides.
+// M1 and A14 (Metal's family Apple7) are the first chips with SIMD-group sums and matrices. If the
+// name is unknown, only the results of the kernel decide.
 std::string name_problem() {
   const std::string name = gpu_name();
   char letter = 0;
@@ -58,7 +58,7 @@ std::string name_problem() {
                      ((letter == 'M' && number >= 1) || (letter == 'A' && number >= 14));
   return name.empty() || apple
              ? ""
-             : "its GPU is '" + name + "', which is none of Apple's chips from M1 or A14 on";
+             : "its GPU is '" + name + "', which is not an Apple chip from M1 or A14 on";
 }
 
 Tensor allocate(int32_t device_type, int64_t size) {
@@ -81,7 +81,7 @@ Tensor on_host(Values& values) {
   return Tensor(handle);
 }
 
-// So a busy GPU does not look broken. An error here occurs in the trial again, which reports it.
+// A busy GPU must not look broken. The trial repeats and reports an error that occurs here.
 void wait_for_queued_work(int32_t device_type) {
   try {
     Values one(1);
@@ -124,14 +124,14 @@ std::string try_kernel(Backend& mps, int32_t device_type, const Program& program
     return "";
   } catch (const std::exception& error) {
     return failed + without_prefix(error.what());
-  } catch (...) {  // Objective-C's
-    return std::string(failed) + "an exception of another language than C++";
+  } catch (...) {  // an exception of Objective-C
+    return std::string(failed) + "an exception that is not from C++";
   }
 }
 
 }  // namespace
 
-std::string try_in_thread(const ProbeSettings& settings, const char* what,
+std::string try_in_thread(const ProbeSettings& settings, const char* name,
                           std::function<std::string()> trial) {
   struct Shared {
     std::mutex mutex;
@@ -154,8 +154,8 @@ std::string try_in_thread(const ProbeSettings& settings, const char* what,
         result = trial();
       } catch (const std::exception& error) {
         result = without_prefix(error.what());
-      } catch (...) {  // Objective-C's
-        result = "an exception of another language than C++";
+      } catch (...) {  // an exception of Objective-C
+        result = "an exception that is not from C++";
       }
       settings.note.reset();  // the process may end as soon as the caller knows the result
       const std::lock_guard lock(shared->mutex);
@@ -166,15 +166,15 @@ std::string try_in_thread(const ProbeSettings& settings, const char* what,
   } catch (const std::system_error& error) {
     return std::string("no thread could be started for the trial: ") + error.what();
   }
-  const auto late = [](const char* who, std::chrono::milliseconds limit) {
-    return std::string(who) + " did not end within " + std::to_string(limit.count()) + " ms";
+  const auto late = [](const char* subject, std::chrono::milliseconds limit) {
+    return std::string(subject) + " did not end within " + std::to_string(limit.count()) + " ms";
   };
   std::unique_lock lock(shared->mutex);
   if (!shared->changed.wait_for(lock, settings.queue_limit, [&] { return shared->begun; })) {
     return late("the GPU's earlier work", settings.queue_limit);
   }
   if (!shared->changed.wait_for(lock, settings.limit, [&] { return shared->done; })) {
-    return late(what, settings.limit);
+    return late(name, settings.limit);
   }
   return shared->result;
 }

@@ -22,7 +22,7 @@ ProbeSettings probe_settings();
 // Runs `trial` in a new thread. Returns its result, its error, or that `name` did not end in time.
 // The time begins when the device has done its queued work. The thread is needed because the trial
 // may hang, and because modes of the caller's thread, such as torch's fake tensors, must not affect
-// its allocations. The trial must own everything that it uses but `mps`, which is never destroyed.
+// its allocations. The trial must own all that it uses, except `mps`, which is never destroyed.
 std::string try_in_thread(const ProbeSettings& settings, const char* name,
                           std::function<std::string()> trial);
 

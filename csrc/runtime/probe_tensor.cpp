@@ -49,11 +49,10 @@ std::string layout_problem(const Values& got) {
         const int actual = static_cast<int>(at(got, first + slot));
         const int expected = coordinates(lane, slot);
         if (actual != expected) {
-          return text_of("slot ", slot, " of lane ", lane, " of the ", operand.name,
-                         " of a tensor operation is at row ", actual / PROBE_TENSOR_ROW,
-                         ", column ", actual % PROBE_TENSOR_ROW, ", where row ",
-                         expected / PROBE_TENSOR_ROW, ", column ", expected % PROBE_TENSOR_ROW,
-                         " was expected");
+          return text_of("in the ", operand.name, " of a tensor operation, slot ", slot,
+                         " of lane ", lane, " is at row ", actual / PROBE_TENSOR_ROW, ", column ",
+                         actual % PROBE_TENSOR_ROW, ", where row ", expected / PROBE_TENSOR_ROW,
+                         ", column ", expected % PROBE_TENSOR_ROW, " was expected");
         }
       }
       first += operand.slots;

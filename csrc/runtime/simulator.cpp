@@ -52,7 +52,7 @@ class SimulatorBackend final : public Backend {
     SimulatedProgram program;  // points to `defines`
   };
 
-  // Python uses the address as a key of compiled programs.
+  // Python uses the address of the result as a key of compiled programs.
   const SimulatedProgram& simulated(const Program& program) {
     const std::lock_guard lock(programs_mutex());
     Texts& texts = programs_[program];

@@ -42,7 +42,7 @@ bool is_at(const struct stat& file, const std::string& path) {
 
 }  // namespace
 
-BegunTrial begin_trial(const std::string& path, std::chrono::milliseconds limit, bool again) {
+TrialStart begin_trial(const std::string& path, std::chrono::milliseconds limit, bool again) {
   if (path.empty()) { return {}; }
   std::error_code error;
   std::filesystem::create_directories(std::filesystem::path(path).parent_path(), error);
@@ -59,7 +59,7 @@ BegunTrial begin_trial(const std::string& path, std::chrono::milliseconds limit,
       }
       if (status.st_size > 0 && !again) {
         close(file);
-        return {nullptr, "an earlier process began to try them and did not get to the end"};
+        return {nullptr, "an earlier process began to try tensor tiles and did not finish"};
       }
       const std::string text = std::to_string(getpid()) + "\n";
       if (ftruncate(file, 0) == 0 && write(file, text.data(), text.size()) > 0) { fsync(file); }
@@ -69,7 +69,8 @@ BegunTrial begin_trial(const std::string& path, std::chrono::milliseconds limit,
     if (problem != EWOULDBLOCK) { return {}; }  // a file system without locks
     const std::chrono::seconds age(std::time(nullptr) - status.st_mtime);
     if (age > limit || waited > limit) {
-      return {nullptr, "another process has tried them for " + std::to_string(age.count()) + " s"};
+      const std::string seconds = std::to_string(age.count()) + " s";
+      return {nullptr, "another process has been trying tensor tiles for " + seconds};
     }
     std::this_thread::sleep_for(kPause);
   }

@@ -10,7 +10,7 @@ DEFINE_TILE(FlashBwdTile, FLASH_BWD_KNOBS)
 enum class Gradient {
   kQ,
   kKv,
-  kScores,  // also of a bias, of slopes, and of tensors that score_mod captures
+  kScores,  // for the gradients of a bias, slopes, and tensors that score_mod captures
 };
 
 // A threadgroup owns rows of one side (keys for dk and dv, queries otherwise) and loops over blocks
@@ -20,7 +20,7 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
   bool tensor_tiles;
   bool row_pairs;       // two neighbouring elements of the owned rows are loaded at a time
   bool exact_delta;     // see flash_bwd_dq.metal
-  int head_splits = 1;  // threadgroups that share the query heads of a KV head; not in the tile
+  int head_splits = 1;  // threadgroups that share a KV head's query heads; not part of the tile
 
   bool dkv() const { return gradient == Gradient::kKv; }
   int block_rows() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
@@ -36,8 +36,8 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
   bool tiles_shared() const;
   // True if SIMD groups that share rows exchange finished weights. Otherwise they add up scores.
   bool exchanges_weights() const { return dkv() && column_simdgroups > 1 && !tensor_tiles; }
-  // The number of parts into which such SIMD groups divide the rows of scores if the queries of a
-  // block are too few for them.
+  // The number of parts into which SIMD groups that exchange weights divide the rows of scores. It
+  // exceeds 1 if a block has too few queries for them.
   int row_parts() const;
   // True if the rounding of the log-sum-exp would be visible in float32 gradients: those of float32
   // inputs, and those of a bias, slopes or a sink.

@@ -28,9 +28,9 @@ constexpr int kKeySimdgroups = 4;
 constexpr int kUnitColumns = 8;
 constexpr int kFewestKeyLanes = 4;
 
-int power_of_2(int64_t least) {
+int power_of_2(int64_t at_least) {
   int power = 1;
-  while (power < least) { power *= 2; }
+  while (power < at_least) { power *= 2; }
   return power;
 }
 
@@ -39,13 +39,13 @@ int power_of_2(int64_t least) {
 std::span<const DefaultRow<FlashDecodeTile>> FlashDecodeSpecialisation::table() { return kRows; }
 
 TileConditions FlashDecodeSpecialisation::conditions(int family) const {
-  // More rows than a tile can have are several passes over the keys.
+  // More rows than a tile can have need several passes over the keys.
   TileConditions conditions = Tiled::conditions(family);
-  conditions.queries = static_cast<int>(std::min<int64_t>(all_rows, 8 * knobs()[0].most));
+  conditions.queries = static_cast<int>(std::min<int64_t>(all_rows, 8 * knobs()[0].maximum));
   return conditions;
 }
 
-// Enough lanes that each has no more sums than with the matrix unit, but no lanes without columns.
+// Enough lanes that no lane has more sums than with the matrix unit, but no lanes without columns.
 int FlashDecodeSpecialisation::key_lanes() const {
   const int units = (head_dim_v + kUnitColumns - 1) / kUnitColumns;
   return std::max(kFewestKeyLanes, std::min(kFewestKeyLanes * vector_rows, power_of_2(units)));
@@ -59,7 +59,7 @@ int FlashDecodeSpecialisation::key_simdgroups() const {
   return column_simdgroups() > 1 ? 1 : kKeySimdgroups;
 }
 
-// The fewest SIMD groups that read the keys no more often than the maximal number would.
+// The fewest SIMD groups that read the keys no more often than the maximal number of them would.
 int FlashDecodeSpecialisation::row_simdgroups() const {
   const int columns = column_simdgroups();
   if (columns == 1 || v_in_k) { return 1; }

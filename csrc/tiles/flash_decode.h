@@ -15,7 +15,7 @@ struct FlashDecodeSpecialisation : Tiled<FlashDecodeTile> {
   // The rows that a SIMD group and a threadgroup process at a time.
   int tile_rows() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
   int rows_at_once() const { return tile_rows() * row_simdgroups(); }
-  // How often the keys are read for so many rows.
+  // How often the keys are read for `rows` rows.
   int64_t passes(int64_t rows) const { return (rows + rows_at_once() - 1) / rows_at_once(); }
   static const char* kernel() { return "flash_decode"; }
   // SIMD groups of a threadgroup that have different columns, keys or rows.

@@ -17,7 +17,7 @@ std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() const 
 TileConditions FlashFwdSpecialisation::conditions(int family) const {
   // Wider values are cut into slices.
   TileConditions conditions = Tiled::conditions(family);
-  conditions.columns = std::max(head_dim_qk, std::min(head_dim_v, knobs()[0].most));
+  conditions.columns = std::max(head_dim_qk, std::min(head_dim_v, knobs()[0].maximum));
   return conditions;
 }
 

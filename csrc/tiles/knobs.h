@@ -4,14 +4,14 @@
 
 namespace metal_attn {
 
-// X(NAME, member, least, most, step); step 0: powers of two.
+// X(NAME, member, minimum, maximum, step). If step is 0, the values are powers of two.
 
 // V_SLICE: columns of v and out that a threadgroup owns; in a row of the table, the maximum. Wider
 // accumulators would take all 128 registers that a thread of M1 can have.
 // BLOCK_K: keys staged at a time.
 // COLUMN_SIMDGROUPS: SIMD groups that share rows and have a part of the columns each.
-// Q_IN_REGISTERS: 0: q is read again for every block.
-// KV_STAGED: 1: in threadgroup memory; 0: each SIMD group reads K and V itself.
+// Q_IN_REGISTERS: if 0, q is read again for every block.
+// KV_STAGED: if 1, K and V are in threadgroup memory. If 0, each SIMD group reads them itself.
 #define FLASH_FWD_KNOBS(X)                         \
   X(V_SLICE, v_slice, 8, 256, 8)                   \
   X(BLOCK_K, block_k, 8, 32, 8)                    \
@@ -35,8 +35,8 @@ namespace metal_attn {
 
 // ROW_FRAGMENTS: fragments of 8 queries in a tile. KEY_FRAGMENTS: fragments of 8 keys in a SIMD
 // group's block. SPANS: the most spans of 32 columns that a SIMD group owns.
-// VECTOR_ROWS: queries of a tile that does not use the matrix unit; 0: use it. Three or four would
-// not fit in M1's registers.
+// VECTOR_ROWS: queries of a tile that does not use the matrix unit, or 0 for a tile that does.
+// Three or four would not fit in M1's registers.
 #define FLASH_DECODE_KNOBS(X)              \
   X(ROW_FRAGMENTS, row_fragments, 1, 4, 1) \
   X(KEY_FRAGMENTS, key_fragments, 1, 4, 0) \

@@ -16,7 +16,7 @@ using RefusedTiles = std::map<std::string, std::vector<RefusedTile>, std::less<>
 // Null: no tile was refused. Takes no lock.
 const RefusedTiles* refused_tiles();
 
-// The key does not depend on lengths. Each program of flex attention has a key.
+// The key does not depend on lengths. Each program of flex attention has its own key.
 std::string refusals_key(const TileKey& key, const FlashFwdFeatures& features);
 
 bool is_refused(const std::string& key, const std::string& name);

@@ -40,28 +40,28 @@ template <class Tile>
 struct Knob {
   const char* name;
   int Tile::* value;
-  int least;
-  int most;
+  int minimum;
+  int maximum;
   int step;
 
   bool allows(int number) const {
-    return least <= number && number <= most &&
+    return minimum <= number && number <= maximum &&
            (step > 0 ? number % step == 0 : (number & (number - 1)) == 0);
   }
 };
 
 // Defines the struct of a tile from a list of csrc/tiles/knobs.h.
-#define KNOB_MEMBER(NAME, MEMBER, LEAST, MOST, STEP) int MEMBER = LEAST;
-#define KNOB_ENTRY(NAME, MEMBER, LEAST, MOST, STEP) {#NAME, &Tile::MEMBER, LEAST, MOST, STEP},
-#define DEFINE_TILE(TILE, KNOBS)                                 \
-  struct TILE {                                                  \
-    KNOBS(KNOB_MEMBER)                                           \
-    static std::span<const Knob<TILE>> knobs() {                 \
-      using Tile = TILE;                                         \
-      static constexpr Knob<Tile> every[] = {KNOBS(KNOB_ENTRY)}; \
-      return every;                                              \
-    }                                                            \
-    bool operator==(const TILE&) const = default;                \
+#define KNOB_MEMBER(NAME, MEMBER, MIN, MAX, STEP) int MEMBER = MIN;
+#define KNOB_ENTRY(NAME, MEMBER, MIN, MAX, STEP) {#NAME, &Tile::MEMBER, MIN, MAX, STEP},
+#define DEFINE_TILE(TILE, KNOBS)                               \
+  struct TILE {                                                \
+    KNOBS(KNOB_MEMBER)                                         \
+    static std::span<const Knob<TILE>> knobs() {               \
+      using Tile = TILE;                                       \
+      static constexpr Knob<Tile> all[] = {KNOBS(KNOB_ENTRY)}; \
+      return all;                                              \
+    }                                                          \
+    bool operator==(const TILE&) const = default;              \
   };
 
 inline constexpr int kAny = std::numeric_limits<int>::max();
@@ -73,7 +73,7 @@ struct TileConditions {
   int queries;                // of a decode that share a KV head; the row's maximum
   RegisterPressure pressure;  // the row's maximum
   int family;                 // the row's minimum
-  double registers = 0;       // of the row: 32-bit registers of a thread of M1 (bench/agx), or 0
+  double registers = 0;       // 32-bit registers of a thread of M1 (bench/agx); 0: not measured
 
   int whole_registers() const { return static_cast<int>(registers + 0.5); }
   // True if the row's tile suits the operands and the GPU.
@@ -94,10 +94,10 @@ struct DefaultRow {
 };
 
 // A row of csrc/tiles/table.inc, without a condition on queries and with one.
-#define TILE_ROW(BITS, COLUMNS, LOAD, FAMILY, REGISTERS, ...) \
-  {{BITS, COLUMNS, kAny, RegisterPressure::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
-#define DECODE_TILE_ROW(BITS, COLUMNS, QUERIES, LOAD, FAMILY, REGISTERS, ...) \
-  {{BITS, COLUMNS, QUERIES, RegisterPressure::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
+#define TILE_ROW(BITS, COLUMNS, PRESSURE, FAMILY, REGISTERS, ...) \
+  {{BITS, COLUMNS, kAny, RegisterPressure::k##PRESSURE, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
+#define DECODE_TILE_ROW(BITS, COLUMNS, QUERIES, PRESSURE, FAMILY, REGISTERS, ...) \
+  {{BITS, COLUMNS, QUERIES, RegisterPressure::k##PRESSURE, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
 
 // The fields of the specialisations of all kernels of attention. A specialisation also has:
 // - `table`: its rows of the table, and `cut`, which fits a row's tile to the problem.
@@ -109,7 +109,7 @@ struct Tiled : Tile {
   int head_dim_qk;
   int head_dim_v;
   bool wide_loads;   // k and v are loaded in 16-byte vectors
-  bool wide_rotary;  // and are rotated in such vectors
+  bool wide_rotary;  // q or k is rotated in 16-byte vectors
   FlashFwdFeatures features;
   const TileConditions* defaults;  // of the row, if the tile is a default one
   const TileRow* row;              // of a tuned table, if the tile is from one
@@ -137,7 +137,7 @@ bool runs(const Specialisation& s) {
          s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
 }
 
-// The problem with the tile, if the kernel can run it.
+// The problem with the tile, if the kernel can run this tile.
 template <class Specialisation, class Tile>
 std::optional<Specialisation> with_tile(Specialisation s, const Tile& tile) {
   s.tile() = tile;
@@ -174,7 +174,7 @@ bool is_refused(const Specialisation& s) {
   return refused_tiles() != nullptr && is_refused(refusals_key(s), refused_name(s));
 }
 
-// If the GPU has refused the tiles of all rows, returns the first one marked as refused.
+// The tile of the first row that fits and is not refused. If all are refused, the first.
 template <class Specialisation>
 std::optional<Specialisation> default_tile(const Specialisation& problem, const Gpu& gpu) {
   const TileConditions conditions = problem.conditions(gpu.family);
@@ -192,7 +192,7 @@ std::optional<Specialisation> default_tile(const Specialisation& problem, const 
   return first;
 }
 
-// The tile of the tuned table in use for this kernel or problem. Without one, `chosen`.
+// The tile of the tuned table in use for this kernel or problem, or `chosen` if it has none.
 template <class Specialisation>
 Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys) {
   const TileTable* table = tile_table();

@@ -10,7 +10,7 @@ namespace {
 
 std::atomic<const metal_attn::TileTable*> g_table{nullptr};
 
-// Removes the text up to `end`, and `end`, from `text`. Returns it without `end`.
+// Removes everything up to and including `end` from `text`. Returns the removed text without `end`.
 std::string_view take_until(std::string_view& text, char end) {
   const std::string_view part = text.substr(0, text.find(end));
   text.remove_prefix(std::min(part.size() + 1, text.size()));
@@ -96,8 +96,8 @@ bool read_knob(std::string_view& text, std::string_view name, int& value) {
 void TileRow::warn_cannot_run(std::string_view wanted) const {
   if (!warned_.exchange(true)) {
     std::fprintf(stderr,
-                 "torch_metal_attn: a table of tiles has %s for %.*s, which cannot run: it is "
-                 "ignored\n",
+                 "torch_metal_attn: a tuned table has the tile %s for %.*s: this tile cannot run "
+                 "and is ignored\n",
                  tile_.c_str(), static_cast<int>(wanted.size()), wanted.data());
   }
 }

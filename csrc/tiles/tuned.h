@@ -40,7 +40,7 @@ struct TileKey {
 TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
                  const FlashFwdFeatures& features, int64_t queries, int64_t keys);
 
-// Removes "NAME=12" and a blank from the text. Returns false if it does not begin with them.
+// Removes "NAME=12" and a blank from the text. Returns false if the text begins otherwise.
 bool read_knob(std::string_view& text, std::string_view name, int& value);
 
 class TileRow {
@@ -62,7 +62,7 @@ class TileRow {
   // True if the row applies to all launches of a kernel, as in `tune`. Such a tile is not replaced.
   bool is_forced() const { return key_.find(' ') == std::string::npos; }
 
-  const std::string source;  // how it was chosen
+  const std::string source;  // how the tile was chosen
 
  private:
   const std::string key_;
@@ -70,7 +70,7 @@ class TileRow {
   mutable std::atomic<bool> warned_{false};
 };
 
-// By key. Never destroyed: another thread may be reading it.
+// By key. Tables are never destroyed: another thread may be reading one.
 using TileTable = std::map<std::string, TileRow, std::less<>>;
 
 // The table in use, or null.

@@ -53,7 +53,7 @@ def call(where, arguments):
 
 # An argument, the function that makes it invalid, and the error message after the argument's name.
 # Other wrong dtypes, ranks and strides are in tests/common/test_small_ops_refused.py.
-FLOAT32 = torch.Tensor.float, " has dtype float32 and q float16; .*alike"
+FLOAT32 = torch.Tensor.float, " has dtype float32 and q float16; .*same"
 BOTH = [
     *(("dout", *FLOAT32), ("out", *FLOAT32)),
     *(
@@ -103,7 +103,7 @@ def test_invalid_arguments_are_refused_in_every_namespace(where):
         arguments[name] = invalidate(arguments.get(name))
         with refused(f"^{name}{message}"):
             call(where, arguments)
-    with refused(r"^cu_seqlens_k\[2\] is 10 and the one before 24; .*decrease"):
+    with refused(r"^cu_seqlens_k\[2\] is 10 and cu_seqlens_k\[1\] is 24; .*decrease"):
         call(where, packed() | {"cu_seqlens_k": ints(0, 24, 10)})
 
 

@@ -44,7 +44,7 @@ def test_unstaged_tiles_of_other_head_dims_are_ignored(dtype, head_dim, v_head_d
     q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
     with unstaged(v_slice):
         assert launch_of(q, k, v)["choice"] == "default"
-    assert "cannot run: it is ignored" in capfd.readouterr().err
+    assert "cannot run and is ignored" in capfd.readouterr().err
 
 
 def test_leftpad_k(device):

@@ -120,7 +120,7 @@ def test_gradients_are_refused_in_backward():
     out, lse = ops.flash_fwd(q, k, v)
     with pytest.raises(NotImplementedError, match=r"k and v in torch.float16 and q in torch.float"):
         out.sum().backward()
-    with torch.no_grad(), pytest.raises(ValueError, match=r"k has dtype .*; they must be alike"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"k has dtype .*; they must be the same"):
         ops.flash_bwd(out, None, q, k, v, out, lse)
 
 
@@ -128,11 +128,11 @@ def test_functions_without_a_cache_need_one_dtype():
     """As in flash-attn. test_functional.py passes float32 queries to functions with a cache."""
     q, k, v = (x.transpose(1, 2) for x in operands(head_dim=64))
     for keys, values, name in ((k, v, "k"), (k.float(), v, "v")):
-        with pytest.raises(ValueError, match=rf"^{name} has dtype float16 and q float32; .*alike"):
+        with pytest.raises(ValueError, match=rf"^{name} has dtype float16 and q float32; .*same"):
             flash_attn_func(q, keys, values)
-        with pytest.raises(ValueError, match=rf"^{name} has dtype float16 and q float32; .*alike"):
+        with pytest.raises(ValueError, match=rf"^{name} has dtype float16 and q float32; .*same"):
             flash_attn_varlen_func(q[0], keys[0], values[0], ints(0, 3), ints(0, 70), 3, 70)
-    with pytest.raises(ValueError, match=r"float16 and q float32; .*alike"):
+    with pytest.raises(ValueError, match=r"float16 and q float32; .*same"):
         flash_attn_kvpacked_func(q, torch.stack((k, v), 2))
 
 

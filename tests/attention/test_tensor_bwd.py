@@ -130,7 +130,7 @@ def test_explain_says_why_tensor_tiles_are_not_used(monkeypatch, gpu):
     assert set(training(F16).kernels) == KERNELS
     matrix_tiles = training(torch.float32)
     assert set(matrix_tiles.kernels) == {"flash_bwd_dq", "flash_bwd_dkv"}
-    why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
+    why = "tensor operations reduce float32 to 11 bits, and TF32 is not allowed"
     for kernel in matrix_tiles.kernels.values():
         assert kernel.reason == f"no tensor tiles, as {why}"
     gpu("Apple M4")

@@ -133,7 +133,7 @@ def test_explain_says_why_tensor_tiles_are_not_used(monkeypatch):
 
     assert reason(F16).startswith("tensor tiles: ")
     assert reason(torch.float32).endswith(
-        "no tensor tiles, as tensor operations cut float32 to 11 bits, and TF32 is not allowed"
+        "no tensor tiles, as tensor operations reduce float32 to 11 bits, and TF32 is not allowed"
     )
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
     assert reason(F16).endswith("no tensor tiles, as TORCH_METAL_ATTN_TENSOR_TILES is off")

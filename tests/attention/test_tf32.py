@@ -247,7 +247,7 @@ def test_explain_says_why_float32_is_rounded():
     used = "used in float16 and bfloat16; used in float32 (allow_tf32 allows TF32)"
     assert tensor_tiles.description() == used
     with allow_tf32(False):
-        why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
+        why = "tensor operations reduce float32 to 11 bits, and TF32 is not allowed"
         assert reason().endswith(f"no tensor tiles, as {why}")
         assert tensor_tiles.description().endswith(f"; not in float32: {why}")
 

@@ -138,7 +138,7 @@ INVALID_CALLS = [
 INVALID_OPERANDS = [
     ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
     ({"v": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "v has strides"),
-    (dict.fromkeys(TABLES, torch.ones(40, 5)), "rotary_cos has 5 columns and k a head dim of 8"),
+    (dict.fromkeys(TABLES, torch.ones(40, 5)), "rotary_cos has 5 columns and k has a head dim of"),
     ({"rotary_cos": TABLE}, "only one of rotary_cos and rotary_sin"),
     (dict.fromkeys(TABLES, TABLE[:9]), r"rows 7 to 9 of rotary_cos .*; they must be in 0\.\.8"),
     (TABLES | {"rotary_cos": [1.0]}, "rotary_cos is a list"),

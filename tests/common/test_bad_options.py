@@ -79,16 +79,16 @@ def wide(q=1, k=1, heads=1, batch=1, columns=8):
 # Rows of (changes of valid arguments, the beginning of the error).
 OPERANDS = [
     # A wrong rank, stride or storage is in test_small_ops_refused.py.
-    ({"k": half(2, 2, 24, 32).float()}, r"k has dtype float32 and q float16; .*alike"),
-    ({"v": half(2, 2, 24, 48).bfloat16()}, r"v has dtype bfloat16 and q float16; .*alike"),
+    ({"k": half(2, 2, 24, 32).float()}, r"k has dtype float32 and q float16; .*same"),
+    ({"v": half(2, 2, 24, 48).bfloat16()}, r"v has dtype bfloat16 and q float16; .*same"),
     ({"k": half(1, 2, 24, 32)}, r"k has a batch of 1 and q of 2; .*equal"),
     ({"v": half(1, 2, 24, 48)}, r"v has a batch of 1 and q of 2; .*equal"),
     ({"v": half(2, 1, 24, 48)}, r"v has a number of heads of 1 and k of 2; .*equal"),
     ({"v": half(2, 2, 23, 48)}, r"v has a length of 23 and k of 24; .*equal"),
     ({"k": half(2, 2, 24, 24)}, r"k has a head dim of 24 and q of 32; .*equal"),
-    ({"q": half(2, 3, 16, 32)}, r"q has 3 heads and k 2; k's must divide q's"),
-    ({"q": half(2, 1, 16, 32)}, r"q has 1 head and k 2; k's must divide"),
-    ({"k": half(2, 0, 24, 32), "v": half(2, 0, 24, 48)}, r"q has 4 heads and k 0; k's must divide"),
+    ({"q": half(2, 3, 16, 32)}, r"q has 3 heads and k 2; .* k must divide that of q"),
+    ({"q": half(2, 1, 16, 32)}, r"q has 1 head and k 2; .* k must divide"),
+    ({"k": half(2, 0, 24, 32), "v": half(2, 0, 24, 48)}, r"q has 4 heads and k 0; .* must divide"),
     ({"q": half(2, 4, 16, 0), "k": half(2, 2, 24, 0)}, r"q has a head dim of 0; .*1\.\.576"),
     ({"q": half(2, 4, 16, 577), "k": half(2, 2, 24, 577)}, r"q has a head dim of 577; .*1\.\.576"),
     *(({"v": half(2, 2, 24, n)}, rf"v has a head dim of {n}; .*1\.\.512") for n in (0, 513)),
@@ -98,7 +98,7 @@ OPERANDS = [
     (wide(heads=2**31), r"q has a number of heads of 2147483648; it must be"),
     (wide(batch=2**31), r"q has a batch of 2147483648; it must be in 0\.\."),
     (wide(q=2**30, columns=256), "q has .* head dims 256 and 256 it must be at most 536870880"),
-    (wide(2**20, 1, 2**20, 2**19), r"q has 5.76461e\+17 rows; out would be over 2\^63 bytes"),
+    (wide(2**20, 1, 2**20, 2**19), r"q has 5.76461e\+17 rows; .* fewer than 2\^63 bytes"),
 ]
 # Rows for dense and for packed sequences.
 OPTIONS = [
@@ -115,7 +115,7 @@ OPTIONS = [
     ({"q_offset": -(2**63)}, r"q_offset is -9223372036854775808; .*in -"),
     *(({n: ints(3, 3, 3)}, rf"{n} has shape \(3,\); it must be \(2,\)") for n in LENGTHS),
     ({"attn_bias": bools(16, 24)}, r"attn_bias has dtype bool; .*float32"),
-    (dict.fromkeys(("attn_mask", "attn_bias"), half(16, 24)), ".* is floating .*; add the two"),
+    (dict.fromkeys(("attn_mask", "attn_bias"), half(16, 24)), ".* is floating .*; pass their sum"),
     ({"attn_mask": bools(16, 25)}, r"attn_mask has shape \(16, 25\); .*broadcast"),
     ({"attn_mask": bools(2, 2, 16, 24)}, r"attn_mask has shape .*\(2, 4, 16"),  # a mask by KV heads
     ({"attn_mask": bools(2, 24)}, r"attn_mask has shape \(2, 24\); "),  # a padding mask
@@ -128,7 +128,7 @@ OPTIONS = [
     ({"k_rotary_sin": torch.ones(24, 8)}, "only one of k_rotary_cos and k_rotary_sin"),
     ({"rotary_interleaved": True}, r"rotary_interleaved is True and no rotary table is given"),
     (tables((16, 8)) | {"q_rotary_sin": half(16, 8)}, "q_rotary_sin is float16 .* float32 with 8"),
-    (tables((16, 8), (24, 4)), "k_rotary_cos is float32 with 4 columns .* float32 with 8; .*alike"),
+    (tables((16, 8), (24, 4)), "k_rotary_cos is float32 with 4 columns .* float32 with 8; .*same"),
     (tables((15, 8)), r"q_rotary_cos has shape \(15, 8\); .* at least 16 and R in 2\.\.32"),
     (tables(None, (23, 8)), r"k_rotary_cos has shape \(23, 8\); .* length of at least 24"),
     (tables((16, 8)) | {"q_rotary_sin": torch.ones(15, 8)}, r"q_rotary_sin has shape \(15, 8\); "),
@@ -136,33 +136,33 @@ OPTIONS = [
     (tables((16, 0)), r"q_rotary_cos has shape \(16, 0\); "),
     (tables((3, 16, 8)), r"q_rotary_cos has shape \(3, 16, 8\); .*\(2, length, R / 2"),
     *((state(dropout_p=p), rf"dropout_p is {p}; it must be in 0\.\.1") for p in (-0.1, math.nan)),
-    ({"dropout_p": 0.1}, r"dropout_p is 0\.1 and rng_state is None; dropout needs a random state"),
-    (state(dropout_p=0.0), r"dropout_p is 0 and rng_state is given; .* nothing else does"),
+    ({"dropout_p": 0.1}, r"dropout_p is 0\.1 and rng_state is None; pass rng_state"),
+    (state(dropout_p=0.0), r"dropout_p is 0 and rng_state is given; .* only then"),
     (state(torch.tensor([1, 2, 3])), r"rng_state has shape \(3,\); it must be \(2,\)"),
 ]
 PACKED = [
-    (dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ints()), "cu_seqlens_q is empty; .*hold a 0"),
+    (dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ints()), "cu_seqlens_q is empty; .*contain 0"),
     ({"cu_seqlens_k": ints(0, 34)}, "cu_seqlens_k has a length of 2 and cu_seqlens_q of 3; .*equa"),
     ({"max_seqlen_q": -1}, r"max_seqlen_q is -1; it must be in 0\.\."),
     ({"max_seqlen_k": 2**31}, rf"max_seqlen_k is 2147483648; it must be in 0\.\.{LONGEST}"),
     ({"v": half(33, 2, 48)}, r"v has a length of 33 and k of 34; they must be equal"),
-    ({"k": half(34, 3, 32), "v": half(34, 3, 48)}, r"q has 4 heads and k 3; k's must divide q's"),
+    ({"k": half(34, 3, 32), "v": half(34, 3, 48)}, r"q has 4 heads and k 3; .* must divide"),
     ({"attn_mask": bools(20, 34)}, r"attn_mask has shape \(20, 34\); .*to \(2, 4, 16, 24\)"),
 ]
 # Values of tensors.
 DATA = [
-    ({name: ints(0, value)}, rf"{name}\[1\] is {value}; .*in 0\.\.24, the")
+    ({name: ints(0, value)}, rf"{name}\[1\] is {value}; .*in 0\.\.24, because")
     for name in LENGTHS
     for value in (-1, 25)
 ]
 PACKED_DATA = [
     ({"cu_seqlens_q": ints(1, 16, 20)}, r"cu_seqlens_q\[0\] is 1; it must be 0"),
     ({"cu_seqlens_q": ints(0, 16, 15)}, r"cu_seqlens_q\[2\] is 15 and .* 16; .*not decrease"),
-    ({"cu_seqlens_k": ints(0, 11, 35)}, r"cu_seqlens_k ends at 35 of 34 rows; it must not pass"),
+    ({"cu_seqlens_k": ints(0, 11, 35)}, r"the last .* cu_seqlens_k is 35 .* 34 rows; .* 34"),
     ({"cu_seqlens_k": ints(0, 2**31 - 1, -(2**31))}, r"cu_seqlens_k .*(decrease|longer)"),
     ({"max_seqlen_q": 15}, r"cu_seqlens_q has a sequence of 16 rows and max_seqlen_q is 15; no"),
     *(
-        ({n: ints(11, 24)}, rf"{n}\[0\] is 11; .*in 0\.\.10, the keys of sequence 0")
+        ({n: ints(11, 24)}, rf"{n}\[0\] is 11; .*in 0\.\.10, because sequence 0 has 10 keys")
         for n in LENGTHS
     ),
 ]

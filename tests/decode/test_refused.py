@@ -32,7 +32,7 @@ CODES |= {f"{n}_scale": torch.zeros(2, 2, 32, 2).half() for n in "kv"}
 NO_ROWS = {n: torch.zeros(2, 2, 0, 64).half() for n in "kv"}
 ROTATED = dict.fromkeys(("k_rotary_cos", "k_rotary_sin"), torch.ones(70, 8))
 NEW_ENDS = {"cu_seqlens_k_new": ints(0, 3, 3, 8, 9)}
-OTHER_DTYPE = "q has dtype float32 and k float16; they must be alike"
+OTHER_DTYPE = "q has dtype float32 and k float16; they must be the same"
 
 # A call, the changes to its arguments, and the beginning of the error.
 SHAPES = [
@@ -59,7 +59,7 @@ SHAPES = [
     ("packed", {"cu_seqlens_q": None}, "q has 3 dimensions"),
     ("packed", {"cu_seqlens_q": torch.tensor([0, 3, 7])}, "cu_seqlens_q has dtype int64"),
     ("packed", LISTS, r"indices has shape \(1, 1, 4, 4\); it must be \(1 or 1, 1 or 2, 7, entr"),
-    ("packed", LISTS | {"q_block_size": 2}, "q_block_size is 2 with cu_seqlens_q; it must be 1: "),
+    ("packed", LISTS | {"q_block_size": 2}, "q_block_size is 2 with cu_seqlens_q; it must be 1"),
     # Trees
     ("dense", {"parents": torch.tensor([-1, 0, 0, 1])}, "parents has dtype int64"),
     ("dense", {"parents": ints(-1, 0, 0)}, r"parents has shape \(3,\)"),
@@ -69,7 +69,7 @@ SHAPES = [
     ("dense", {"tree_mask": SEEN[:3]}, r"tree_mask has shape \(3, 4\)"),
     ("dense", TREE | {"q_offset": 3}, "q_offset is given with parents; leave it out"),
     ("dense", TREE | {"alibi_slopes": torch.ones(4)}, "alibi_slopes is given with parents; slope"),
-    ("dense", TREE | LISTS, "indices is given with parents; lists of"),
+    ("dense", TREE | LISTS, "indices is given with parents; give"),
     (
         "dense",
         {"q": torch.zeros(2, 4, 65, 64).half(), "parents": ints(*[-1] * 65)},
@@ -82,7 +82,7 @@ SHAPES = [
     ("step", {"q": torch.zeros(2, 4, 4, 32).half()}, "q has a head dim|k has a head dim"),
     ("step", {"q": torch.zeros(2, 4, 4, 64)}, OTHER_DTYPE),
     ("step", {"q": torch.zeros(2, 4, 4, 64)} | CODES, OTHER_DTYPE),
-    ("step", {"q": torch.zeros(2, 4, 3, 64).half(), "parents": ints(-1, 0, 0)}, "each new row has"),
+    ("step", {"q": torch.zeros(2, 4, 3, 64).half(), "parents": ints(-1, 0, 0)}, "each new row"),
     ("packed step", {"cu_seqlens_k_new": ints(0, 3, 3, 8)}, "cu_seqlens_k_new has shape"),
     ("packed step", NEW_ENDS | {"cu_seqlens_q": None}, "cu_seqlens_k_new is given"),
 ]
@@ -91,7 +91,7 @@ VALUES = [
         (
             "dense",
             {"indices": ints(*[0] * 9, entry, 0, 0).view(1, 1, 4, 3), "kv_block_size": 8},
-            rf"indices\[0, 0, 3, 0\] is {entry}; it must be in 0..8, or -1 for none",
+            rf"indices\[0, 0, 3, 0\] is {entry}; it must be in 0..8, or -1 for no entry",
         )
         for entry in (-2, 9, 2**31 - 1, -(2**31))
     ),
@@ -106,12 +106,12 @@ VALUES = [
     (
         "dense",
         {"tree_mask": torch.ones(4, 4, dtype=torch.bool)},
-        "tree_mask shows token 1 to token 0 of sequence 0; a token sees itself and earlier",
+        "tree_mask shows token 1 to token 0 of sequence 0; a token may see only itself",
     ),
     ("dense", TREE | {"seqused_k": ints(60, 3)}, "sequence 1 has 4 queries in q and 3 keys; with"),
     ("dense", TREE | {"leftpad_k": ints(57, 3)}, "sequence 0 has 4 queries in q and 3 keys; with"),
     *(
-        ("dense", {"tree_mask": x}, "tree_mask is no forest: token 2 of sequence 0 sees token 1, ")
+        ("dense", {"tree_mask": x}, "tree_mask is not a forest: token 2 .* sees token 1, its")
         for x in INVALID_FORESTS
     ),
     ("packed", {"parents": ints(-1, 0, 0, -1, 3, 0, 1)}, "parents is 3 for token 1 of sequence 1"),
@@ -119,12 +119,12 @@ VALUES = [
     ("step", {"cache_seqlens": ints(-1, 3)}, r"cache_seqlens\[0\] is -1"),
     ("step", TREE | {"leftpad_k": ints(0, 22)}, "sequence 1 has 4 queries in q and 2 keys"),
     ("packed step", {"cu_seqlens_k_new": ints(0, 3, 2, 8, 9)}, r"cu_seqlens_k_new\[2\] is 2"),
-    ("packed step", {"cu_seqlens_k_new": ints(0, 3, 3, 8, 10)}, "cu_seqlens_k_new ends at 10 of 9"),
+    ("packed step", {"cu_seqlens_k_new": ints(0, 3, 3, 8, 10)}, "_new is 10 and there are 9"),
     ("packed step", {"cache_seqlens": ints(13, 20, 30, 9)}, r"\[2\] is 30 and k has 5 new rows"),
     (
         "packed step",
         {"cu_seqlens_k_new": ints(0, 3, 4, 9, 9), "parents": ints(*[-1] * 9)},
-        "each new row has a query, and cu_seqlens_k_new",
+        "each new row must have a query, and cu_seqlens_k_new",
     ),
     # Rows that one sequence writes and another one reads
     (

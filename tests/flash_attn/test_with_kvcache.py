@@ -178,11 +178,11 @@ INVALID_CALLS = [
     ({"cache_leftpad": torch.tensor([1, 2])}, "cache_leftpad has dtype int64"),
     (  # padding does not move the rows
         tables_of(5) | {"cache_leftpad": ints(3, 3)},
-        r"rows 5 to 5 of rotary_cos \(from cache_seqlens on\); they must be in 0\.\.4",
+        r"rows 5 to 5 of rotary_cos \(starting at cache_seqlens\); they must be in 0\.\.4",
     ),
     (
         OLD | SHORT_TABLE | {"cache_seqlens": 65},
-        r"cache_seqlens\[0\] is 65; .* the keys in the pages that block_table has for",
+        r"cache_seqlens\[0\] is 65; .* the pages of sequence 0 in block_table hold",
     ),
     # Errors of attention. They must be raised before rows are written.
     ({"q": lambda q: torch.cat([q, q], -1)[..., ::2]}, r"q has strides \(.*; the last must be 1"),

@@ -213,7 +213,7 @@ def test_incomplete_shares_are_refused(part):
     q, k, v = rand()
     statistics = torch.zeros(q.shape[:3])
     arguments = {part: ["return 0;"] if part == "places" else [0]}
-    with simulate(), pytest.raises(ValueError, match="they must have the same number"):
+    with simulate(), pytest.raises(ValueError, match="they must have the same length"):
         torch.ops.metal_attn.flex_bwd_captures(
             q, q, k, v, statistics, statistics, None, captures=[BIAS], **arguments
         )
@@ -242,7 +242,7 @@ def test_invalid_orders_are_refused(order, message):
     [
         (
             {"q_num_blocks": None, "q_indices": None},
-            "full_q_num_blocks is given and q_num_blocks is not; full blocks are listed beside",
+            "full_q_num_blocks is given and q_num_blocks is not; lists of full blocks need",
         ),
         (
             {"kv_indices": torch.zeros(1, 1, 1, 1).int().expand(1, 1, 1, 2**31)},

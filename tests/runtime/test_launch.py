@@ -70,7 +70,7 @@ def test_arguments_reach_the_dispatch(fake, settings, words):
 @each_case(
     "settings, words",
     [
-        ({"params": bytes(4097)}, r"4097 bytes .* takes at most 4096"),
+        ({"params": bytes(4097)}, r"4097 bytes .* allows at most 4096"),
         ({"defines": "NAME=\u00e9"}, "not ASCII"),
         ({"slots": [31]}, "setting buffer 31 of 'scale' failed: "),
         ({"family": "nowhere"}, "no shader text for the family 'nowhere'"),

@@ -172,7 +172,7 @@ calls = json.loads(sys.argv[2])
 print(json.dumps({call: in_child(eval, call, globals()) for call in calls}))
 """
 WORKS = ["", "launched", "", ["probe", "flash_fwd"]]
-GOOD, OLD = ["", ["probe"]], "its GPU is '{}', which is none of Apple's chips from M1 or A14 on"
+GOOD, OLD = ["", ["probe"]], "its GPU is '{}', which is not an Apple chip from M1 or A14 on"
 OLD_GPUS = ("Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU")
 CASES = {
     "both(only_the_probe)": WORKS,

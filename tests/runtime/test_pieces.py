@@ -195,7 +195,7 @@ def test_each_piece_is_a_command_buffer(m1, variant, commit, capfd):
         between = ["commit"] if commit else []
         assert kinds == [*between, "dispatch"] * pieces + between
     said = capfd.readouterr().err
-    assert said.count("no way to commit its MPS stream") == (commit is None)
+    assert said.count("cannot commit its MPS stream") == (commit is None)
 
 
 def test_pieces_on_mps_cover_the_grid_once(m1):

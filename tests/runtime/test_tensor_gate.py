@@ -238,17 +238,20 @@ REMEMBERED = works([*PROBES, *TENSOR], "")
 NOT_TRIED = ["probe", *MATRIX]
 OF_BACKWARD, OF_FLOAT32 = "attention's backward", "attention in float32"
 REFUSED = ".*told to be refused"
-WRONG_SLOT = "slot .* of lane .* of the left operand of a tensor operation is at .*"
+WRONG_SLOT = "in the left operand of a tensor operation, slot .* of lane .* is at .*"
 WRONG_PRODUCT = "a tensor operation gave .* instead of .*"
 
 
-def differs(what, tensor=1, matrix=1):
-    return f"a small problem, {what}, gave {tensor} with tensor tiles and {matrix} with 8x8 tiles"
+def differs(problem, what, tensor=1, matrix=1):
+    text = f"in a small problem in {problem}, {what} was {tensor} with tensor tiles and {matrix}"
+    return f"{text} with 8x8 tiles"
 
 
 # The order matters, because each case reads the record of the previous cases.
 CASES = {
-    "case(numbers=(1.0, 1.01))": fault([*PROBES, *BOTH, *MATRIX], differs("float16", 1, r"1\.0.*")),
+    "case(numbers=(1.0, 1.01))": fault(
+        [*PROBES, *BOTH, *MATRIX], differs("float16", "out", 1, r"1\.0.*")
+    ),
     "os.path.exists(record)": False,
     # Both kinds of tile are compared once, in three problems. The result is recorded.
     "case()": NEW,
@@ -257,7 +260,7 @@ CASES = {
         NOT_TRIED, "no Apple GPU with matrix units (M5 or later) was found: this is an Apple M4"
     ),
     'case(setting="off")': works(NOT_TRIED, "TORCH_METAL_ATTN_TENSOR_TILES is off"),
-    "case(macos=0)": works(NOT_TRIED, "they need macOS 26.2"),
+    "case(macos=0)": works(NOT_TRIED, "tensor tiles need macOS 26.2 or later"),
     'case(setting="yes")': (
         """ValueError("TORCH_METAL_ATTN_TENSOR_TILES is 'yes'; it must be off, auto or on")"""
     ),
@@ -267,7 +270,7 @@ CASES = {
     ),
     'case(name="Apple M4", setting="on", lane_map="apple9")': fault(
         [*PROBES, *MATRIX],
-        "slot 2 of lane 0 of the left operand of a tensor operation is at row 0, column 8, "
+        "in the left operand of a tensor operation, slot 2 of lane 0 is at row 0, column 8, "
         "where row 0, column 2 was expected",
     ),
     "case(lane_map=5)": fault([*PROBES, *MATRIX], WRONG_SLOT),
@@ -289,12 +292,12 @@ CASES = {
     ),
     "backward(gradients=(1.0, 1.1))": fault(
         [*PROBES, *COMPARED, *GRADIENTS * 2],
-        *("", differs("the dq of float16", 1, r"1\.\d*")),
+        *("", differs("float16", "dq", 1, r"1\.\d*")),
         said=OF_BACKWARD,
     ),
     'backward(exchanged={"flash_bwd_dq_tensor": 1.1})': fault(
         [*PROBES, *COMPARED * 3, *GRADIENTS * 2],
-        *("", differs("the dq of float16 with a head dim of 192", r"1\.\d*")),
+        *("", differs("float16 with a head dim of 192", "dq", r"1\.\d*")),
         said=OF_BACKWARD,
     ),
     "backward()": works(
@@ -319,12 +322,12 @@ CASES = {
     # If TF32 is allowed, float32 is compared in two problems, and its gradients in two.
     'tf32(float32={"flash_fwd": 1.01})': fault(
         [*FLOAT32_PROBES, *BOTH, *MATRIX, *GRADIENTS],
-        *[differs("float32", 1, r"1\.01")] * 2,
+        *[differs("float32", "out", 1, r"1\.01")] * 2,
         said=OF_FLOAT32,
     ),
     'tf32(float32={"flash_bwd_dkv": 1.01})': fault(
         [*FLOAT32_PROBES, *BOTH * 2, *TENSOR, *COMPARED, *GRADIENTS],
-        *("", differs("the dk of float32", 1, r"1\.01")),
+        *("", differs("float32", "dk", 1, r"1\.01")),
         said=f"{OF_BACKWARD} in float32",
     ),
     'tf32(then=lambda: fake.refuse("#define FLOAT32 1"))': fault(
@@ -349,7 +352,7 @@ CASES = {
     "tf32(lane_map=5)": fault([*PROBES, *MATRIX, *GRADIENTS], *[WRONG_SLOT] * 3),
     "call(info)[0]": [
         "used in float16 and bfloat16; not in float32: "
-        "tensor operations cut float32 to 11 bits, and TF32 is not allowed",
+        "tensor operations reduce float32 to 11 bits, and TF32 is not allowed",
         "not used: TORCH_METAL_ATTN_TENSOR_TILES is off",
     ],
 }
@@ -398,8 +401,8 @@ def test_a_trial_that_hangs_is_not_repeated(actual, kernel, why, tried, said):
     assert first[3].startswith(said + not_used(why))
     assert noted == [f"{kernel}_begun"]
     why = (
-        "an earlier process began to try them and did not get to the end; "
-        "TORCH_METAL_ATTN_TENSOR_TILES=on tries them again, and =off silences this line"
+        "an earlier process began to try tensor tiles and did not finish; "
+        "TORCH_METAL_ATTN_TENSOR_TILES=on tries tensor tiles again, and =off silences this line"
     )
     assert second == works(NOT_TRIED, why, said=not_used(why))
     assert other_version == insisting == NEW
@@ -414,7 +417,7 @@ def test_score_mods_that_do_not_compile_use_other_tiles_or_raise(actual):
     assert problems == [""]
     tensor, matrix = "flash_fwd_tensor", "flash_fwd"
     assert ran == [*PROBES, tensor, matrix, matrix, *[tensor] * 3]
-    assert reason.endswith("no tensor tiles, as this GPU refused each of them for this problem")
+    assert reason.endswith("as this GPU refused every tensor tile for this problem")
     words = "flex_attention with this score_mod and mask_mod uses 8x8 tiles, not tensor tiles: "
     assert said.count("8x8 tiles, not tensor tiles") == 1
     assert re.search(re.escape(words) + "compiling flash_fwd_tensor .*score [+] 1.0.* failed", said)

@@ -165,8 +165,8 @@ def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):
     assert launch_of("flash_fwd", *qkv) == launch_of("flash_fwd", *qkv) == before
     (line,) = capfd.readouterr().err.splitlines()
     assert line == (
-        f"torch_metal_attn: a table of tiles has {tile} for flash_fwd half 64 64 plain q<=512 "
-        "k<=512, which cannot run: it is ignored"
+        f"torch_metal_attn: a tuned table has the tile {tile} for flash_fwd half 64 64 plain "
+        "q<=512 k<=512: this tile cannot run and is ignored"
     )
 
 

@@ -69,8 +69,8 @@ def test_a_tables_bad_tile_is_replaced(op, head_dim, kernel, word, define, fake,
     assert fake.log()[-1] == "end"
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(
-        f"torch_metal_attn: a table of tiles has {tile} for {key}, which this GPU refuses: it is "
-        f"ignored, and {tuning['candidates'][0]} is used (compiling {kernel} "
+        f"torch_metal_attn: this GPU refuses the tile {tile}, which a tuned table has for {key}: "
+        f"the tile {tuning['candidates'][0]} is used instead (compiling {kernel} "
     )
     assert "told to be refused" in line
     assert "`python -m torch_metal_attn tune`" in line
@@ -110,8 +110,8 @@ def test_a_default_tile_that_the_gpu_refuses_is_replaced(op, head_dim, kernel, s
     for launch in before.values():
         assert sum(text_of(launch["defines"]) in text for text in compiled) == 1
     (line,) = capfd.readouterr().err.splitlines()
-    words = rf"the default table has .* for {kernel} float {head_dim} .*, which this GPU refuses: "
-    assert re.match(f"torch_metal_attn: {words}it is ignored, and .* is used ", line)
+    words = rf"the tile .*, which the default table has for {kernel} float {head_dim} .*: the tile "
+    assert re.match(f"torch_metal_attn: this GPU refuses {words}.* is used instead ", line)
     assert REASONS[stage] in line
     assert "verify --full" in line
 

@@ -155,7 +155,7 @@ def check_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> None:
         return
     name, tensor = ("k", k) if k.dtype is not dtype else ("v", v)
     actual, wanted = (str(x.dtype).removeprefix("torch.") for x in (tensor, q))
-    raise invalid(f"`{name}` has dtype {actual} and `q` {wanted}; they must be alike")
+    raise invalid(f"`{name}` has dtype {actual} and `q` {wanted}; they must be the same")
 
 
 def check_packed(name: str, tensor: Tensor, layout: str) -> None:

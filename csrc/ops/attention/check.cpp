@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kMaxHeadDimQk = 576;
 
-// Checks shapes, dtypes and strides of q, k and v. Sets the formats of k and v.
+// Checks shapes, dtypes and strides of q, k and v. Writes the formats of k and v to `formats`.
 Element check_operands(const FlashFwdArguments& a, KvFormats& formats) {
   check_device("q", a.q);
   check_same_device("k", a.k, "q", a.q);
@@ -47,7 +47,7 @@ Element check_operands(const FlashFwdArguments& a, KvFormats& formats) {
   const int64_t heads = a.q.size(1);
   const int64_t kv_heads = a.k.size(1);
   check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "`q` has ", Counted{heads, "head"},
-        " and `k` ", kv_heads, "; `k`'s must divide `q`'s");
+        " and `k` ", kv_heads, "; the number of heads of `k` must divide that of `q`");
   for (const auto& [name, tensor] : {std::pair{"q", &a.q}, {"k", &a.k}, {"v", &a.v}}) {
     check_rows(name, *tensor);
   }
@@ -66,16 +66,16 @@ void check_numbers(const FlashFwdOptions& o, double scale) {
   check(o.softcap == 0.0 || (cap > 0.0f && std::isfinite(cap) &&
                              std::isfinite(static_cast<float>(scale / o.softcap))),
         "`softcap` is ", o.softcap,
-        "; it must be 0 (off) or positive and finite in float32, as must "
-        "its product with log2(e) and `softmax_scale` divided by it");
+        "; it must be 0 (off) or positive such that `softcap` * log2(e) and `softmax_scale` / "
+        "`softcap` are finite in float32");
   check(!o.causal || o.window_size_right <= 0, "`window_size_right` is ", o.window_size_right,
-        " with causal=True, which makes it 0; leave it at -1");
+        " and causal=True sets it to 0; leave it at -1");
   check(0 <= o.attention_chunk && o.attention_chunk <= kMaxLength, "`attention_chunk` is ",
         o.attention_chunk, "; it must be 0 (off) or in 1..", kMaxLength);
   check_offset("q_offset", o.q_offset.value_or(0));
 }
 
-// True if append_kv has checked the cache for these sequences.
+// True if append_kv has checked the cache for a call with this number of sequences.
 bool is_checked(const CacheOptions& cache, int32_t batch) {
   return cache.checked && cache.checked->batch == batch;
 }
@@ -85,7 +85,7 @@ int32_t capacity_of(const FlashFwdArguments& a, int32_t batch) {
                                     : check_cache_capacity(a.cache, a.k, a.q, batch);
 }
 
-// Sets the sizes of `call`.
+// Checks the packing, and writes its sizes to `call`.
 void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   const Packing& packing = *a.packing;
   check_ends("cu_seqlens_q", packing.cu_seqlens_q, a.q);
@@ -120,7 +120,7 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   }
 }
 
-// Checks that lengths do not exceed the numbers of keys of their sequences.
+// Checks that each length is at most the number of keys of its sequence.
 void check_lengths(ArgumentName name, const OptionalTensor& lengths, const FlashFwdArguments& a,
                    const FlashFwdCall& call) {
   if (!lengths) { return; }
@@ -131,10 +131,10 @@ void check_lengths(ArgumentName name, const OptionalTensor& lengths, const Flash
   const int32_t* ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
   for (int64_t b = 0; b < call.batch; ++b) {
     const int32_t keys = ends != nullptr ? ends[b + 1] - ends[b] : call.kv_length;
+    const bool paged = a.cache.block_table && ends == nullptr;
     check(0 <= values[b] && values[b] <= keys, name, "[", b, "] is ", values[b],
-          "; it must be in 0..", keys, ", the keys ",
-          a.cache.block_table && ends == nullptr ? "in the pages that `block_table` has for" : "of",
-          " sequence ", b);
+          "; it must be in 0..", keys, ", because ", paged ? "the pages of " : "", "sequence ", b,
+          paged ? " in `block_table` hold " : " has ", Counted{keys, "key"});
   }
 }
 
@@ -161,7 +161,7 @@ bool has_aligned_pairs(const Tensor& mask, int32_t kv_length) {
          mask.stride(last) == 1 && rows_aligned(mask, 2 * static_cast<int>(mask.element_size()));
 }
 
-// Checks shape and memory of a mask or a bias. element: of a bias.
+// Checks shape and memory of a mask or a bias. element: the element of a bias, unused for a mask.
 MaskOperand check_mask_operand(ArgumentName name, const Tensor& mask, Element element,
                                const FlashFwdArguments& a, const FlashFwdCall& call) {
   check_same_device(name, mask, "q", a.q);
@@ -182,7 +182,7 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
       call.mask = mask;
     } else {
       check(!call.bias,
-            "`attn_mask` is floating and `attn_bias` is given too; add the two yourself");
+            "`attn_mask` is floating and `attn_bias` is also given; pass their sum as `attn_bias`");
       call.bias = mask;
       bias_name = "attn_mask";
     }
@@ -220,7 +220,7 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
       {"k_rotary_cos", o.k_rotary_cos, call.kv_length},
       {"k_rotary_sin", o.k_rotary_sin, call.kv_length},
   }};
-  for (int i : {0, 2}) {
+  for (int i : {0, 2}) {  // the table of sines follows the one of cosines
     check(tables[i].tensor.has_value() == tables[i + 1].tensor.has_value(), "only one of ",
           tables[i].name, " and ", tables[i + 1].name, " is given; give both or neither");
   }
@@ -246,10 +246,10 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
         dtype_of(tensor) == dtype_of(other) && tensor.size(rank - 1) == other.size(other.dim() - 1),
         table.name, " is ", dtype_text(tensor), " with ", Counted{tensor.size(rank - 1), "column"},
         " and ", first->name, " ", dtype_text(other), " with ", other.size(other.dim() - 1),
-        "; they must be alike");
+        "; they must have the same dtype and number of columns");
   }
   check(first != nullptr || !o.rotary_interleaved,
-        "`rotary_interleaved` is True and no rotary table is given");
+        "`rotary_interleaved` is True and no rotary table is given; leave it at False");
   if (first != nullptr) {
     check(!o.k_rotary_cos || !features.cache.formats.quantised(),
           "`k_rotary_cos` is given and `k` is quantised; rotate keys before they are quantised");
@@ -257,7 +257,7 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
           dtype_text(a.k), " and `q` ", dtype_text(a.q), "; rotate keys before they are rounded");
     const Tensor& table = *first->tensor;
     features.rotary = FusedRotary{check_element(first->name, table),
-                                  0,
+                                  0,  // decode_step sets the first rotated column
                                   static_cast<int>(2 * table.size(table.dim() - 1)),
                                   o.rotary_interleaved,
                                   o.q_rotary_cos.has_value(),
@@ -273,7 +273,7 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   features.dropout = o.dropout_p > 0.0;
   check(features.dropout == o.rng_state.has_value(), "`dropout_p` is ", o.dropout_p,
         " and `rng_state` is ", o.rng_state ? "given" : "None",
-        "; dropout needs a random state, and nothing else does");
+        "; pass `rng_state` if `dropout_p` > 0, and only then");
   if (o.rng_state) {
     check_operand("rng_state", *o.rng_state, "q", a.q, {ScalarType::Long}, {{2}});
   }
@@ -288,24 +288,24 @@ bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
   if (features.packs_queries() || o.seqused_k) { return left || right; }
   const int64_t offset = o.q_offset.value_or(int64_t{call.kv_length} - call.q_length);
   const int64_t window_right = o.causal ? 0 : o.window_size_right;
-  // Tests the first query's last key and the last query's first key. Window sizes may be near 2^63.
+  // Tests the first query with the last key, and the last query with key 0. Sizes may be near 2^63.
   return (right && window_right < call.kv_length - 1 - offset) ||
          (left && o.window_size_left < call.q_length - 1 + offset);
 }
 
-// Checks that out and softmax_lse have fewer than 2^63 bytes. q may have more, with zero strides.
+// Checks that out and softmax_lse have fewer than 2^63 bytes. A q with zero strides may have more.
 void check_output_size(const FlashFwdCall& call) {
   const FlashFwdProblem& p = call.problem;
   const double rows = double(call.queries()) * call.heads;
   const double bytes =
       rows * std::max<double>(p.head_dim_v * element_bytes(p.element), sizeof(float));
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`q` has ", rows,
-        " rows; out would be over 2^63 bytes");
+        " rows; out must have fewer than 2^63 bytes");
 }
 
 }  // namespace
 
-// Lengths and offsets are below 2^31, so the limit 2^33 hides no key and its sums fit in 64 bits.
+// Lengths and offsets are below 2^31, so a limit of 2^33 hides no key, and sums fit in 64 bits.
 int64_t window_left(const FlashFwdOptions& o) {
   return o.window_size_left < 0 ? NO_WINDOW : std::min(o.window_size_left, int64_t{1} << 33);
 }

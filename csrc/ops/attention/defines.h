@@ -8,7 +8,7 @@ namespace metal_attn {
 
 void define_features(Defines& defines, const FlashFwdFeatures& features, bool wide_rotary);
 
-// The defines that all kernels of attention have, the specific ones of a kernel, and the features.
+// The defines that all kernels of attention have, then `specific`, then those of the features.
 template <class Specialisation>
 Defines all_defines(const Specialisation& s, const Defines& specific) {
   Defines defines{

@@ -64,7 +64,7 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
     params.cap_log2 = static_cast<float>(o.softcap * std::numbers::log2e);
   }
   if (o.dropout_p > 0.0) {
-    // A random word drops its weight if word / 2^32 < dropout_p, compared exactly. 1 drops all.
+    // A random word drops its weight if word / 2^32 < dropout_p, exactly. dropout_p = 1 drops all.
     params.last_dropped = static_cast<uint32_t>(std::ceil(std::ldexp(o.dropout_p, 32)) - 1.0);
     params.keep_scale = o.dropout_p < 1.0 ? static_cast<float>(1.0 / (1.0 - o.dropout_p)) : 0.0f;
   }
@@ -73,10 +73,10 @@ FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& a) 
 
 Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
   Buffers buffers;
-  // Kernels do not read a tensor without elements, and it has no memory that could be bound.
-  const Tensor& present = a.q.numel() > 0 ? a.q : a.k;
+  // A tensor without elements has no memory to bind, so another tensor is bound and not read.
+  const Tensor& placeholder = a.q.numel() > 0 ? a.q : a.k;
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
-    buffers.push_back({slot, tensor.numel() > 0 ? tensor : present, false});
+    buffers.push_back({slot, tensor.numel() > 0 ? tensor : placeholder, false});
   };
   const auto read_optional = [&](uint32_t slot, const OptionalTensor& tensor) {
     if (tensor) { read(slot, *tensor); }

@@ -10,8 +10,8 @@ namespace metal_attn {
 // The strides are 0 in dimensions that the mask does not have or that have size 1.
 MaskStrides mask_strides(const OptionalTensor& mask);
 
-// The number of tiles of `tile` rows that cover `rows` rows. With `ordered`, each block of a
-// BlockMask, of `block` rows, has the same number of tiles, even if the rows end in the last block.
+// The number of tiles of `tile` rows that cover `rows` rows. If `ordered`, each block of `block`
+// rows of a BlockMask has the same number of tiles, even if the rows end within the last block.
 inline int64_t tiles_of(int64_t rows, int64_t tile, int block, bool ordered) {
   return ordered ? (rows + block - 1) / block * (block / tile) : (rows + tile - 1) / tile;
 }

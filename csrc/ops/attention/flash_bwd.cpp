@@ -16,7 +16,7 @@
 namespace metal_attn {
 namespace {
 
-// SIMD groups of a threadgroup of flash_bwd_delta and flash_bwd_sum. Each has one row.
+// SIMD groups per threadgroup in flash_bwd_delta and flash_bwd_sum. Each SIMD group has one row.
 constexpr int kRowSimdgroups = 4;
 
 struct FlashBwdCall {
@@ -30,7 +30,7 @@ MaskTile mask_tile(const FlashBwdSpecialisation& s) {
 }
 
 // The estimated time of dk and dv with `splits`, divided by the time of the products alone. The
-// rest is due to idle cores and to adding up the splits.
+// factor is above 1 because of idle cores and because the splits must be added up.
 double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdProblem& problem,
                    const Gpu& gpu) {
   const double tiles = double(problem.keys) / s.block_rows();
@@ -41,14 +41,14 @@ double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdPr
   // Two thirds of the SIMD groups still do more than two thirds of the work (replay.md).
   constexpr double kExponent = 0.85;
   const double idle = uneven / std::pow(std::min(waves, 1.0), kExponent);
-  // Writing and adding up a key's partial results takes as long as this many queries. Estimated
-  // from 68 GB/s and 2.6 TFLOPS of M1, and 269 GB/s and 32 TFLOPS of M5 Pro's matrix units.
+  // Writing and adding up the partial results of a key takes as long as this many queries. The
+  // estimates use 68 GB/s and 2.6 TFLOPS (M1), and 269 GB/s and 32 TFLOPS (M5 Pro's matrix units).
   const double part_queries = s.tensor_tiles ? 250 : 80;
   const double queries = double(problem.q_length) * problem.queries_per_kv;
   return splits > 1 ? idle * (1.0 + part_queries * splits / queries) : idle;
 }
 
-// The number of threadgroups that share the query heads of a KV head. It divides their number.
+// The number of threadgroups that share the query heads of a KV head, a divisor of queries_per_kv.
 int choose_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
                        const Gpu& gpu) {
   int best = 1;
@@ -91,7 +91,7 @@ FlashBwdCall check_and_choose(const FlashBwdArguments& a, bool tensor_tiles) {
     return tuned(choose_flash_bwd(problem, gradient, a.exact_delta, tensor, gpu()),
                  call.forward.q_length, call.forward.kv_length);
   };
-  // Both have the same kind of tile, because dk and dv need the delta of the same products.
+  // dq has the same kind of tile as dk and dv, which need the delta of the same products.
   if (tensor && refused_tiles() != nullptr) {
     tensor = !choose(Gradient::kQ).refused && !choose(Gradient::kKv).refused;
   }
@@ -279,7 +279,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
 
 FlashFwdCall check_differentiable(const FlashFwdArguments& f) {
   const FlashFwdCall call = check_flash_fwd(f);
-  // Refuses quantised k and v, too.
+  // Also refuses quantised k and v, whose dtypes differ.
   check_same_dtype("k", f.k, "q", f.q);
   check_same_dtype("v", f.v, "q", f.q);
   return call;

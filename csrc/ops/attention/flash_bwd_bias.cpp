@@ -52,9 +52,9 @@ FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
   const FlashFwdCall forward = check_score_gradient(a);
   check(
       slopes || forward.bias,
-      "`attn_bias` is None and `attn_mask` is not floating; one of them must be, for its gradient");
+      "`attn_bias` is None and `attn_mask` is not floating; pass the bias whose gradient you need");
   check(!slopes || f.options.alibi_slopes,
-        "`alibi_slopes` is None; it must be float32, for its gradient");
+        "`alibi_slopes` is None; pass the slopes whose gradient you need");
 
   const FlashBwdSpecialisation specialisation =
       choose_flash_bwd(forward.problem, Gradient::kScores, false, false, gpu());
@@ -62,7 +62,7 @@ FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
   const auto sizes = slopes ? slope_sizes(like) : bias_sizes(like);
   FlashBwdBiasCall call{forward, specialisation, like, sizes, slopes, a.normalisers.has_value()};
 
-  // The tiles along a dimension share an element of the tensor if its size is 1.
+  // If a dimension of the tensor has size 1, the tiles along this dimension share an element.
   const std::array<int64_t, 4> all{forward.batch, forward.heads,
                                    divide_up(forward.q_length, specialisation.block_rows()),
                                    divide_up(forward.kv_length, specialisation.block)};
@@ -76,18 +76,18 @@ FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
   }
   constexpr double kMaxTiles = 4e18;
   check(shared < kMaxTiles, "`q` has ", shared,
-        " tiles of scores that share one element; they must be fewer than 2^62");
+        " tiles of scores that share one element of a tensor; there must be fewer than 2^62");
   if (f.q.numel() == 0 || f.k.numel() == 0) { call.shared_tiles = 0; }
   const double owned_tiles = double(owned[0]) * owned[1] * owned[2] * owned[3];
   call.splits = score_gradient_splits(static_cast<int64_t>(std::min(owned_tiles, double{1 << 30})),
                                       call.shared_tiles);
   call.split_tiles = divide_up(call.shared_tiles, call.splits);
-  // Metal's positions in the grid are 32-bit, counted in threads.
+  // Metal counts positions in the grid in threads, in 32 bits.
   const double columns = double(owned[3]) * call.splits * specialisation.threads();
   constexpr double kMaxGrid = std::numeric_limits<int32_t>::max();
   check(columns <= kMaxGrid && double(owned[0]) * owned[1] <= kMaxGrid,
         slopes ? "`alibi_slopes`" : "`attn_bias`", " has shape ", shape_text(like),
-        "; its gradient's grid would be over 2^31 threads");
+        "; the grid of its gradient must have fewer than 2^31 threads");
   call.threadgroups = extent(owned[3] * call.splits, owned[2], owned[0] * owned[1]);
   return call;
 }
@@ -148,11 +148,11 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
 
 }  // namespace
 
-// No more parts than needed to keep the GPU busy. Each part writes a float32 copy of the tensor,
-// and all copies together have less than twice kBusyThreadgroups tiles.
+// Returns no more parts than keep the GPU busy. Each part writes a float32 copy of the tensor, and
+// all copies together have less than twice kBusyThreadgroups tiles.
 int64_t score_gradient_splits(int64_t owned, int64_t shared) {
   if (owned == 0 || shared == 0) { return 1; }
-  // So many threadgroups of four SIMD groups keep the largest GPU, of 80 cores, busy.
+  // This many threadgroups of four SIMD groups keep the largest GPU, which has 80 cores, busy.
   constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / 4;
   return std::min(shared, (kBusyThreadgroups + owned - 1) / owned);
 }

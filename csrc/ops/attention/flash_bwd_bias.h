@@ -12,8 +12,8 @@ FlashFwdCall check_score_gradient(const FlashBwdBiasArguments& arguments);
 Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArguments& arguments,
                                const Tensor& result);
 
-// The number of parts of the loop over `shared` tiles of scores, which runs for each of `owned`
-// tiles of the tensor. At least 1, and at most `shared` unless that is 0.
+// The number of parts into which the loop over `shared` tiles of scores is divided. The loop runs
+// for each of `owned` tiles of the tensor. At least 1, and at most `shared` if that is not 0.
 int64_t score_gradient_splits(int64_t owned, int64_t shared);
 
 JsonObject score_gradient_note(const FlashBwdSpecialisation& specialisation);

@@ -12,11 +12,11 @@
 namespace metal_attn {
 namespace {
 
-// The most bytes of the copies of a captured tensor, and the most if there is one per SIMD group.
+// The most bytes of all copies of a captured tensor, and the most if there is only one split.
 constexpr double kCopiesBytes = 64.0 * (1 << 20);
 constexpr double kMostBytes = 1024.0 * (1 << 20);
 
-// The gradient of one load.
+// The gradient of one load of a captured tensor.
 struct Share {
   FlashBwdSpecialisation specialisation;
   Tensor capture;
@@ -40,7 +40,7 @@ Share check_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::siz
   Share share{specialisation, flex.captures[number], flex.share_owners[i], 0, 1, 1, 1, 1};
   const int64_t elements = share.capture.numel();
   check(elements < std::numeric_limits<int32_t>::max(), "captures[", number, "] has ", elements,
-        " elements; one that has a gradient must have fewer than 2^31");
+        " elements; a captured tensor that has a gradient must have fewer than 2^31 - 1");
   const int64_t block_q = specialisation.block_rows();
   share.q_tiles = divide_up(call.q_length, block_q);
   const std::array<std::pair<FlexOwner, int64_t>, 3> dims{
@@ -51,16 +51,16 @@ Share check_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::siz
   const int64_t simdgroups = share.owns(kOwnQuery) ? 1 : specialisation.simdgroups;
   const double bytes = double(elements) * double(simdgroups) * sizeof(float);
   check(share.owns(kOwnQuery) || bytes <= kMostBytes, "captures[", number, "] has ", elements,
-        " elements, of which any query may load any: the sums of its gradient need ",
-        bytes / (1 << 20), " MiB, and may take ", kMostBytes / (1 << 20),
-        ": pass a smaller tensor, or detach it");
+        " elements, and any query may load any of them: the partial sums of its gradient need ",
+        bytes / (1 << 20), " MiB and may have at most ", kMostBytes / (1 << 20),
+        " MiB: pass a smaller tensor, or detach it");
   const auto room = static_cast<int64_t>(kCopiesBytes / std::max(bytes, 1.0));
   share.splits = std::clamp(score_gradient_splits(share.owned, share.shared), int64_t{1},
                             std::max(room, int64_t{1}));
   share.copies = share.splits * simdgroups;
   constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
   check(share.owned <= kMaxGrid, "`q` has ", share.owned,
-        " tiles of queries in all heads; they must be fewer than 2^31");
+        " tiles of queries in all heads; there must be fewer than 2^31");
   return share;
 }
 

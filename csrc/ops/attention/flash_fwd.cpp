@@ -33,18 +33,18 @@ MaskTile mask_tile(const FlashFwdSpecialisation& s) {
 std::string describe_choice(const FlashFwdSpecialisation& s) {
   std::string text = (s.tensor_tiles ? "tensor tiles: " : "") + row_text(s.defaults);
   if (s.v_slices() > 1) {
-    text += "; v in " + std::to_string(s.v_slices()) + " slices of " +
-            Counted{s.v_slice, "column"}.str() + ", each with the scores computed again";
+    text += "; v has " + std::to_string(s.v_slices()) + " slices of " +
+            Counted{s.v_slice, "column"}.str() + ", and the scores are computed for each slice";
   }
   if (!s.wide_loads) {
     const KvFormats& formats = s.features.cache.formats;
     const int bytes =
         std::max(kv_load_bytes(s.element, formats.k), kv_load_bytes(s.element, formats.v));
-    text += "; element-wise loads of k and v, as some row is not " + std::to_string(bytes) +
-            "-byte aligned or a head dim is no multiple of 8";
+    text += "; k and v are loaded element by element, as some row is not " + std::to_string(bytes) +
+            "-byte aligned or a head dim is not a multiple of 8";
   }
   const bool rotated = s.features.rotary && s.features.rotary->k;
-  return text + (rotated && !s.wide_rotary ? "; k rotated element by element" : "");
+  return text + (rotated && !s.wide_rotary ? "; k is rotated element by element" : "");
 }
 
 JsonObject note_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s, const Tensor& q) {

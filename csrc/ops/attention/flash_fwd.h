@@ -15,7 +15,7 @@ Tensor new_lse(const FlashFwdArguments& arguments);
 // Returns out, (..., Dv) with the other sizes, the dtype and the order of dimensions of q, and
 // softmax_lse, (B, Hq, Lq) or (Hq, Tq), float32, contiguous.
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments, Backend& backend);
-// The caller chooses the kind of tile.
+// The same with the kind of tile that the caller chooses.
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments, Backend& backend,
                                      bool tensor_tiles);
 

@@ -11,8 +11,8 @@ namespace {
 constexpr int64_t kSmallestBlock = 8;
 constexpr int64_t kLargestBlock = 1024;
 
-// A copy that is never freed, because launches and compiled specialisations point to it.
-const char* interned(const std::string& text) {
+// Returns a copy that is never freed, because launches and compiled specialisations point to it.
+const char* intern(const std::string& text) {
   static std::mutex mutex;
   static auto* const texts = new std::unordered_set<std::string>;
   const std::lock_guard lock(mutex);
@@ -25,14 +25,15 @@ std::vector<int64_t> ranks_of(const FlexOptions& flex) {
   return ranks;
 }
 
-const char* checked(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks) {
+const char* check_text(ArgumentName name, const std::string& text,
+                       const std::vector<int64_t>& ranks) {
   check_flex_text(name, text, ranks);
-  return interned(text);
+  return intern(text);
 }
 
-const char* checked_if_any(ArgumentName name, const std::string& text,
-                           const std::vector<int64_t>& ranks) {
-  return text.empty() ? nullptr : checked(name, text, ranks);
+const char* check_text_if_any(ArgumentName name, const std::string& text,
+                              const std::vector<int64_t>& ranks) {
+  return text.empty() ? nullptr : check_text(name, text, ranks);
 }
 
 // The Metal type of a captured tensor's elements.
@@ -45,10 +46,10 @@ const char* capture_element(const std::string& name, const Tensor& tensor) {
   return element;
 }
 
-// Returns the kernel's declarations of the captured tensors.
+// Checks the captured tensors. Returns the kernel's declarations of them.
 std::string check_captures(const FlexOptions& flex, const Tensor& q) {
   check(flex.captures.size() <= FLEX_CAPTURES_MAX, "captures has ", flex.captures.size(),
-        " tensors; Metal has buffers for ", FLEX_CAPTURES_MAX);
+        " tensors; Metal has buffers for at most ", FLEX_CAPTURES_MAX);
   std::string declarations;
   int64_t dimensions = 0;
   for (std::size_t i = 0; i < flex.captures.size(); ++i) {
@@ -67,7 +68,7 @@ std::string check_captures(const FlexOptions& flex, const Tensor& q) {
     dimensions += tensor.dim();
   }
   check(dimensions <= FLEX_DIMENSIONS_MAX, "captures have ", dimensions,
-        " dimensions in all; they may have ", FLEX_DIMENSIONS_MAX);
+        " dimensions in all; they may have at most ", FLEX_DIMENSIONS_MAX);
   return declarations;
 }
 
@@ -128,14 +129,14 @@ void check_list_values(const List& list, int64_t blocks) {
         for (int64_t i = 0; i < n; ++i) {
           const int32_t entry = entries[i * indices.stride(3)];
           check(0 <= entry && entry < blocks, list.indices_name, " lists block ", entry,
-                " for block ", row, "; there are ", blocks, " blocks, counted from 0");
+                " for block ", row, "; an entry must be at least 0 and less than ", blocks);
         }
       }
     }
   }
 }
 
-// Returns true if there is a list of full blocks.
+// Checks the lists. Returns true if there are lists of full blocks.
 bool check_lists(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
                  const FlashFwdCall& call) {
   const bool over_keys = walk == FlexWalk::kOverKeys;
@@ -147,7 +148,7 @@ bool check_lists(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
           " and ", list.indices_name, " is given; give both or neither");
     if (list.counts) {
       check(lists[0].counts.has_value(), list.counts_name, " is given and ", lists[0].counts_name,
-            " is not; full blocks are listed beside partial ones");
+            " is not; lists of full blocks need lists of partial blocks");
       const int64_t rows = over_keys ? queries : keys;
       check_list_shape(list.counts_name, *list.counts, 3, rows, q, call);
       check_list_shape(list.indices_name, *list.indices, 4, rows, q, call);
@@ -161,7 +162,7 @@ const OptionalTensor& order_of(const FlexOptions& flex, FlexWalk walk) {
   return walk == FlexWalk::kOverKeys ? flex.kv_order : flex.q_order;
 }
 
-// Does not check the values of an order: kernels process every row even if they are wrong.
+// Does not check the values of an order: kernels process every row even if the values are wrong.
 void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
                  const FlashFwdCall& call) {
   const OptionalTensor& order = order_of(flex, walk);
@@ -169,7 +170,7 @@ void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
   const bool over_keys = walk == FlexWalk::kOverKeys;
   ArgumentName name = over_keys ? "kv_order" : "q_order";
   check(lists_of(flex, walk)[0].counts.has_value(), name, " is given and ",
-        lists_of(flex, walk)[0].counts_name, " is not; an order needs a BlockMask's lists");
+        lists_of(flex, walk)[0].counts_name, " is not; an order needs the lists of a BlockMask");
   check_same_device(name, *order, "q", q);
   check_dtype(name, *order, {ScalarType::Int});
   const int64_t heads = over_keys ? call.heads : call.kv_heads;
@@ -196,22 +197,22 @@ BlockListParams list_params(const List& list) {
 
 FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwdCall& call) {
   FlexFeatures features{};
-  features.captures = interned(check_captures(flex, q));
+  features.captures = intern(check_captures(flex, q));
   const std::vector<int64_t> ranks = ranks_of(flex);
-  features.score = checked_if_any("score", flex.score, ranks);
-  features.slope = checked_if_any("slope", flex.slope, ranks);
-  features.mask = checked_if_any("mask", flex.mask, ranks);
+  features.score = check_text_if_any("score", flex.score, ranks);
+  features.slope = check_text_if_any("slope", flex.slope, ranks);
+  features.mask = check_text_if_any("mask", flex.mask, ranks);
   if (!flex.kv_num_blocks) {
-    bool none =
+    bool no_block_mask =
         flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.kv_order && !flex.q_order;
     for (const FlexWalk walk : {FlexWalk::kOverKeys, FlexWalk::kOverQueries}) {
       for (const List& list : lists_of(flex, walk)) {
-        none = none && !list.counts && !list.indices;
+        no_block_mask = no_block_mask && !list.counts && !list.indices;
       }
     }
-    check(none,
-          "block sizes, lists or an order are given and `kv_num_blocks` is not; give all of a "
-          "BlockMask");
+    check(no_block_mask,
+          "block sizes, lists or an order are given and `kv_num_blocks` is not; give it and "
+          "`kv_indices` too");
     return features;
   }
   check_block_size("q_block_size", flex.q_block_size);
@@ -245,20 +246,21 @@ void check_shares(const FlexOptions& flex) {
             flex.share_owners.size() == flex.shares.size(),
         "`shares`, `places`, `share_captures` and `share_owners` have ", flex.shares.size(), ", ",
         flex.places.size(), ", ", flex.share_captures.size(), " and ", flex.share_owners.size(),
-        " entries; they must have the same number");
+        " entries; they must have the same length");
 }
 
 FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share) {
   const int64_t number = flex.share_captures[share];
   check(0 <= number && number < static_cast<int64_t>(flex.captures.size()), "`share_captures`[",
-        share, "] is ", number, "; there are ", flex.captures.size(), " captures");
+        share, "] is ", number, "; it must be the index of one of ", flex.captures.size(),
+        " captures");
   constexpr int64_t kOwners = kOwnBatch | kOwnHead | kOwnQuery | kOwnKey;
   check((flex.share_owners[share] & ~kOwners) == 0, "`share_owners`[", share, "] is ",
         flex.share_owners[share], "; it must be in 0..", kOwners);
   const std::vector<int64_t> ranks = ranks_of(flex);
   features.slope = nullptr;
-  features.share = checked("shares", flex.shares[share], ranks);
-  features.place = checked("places", flex.places[share], ranks);
+  features.share = check_text("shares", flex.shares[share], ranks);
+  features.place = check_text("places", flex.places[share], ranks);
   return features;
 }
 
@@ -331,7 +333,7 @@ void append_block_order(Launch& launch, const FlashFwdArguments& a, FlexWalk wal
   const auto [x, y, z] = launch.threadgroups;
   check(double(x) * y * z <= double(std::numeric_limits<uint32_t>::max()),
         walk == FlexWalk::kOverKeys ? "`kv_order`" : "`q_order`", " is given for a grid of ", x,
-        " x ", y, " x ", z, " threadgroups; they must be fewer than 2^32");
+        " x ", y, " x ", z, " threadgroups; there must be fewer than 2^32");
   launch.buffers.push_back({FLEX_BLOCK_ORDER, *order_of(*a.flex, walk), false});
 }
 

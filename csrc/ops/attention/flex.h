@@ -8,10 +8,10 @@
 
 namespace metal_attn {
 
-// A kernel loops over the keys of each block of queries, or over the transposed lists.
+// A kernel loops over keys for each block of queries, or over queries for each block of keys.
 enum class FlexWalk { kOverKeys, kOverQueries };
 
-// `call` must have its sizes.
+// The sizes in `call` must be set.
 FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwdCall& call);
 
 // Checks that the gradients have the transposed lists.
@@ -20,7 +20,7 @@ void check_flex_gradients(const FlexOptions& flex);
 // Checks that the lists of shares have the same length.
 void check_shares(const FlexOptions& flex);
 
-// Checks a share, and returns the features of its kernel.
+// Checks a share. Returns the features of the kernel that computes it.
 FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share);
 
 // True if there is an order in which threadgroups start.
@@ -29,7 +29,7 @@ bool starts_in_order(const FlexOptions& flex, FlexWalk walk);
 // True if a list has long offsets.
 bool has_long_lists(const FlexOptions& flex);
 
-// An upper bound of the keys or queries in a list of a BlockMask. It may exceed their number.
+// An upper bound of the keys or queries in a list of a BlockMask. It may exceed the length.
 int64_t listed_rows(const FlexOptions& flex, FlexWalk walk);
 
 // counts: (B, H, lists). indices: (B, H, lists, entries). Sizes of 1 broadcast.
@@ -39,12 +39,13 @@ FlexParams flex_params(const FlexOptions& flex, FlexWalk walk);
 
 void append_block_lists(Buffers& buffers, const FlashFwdArguments& arguments, FlexWalk walk);
 
-// The launch must have its grid.
+// The grid of `launch` must be set.
 void append_block_order(Launch& launch, const FlashFwdArguments& arguments, FlexWalk walk);
 
 // Checks that `text` is the body of a function in shaders/flex.h: statements "const TYPE tN = ...;"
 // and "return ...;" of known words, numbers and operators, as torch_metal_attn/flex writes them.
-// They may read a captured tensor only at flex_index of each dimension. ranks: of the tensors.
+// In each dimension they may index a captured tensor only by flex_index. ranks: one for each
+// tensor.
 void check_flex_text(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks);
 
 }  // namespace metal_attn

@@ -7,7 +7,7 @@
 namespace metal_attn {
 namespace {
 
-// The words that a value may have, besides tN, numbers and captured tensors.
+// The words that a value may contain, in addition to tN, numbers and captured tensors.
 constexpr std::string_view kTypes =
     " bool char uchar short ushort int int64_t uint uint64_t half bfloat float ";
 constexpr std::string_view kWords =
@@ -15,13 +15,13 @@ constexpr std::string_view kWords =
     "min isnan flex_index flex_floor_divide flex_truncating_divide flex_remainder "
     "flex_truncating_remainder flex_int flex_long flex_sign flex_max flex_min flex_log1p "
     "flex_expm1 flex_erf flex_left_shift flex_right_shift ";
-constexpr std::string_view kPrecise =
+constexpr std::string_view kPreciseFunctions =
     " exp exp2 log log2 log10 tanh sin cos sqrt rsqrt pow asin acos atan atan2 sinh cosh asinh "
     "acosh atanh ";
 constexpr std::array<std::string_view, 18> kOperators{
     "==", "!=", "<=", ">=", "&&", "||", "+", "-", "/", "<", ">", "|", "^", "!", "~", "?", ":", ","};
 
-bool among(std::string_view words, std::string_view word) {
+bool contains_word(std::string_view words, std::string_view word) {
   return words.find(" " + std::string(word) + " ") != std::string_view::npos;
 }
 
@@ -31,13 +31,13 @@ bool is_number(std::string_view word) {
   return !word.empty() && std::all_of(word.begin(), word.end(), is_digit);
 }
 
-bool is_of_word(char letter) {
+bool is_word_letter(char letter) {
   return std::isalnum(static_cast<unsigned char>(letter)) != 0 || letter == '_';
 }
 
-// Parses a text. A compiler may still refuse an accepted text, but it accesses only the tensors of
-// the call. It has no pointers or references, because `*` and `&` must follow a value and types
-// must precede a parenthesis. Only `captured` accepts brackets.
+// Parses a text. A compiler may still refuse an accepted text, but the text accesses only the
+// tensors of the call. The text has no pointers or references, because `*` and `&` must follow a
+// value and types must precede a parenthesis. Only `captured` accepts brackets.
 class Reader {
  public:
   Reader(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks)
@@ -45,9 +45,9 @@ class Reader {
 
   void read() {
     while (skip("const ")) {
-      word([](const std::string& word) { return among(kTypes, word); });
+      word([](const std::string& word) { return contains_word(kTypes, word); });
       need(skip(" t"));
-      index(kNames);
+      index(kMostNames);
       need(skip(" = "));
       value("; ");
     }
@@ -57,12 +57,12 @@ class Reader {
   }
 
  private:
-  static constexpr int64_t kNames = 1000000;
+  static constexpr int64_t kMostNames = 1000000;  // N of a name tN is below this number
 
   void need(bool condition) const {
     constexpr std::size_t kShown = 40;
-    check(condition, name_, " has '", rest_.substr(0, kShown), "' at ", text_.size() - rest_.size(),
-          "; it must be a text that torch_metal_attn.flex made");
+    check(condition, name_, " has '", rest_.substr(0, kShown), "' at position ",
+          text_.size() - rest_.size(), "; it must be a text that torch_metal_attn.flex generated");
   }
 
   bool skip(std::string_view exact) {
@@ -82,7 +82,7 @@ class Reader {
   template <class Allowed>
   std::string word(const Allowed& allowed) {
     const std::string_view rest = rest_;
-    const std::string taken(take(is_of_word));
+    const std::string taken(take(is_word_letter));
     const bool good = allowed(taken);
     rest_ = good ? rest_ : rest;
     need(good);
@@ -96,7 +96,7 @@ class Reader {
     }));
   }
 
-  // Everything up to an `end` outside of all parentheses.
+  // Parses a value, which ends at an `end` outside of all parentheses.
   void value(std::string_view end) {
     int open = 0;
     bool after_value = false;
@@ -105,7 +105,7 @@ class Reader {
       const bool opens = skip("(");
       const bool closes = open > 0 && !opens && skip(")");
       open += opens ? 1 : closes ? -1 : 0;
-      const bool is_operand = !opens && !closes && !rest_.empty() && is_of_word(rest_[0]);
+      const bool is_operand = !opens && !closes && !rest_.empty() && is_word_letter(rest_[0]);
       if (is_operand) {
         operand();
       } else if (!opens && !closes) {
@@ -124,25 +124,25 @@ class Reader {
       index(FLEX_DIMENSIONS_MAX);
       need(skip("]"));
     } else if (skip("precise::")) {
-      word([](const std::string& word) { return among(kPrecise, word); });
+      word([](const std::string& word) { return contains_word(kPreciseFunctions, word); });
     } else if (is_digit(rest_[0])) {  // 1, 1L, 1.5f, 1e+20f
-      char before = 0;
-      take([&before](char letter) {
-        const bool sign = (letter == '+' || letter == '-') && before == 'e';
-        before = letter;
+      char previous = 0;
+      take([&previous](char letter) {
+        const bool sign = (letter == '+' || letter == '-') && previous == 'e';
+        previous = letter;
         return sign || is_digit(letter) || letter == '.' || letter == 'e' || letter == 'f' ||
                letter == 'L';
       });
     } else {
       word([this](const std::string& word) {
-        return (word[0] == 't' && is_number(word.substr(1))) || among(kWords, word) ||
-               (among(kTypes, word) && rest_.starts_with('('));
+        return (word[0] == 't' && is_number(word.substr(1))) || contains_word(kWords, word) ||
+               (contains_word(kTypes, word) && rest_.starts_with('('));
       });
     }
   }
 
-  // N[flex_index(..., params.capture_sizes[i], impossible) * params.capture_strides[i] + ...] with
-  // each dimension i of tensor N.
+  // Parses N[flex_index(..., params.capture_sizes[i], impossible) * params.capture_strides[i] +
+  // ...] with a term for each dimension i of tensor N.
   void captured() {
     need(!std::exchange(within_index_, true));
     const auto rank = ranks_.begin() + index(static_cast<int64_t>(ranks_.size()));

@@ -11,13 +11,13 @@ namespace {
 // The elements that a lane reads at a time.
 constexpr int kWord = 8;
 
-// With fewer scores, attention takes no longer than one more launch.
+// With fewer scores, attention takes no longer than the additional launch.
 constexpr double kManyScores = 1 << 20;
 
 // The most loads of the pre-pass, relative to those of a forward that hides nothing.
 constexpr double kMostLoads = 0.25;
 
-// The queries of most tiles of the forward.
+// The number of queries in most tiles of the forward.
 constexpr int kTileQueries = 64;
 
 // True if lanes can read kWord neighbouring keys together.
@@ -41,7 +41,7 @@ double scores(const FlashFwdCall& call) {
   return double(call.batch) * call.heads * call.q_length * call.kv_length;
 }
 
-// The loads of a forward's tile per key: 16 bytes of k and v at a time, and the mask.
+// The loads per key of a forward's tile: 16 bytes of k or v each, or 1 or 2 elements of the mask.
 double forward_loads(const FlashFwdProblem& problem, int queries) {
   const double columns = problem.head_dim_qk + problem.head_dim_v;
   return columns * element_bytes(problem.element) / 16 +
@@ -51,7 +51,7 @@ double forward_loads(const FlashFwdProblem& problem, int queries) {
 struct ListShape {
   int64_t batch;
   int64_t heads;
-  int64_t lists;   // of a head
+  int64_t lists;   // lists of a head
   int64_t blocks;  // the most entries of a list
 };
 
@@ -83,7 +83,7 @@ const char* no_mask_blocks(const FlashFwdCall& call) {
   const FlashFwdFeatures& f = call.problem.features;
   if (f.band || f.chunk || f.varlen || f.seqused_k || f.leftpad_k || f.cache.page_size > 0 ||
       f.cache.batch_idx) {
-    return "as causality, windows, chunks, lengths or pages hide keys too";
+    return "as causality, windows, chunks, lengths or pages also hide keys";
   }
   if (call.kv_length < kManyRows || scores(call) < kManyScores) { return "as the call is short"; }
   const int queries = std::min(call.q_length, kTileQueries);
@@ -91,7 +91,7 @@ const char* no_mask_blocks(const FlashFwdCall& call) {
       queries * mask_elements(call) / scores(call) / (reads_words(call) ? kWord : 1);
   return loads <= kMostLoads * forward_loads(call.problem, queries)
              ? nullptr
-             : "as a pre-pass would read too much of it";
+             : "as a pre-pass would read too much of the mask";
 }
 
 }  // namespace
@@ -136,7 +136,7 @@ std::string describe_mask_blocks(const FlashFwdCall& call, const MaskTile& tile)
   const auto [batch, heads, lists, blocks] = shape_of(call, tile);
   return "blocks of " + std::to_string(tile.queries) + " queries and " + std::to_string(tile.keys) +
          " keys that attn_mask hides are skipped: mask_blocks reads " +
-         std::to_string(int64_t(mask_elements(call))) + " bytes of it and writes " +
+         std::to_string(int64_t(mask_elements(call))) + " bytes of the mask and writes " +
          std::to_string(batch * heads * lists * (blocks + 1) * int64_t{sizeof(int32_t)}) +
          " bytes of lists";
 }

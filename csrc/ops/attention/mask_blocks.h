@@ -1,5 +1,5 @@
 // A small kernel lists the blocks of scores that a bool mask does not hide completely. The kernels
-// of attention compute only these.
+// of attention compute only these blocks.
 #pragma once
 
 #include "csrc/ops/attention/flex.h"
@@ -14,16 +14,16 @@ struct MaskTile {
   FlexWalk walk;
 };
 
-// A list for each tile: int32, contiguous. Sizes are 1 where the mask broadcasts.
+// A list of blocks for each tile. Both are int32 and contiguous. Broadcast dimensions have size 1.
 struct MaskBlocks {
   Tensor counts;   // (B or 1, H or 1, tiles or 1)
   Tensor entries;  // (B or 1, H or 1, tiles or 1, blocks)
 };
 
-// True if the call skips blocks that a bool mask hides. Shapes, strides and features decide.
+// True if the call skips blocks that a bool mask hides, by its shapes, strides and features.
 bool skips_mask_blocks(const FlashFwdCall& call);
 
-// Runs the kernel if the features include mask_blocks.
+// Runs the kernel that lists blocks if the features include mask_blocks.
 std::optional<MaskBlocks> list_mask_blocks(const FlashFwdCall& call,
                                            const FlashFwdFeatures& features, const MaskTile& tile,
                                            Backend& backend);

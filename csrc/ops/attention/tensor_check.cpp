@@ -26,7 +26,7 @@ Tensor host_tensor(const Sizes& sizes) {
   return allocate(aoti_torch_device_type_cpu(), aoti_torch_dtype_float32(), sizes);
 }
 
-// Numbers in -1..1 without a pattern, so that a swap of rows or columns changes results.
+// Pseudo-random numbers in -1..1, so that a swap of rows or columns changes results.
 Tensor filled(int32_t device_type, int32_t dtype, const Sizes& sizes, uint32_t seed) {
   Tensor host = host_tensor(sizes);
   float* values = static_cast<float*>(host.mutable_data_ptr());
@@ -51,14 +51,14 @@ std::vector<float> values_of(const Tensor& tensor) {
 struct Problem {
   const char* name;
   int32_t dtype;
-  float rounding;  // the coarser rounding of results and operands
+  float rounding;  // of results or operands, whichever is coarser
   int64_t head_dim;
   Sizes queries() const { return {1, 2, 70, head_dim}; }
   Sizes keys() const { return {1, 1, 100, head_dim}; }
 };
 
-// Every dtype, and tiles of many columns: in both backward kernels two SIMD groups share rows and
-// exchange partial sums of scores, and dk and dv have slices.
+// The problems cover every dtype, and tiles of many columns. With such tiles, two SIMD groups of
+// both backward kernels share rows and exchange partial sums of scores, and dk and dv have slices.
 std::vector<Problem> problems(bool float32) {
   if (float32) {
     return {{"float32", aoti_torch_dtype_float32(), 0x1p-11f, 64},
@@ -82,7 +82,7 @@ FlashFwdArguments forward_of(const Problem& problem, int32_t device_type) {
 }
 
 // "", or a line if results differ by more than `roundings` times the largest value (at least 1).
-std::string difference(const std::string& name, const Tensor& tensor_tiles,
+std::string difference(const char* problem, const char* name, const Tensor& tensor_tiles,
                        const Tensor& matrix_tiles, float roundings) {
   const auto actual = values_of(tensor_tiles);
   const auto expected = values_of(matrix_tiles);
@@ -90,8 +90,8 @@ std::string difference(const std::string& name, const Tensor& tensor_tiles,
   for (const float value : expected) { largest = std::max(largest, std::fabs(value)); }
   for (std::size_t i = 0; i < expected.size(); ++i) {
     if (!(std::fabs(actual[i] - expected[i]) <= roundings * largest)) {
-      return text_of("a small problem, ", name, ", gave ", actual[i], " with tensor tiles and ",
-                     expected[i], " with 8x8 tiles");
+      return text_of("in a small problem in ", problem, ", ", name, " was ", actual[i],
+                     " with tensor tiles and ", expected[i], " with 8x8 tiles");
     }
   }
   return "";
@@ -104,15 +104,14 @@ std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool
     const FlashFwdArguments f = forward_of(problem, device_type);
     const auto compare = [&](const char* name, const Tensor& actual, const Tensor& expected,
                              float roundings) {
-      return difference(std::string(name) + problem.name, actual, expected,
-                        roundings * problem.rounding);
+      return difference(problem.name, name, actual, expected, roundings * problem.rounding);
     };
     std::string different;
     if (pass == Pass::kForward) {
       const auto [actual, actual_lse] = flash_fwd(f, backend, true);
       const auto [expected, expected_lse] = flash_fwd(f, backend, false);
-      // Results are rounded, and weights are truncated.
-      different = compare("", actual, expected, 4);
+      // The bound is 4 roundings: results are rounded, and weights are truncated.
+      different = compare("out", actual, expected, 4);
     } else {
       const auto [out, lse] = flash_fwd(f, backend, false);
       const FlashBwdArguments a{filled(device_type, problem.dtype, problem.queries(), 4),
@@ -122,12 +121,13 @@ std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool
                                 true,
                                 f};
       const auto [dq, dk, dv, delta, normalisers] = flash_bwd(a, backend, true);
-      const auto [right_dq, right_dk, right_dv, same, same_too] = flash_bwd(a, backend, false);
-      // Results and the terms of their sums are rounded. Sums of terms of both signs are smaller
-      // than the terms.
-      for (const auto& [name, actual, expected] : {std::tuple{"the dq of ", &dq, &right_dq},
-                                                   {"the dk of ", &dk, &right_dk},
-                                                   {"the dv of ", &dv, &right_dv}}) {
+      const auto [expected_dq, expected_dk, expected_dv, unused1, unused2] =
+          flash_bwd(a, backend, false);
+      // The bound is 8 roundings: results and the terms of their sums are rounded, and sums of
+      // terms of both signs are smaller than the terms.
+      for (const auto& [name, actual, expected] : {std::tuple{"dq", &dq, &expected_dq},
+                                                   {"dk", &dk, &expected_dk},
+                                                   {"dv", &dv, &expected_dv}}) {
         different = different.empty() ? compare(name, *actual, *expected, 8) : different;
       }
     }

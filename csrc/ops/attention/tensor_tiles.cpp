@@ -38,7 +38,7 @@ bool allowed(bool float32) { return (!float32 || tf32_allowed()) && allowed(); }
 
 std::string why_not_allowed() {
   if (setting() == Setting::kOff) { return std::string(kSetting) + " is off"; }
-  if (allowed()) { return "tensor operations cut float32 to 11 bits, and " + tf32_reason(); }
+  if (allowed()) { return "tensor operations reduce float32 to 11 bits, and " + tf32_reason(); }
   const std::string name = gpu_name();
   return "no Apple GPU with matrix units (M5 or later) was found" +
          (name.empty() ? "" : ": this is an " + name);
@@ -70,8 +70,8 @@ void print_reason(const std::string& user, const std::string& why) {
 void warn(const std::string& user, const std::string& why) {
   print_reason(user, why);
   std::fprintf(stderr,
-               "torch_metal_attn: please report this with what `python -m torch_metal_attn verify "
-               "--full` writes; %s=off silences it\n",
+               "torch_metal_attn: please report this with the output of `python -m "
+               "torch_metal_attn verify --full`; %s=off silences this warning\n",
                kSetting);
 }
 
@@ -141,25 +141,25 @@ std::optional<TileComparison> prerequisite(TileComparison comparison) {
 std::string try_tensor_tiles(Backend& mps, TileComparison comparison) {
   if (const std::optional<TileComparison> before = prerequisite(comparison)) {
     const std::string problem = problem_of(mps, *before);
-    if (!problem.empty()) { return problem; }  // its warning was printed before
+    if (!problem.empty()) { return problem; }  // the warning was printed before
   } else if (!tensor_record().macos_suffices) {
-    return "they need macOS 26.2";
+    return "tensor tiles need macOS 26.2 or later";
   }
   ProbeSettings settings = probe_settings();
   const std::string record = record_of(comparison);
-  const BegunTrial begun =
+  const TrialStart start =
       begin_trial(record.empty() ? "" : record + "_begun", (1 + kCompareLimits) * settings.limit,
                   setting() == Setting::kOn);
-  if (!begun.problem.empty()) {
-    const std::string problem =
-        begun.problem + "; " + kSetting + "=on tries them again, and =off silences this line";
+  if (!start.problem.empty()) {
+    const std::string problem = start.problem + "; " + kSetting +
+                                "=on tries tensor tiles again, and =off silences this line";
     print_reason(name(comparison), problem);
     return problem;
   }
-  settings.note = begun.note;
+  settings.note = start.note;
   std::string problem =
       comparison.pass == Pass::kForward ? probe_tensor(mps, settings, comparison.float32) : "";
-  if (problem.empty()) { problem = compare_once(mps, comparison, begun.note); }
+  if (problem.empty()) { problem = compare_once(mps, comparison, start.note); }
   if (!problem.empty() && problem != kNoTensorLanguage) { warn(name(comparison), problem); }
   return first_line(problem);
 }
@@ -171,10 +171,10 @@ std::string try_tensor_tiles(Backend&, TileComparison) { return "there is no mps
 #endif
 
 std::string problem_of(Backend& backend, TileComparison comparison) {
-  Verdict& tried = verdict(comparison);
-  const std::lock_guard lock(tried.mutex);
-  if (!tried.problem) { tried.problem = try_tensor_tiles(backend, comparison); }
-  return *tried.problem;
+  Verdict& known = verdict(comparison);
+  const std::lock_guard lock(known.mutex);
+  if (!known.problem) { known.problem = try_tensor_tiles(backend, comparison); }
+  return *known.problem;
 }
 
 std::string problem_on(bool on_mps, TileComparison comparison) {

@@ -16,8 +16,8 @@ namespace metal_attn {
 
 enum class Pass { kForward, kBackward };
 
-// A comparison of both kinds of tile. The backward's comparison requires that the forward's passed,
-// and float32's that half precision's passed.
+// A comparison of both kinds of tile. The backward is compared only if the comparison of the
+// forward passed, and float32 only if the comparison in half precision passed.
 struct TileComparison {
   Pass pass;
   bool float32;
@@ -35,17 +35,17 @@ bool uses_tensor_tiles(const Tensor& q, Backend& backend, Pass pass);
 // The reason in one line not to use tensor tiles, or "".
 std::string tensor_tiles_problem(const Tensor& q, Pass pass);
 
-// "no tensor tiles, as ..." if a user may expect them: from M5 on, or with the setting on.
-// Otherwise "". why_not: why the call cannot have them, or null. problem: of tensor_tiles_problem.
+// "no tensor tiles, as ..." from M5 on or with the setting on. Otherwise "". why_not: why the call
+// cannot have tensor tiles, or null. problem: the result of tensor_tiles_problem.
 std::string missing_tensor_tiles(const char* why_not, const std::string& problem);
 
 // The reason why a forward or its gradients have only 8x8 tiles, or null.
 const char* no_tensor_tiles(const FlashFwdProblem& problem);
 const char* no_tensor_gradients(const FlashFwdProblem& problem);
 
-// The reason if the GPU has refused every tensor tile of a problem, and its warning, which is
-// printed once. user: such as "attention".
-inline constexpr char kTensorTilesRefused[] = "this GPU refused each of them for this problem";
+// The reason if the GPU has refused every tensor tile of a problem, and the function that prints a
+// warning about it once. user: what uses 8x8 tiles now, such as "attention".
+inline constexpr char kTensorTilesRefused[] = "this GPU refused every tensor tile for this problem";
 void warn_tensor_tiles_refused(const std::string& user, const std::string& why);
 
 // Returns run(true) if the pass uses tensor tiles and the GPU does not refuse them, or run(false).

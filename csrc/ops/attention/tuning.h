@@ -25,7 +25,7 @@ inline std::string row_text(const TileConditions* row) {
                                       " of M1's 128 registers a thread");
 }
 
-// Joins the texts that are not empty.
+// Joins the texts that are not empty with "; ".
 inline std::string joined(std::initializer_list<std::string> reasons) {
   std::string text;
   for (const std::string& reason : reasons) {
@@ -47,7 +47,7 @@ std::string choice_text(const Specialisation& s) {
 }
 
 // The note of a launch: its memory, the choice of its tile, and for `tune` the key of a table's row
-// and the tiles to measure, the chosen one first.
+// and the tiles to measure, starting with the chosen one.
 template <class Specialisation>
 JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
   JsonObject tuning;
@@ -60,7 +60,7 @@ JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
       .add("tuning", tuning);
 }
 
-// Thrown if the GPU refused a tile and the call should choose again.
+// Thrown if the GPU refused a tile and the call must choose another one.
 struct TileRefused {
   std::string why;
   std::string warning;  // a line, or "" if it was printed before
@@ -76,14 +76,13 @@ template <class Specialisation>
   std::string warning;
   if (is_new) {
     const bool tuned = s.row != nullptr;
-    warning = std::string("torch_metal_attn: ") +
-              (tuned ? "a table of tiles has " : "the default table has ") + tile_text(s) +
-              " for " + std::string(tuned ? key.text() : key.problem()) +
-              ", which this GPU refuses: it is ignored, and " + tile_text(*next) + " is used (" +
-              first_line(why) + "). " +
-              (tuned ? "`python -m torch_metal_attn tune` measures the tiles anew\n"
-                     : "Please report this with what `python -m torch_metal_attn verify --full` "
-                       "writes\n");
+    warning = std::string("torch_metal_attn: this GPU refuses the tile ") + tile_text(s) +
+              (tuned ? ", which a tuned table has for " : ", which the default table has for ") +
+              std::string(tuned ? key.text() : key.problem()) + ": the tile " + tile_text(*next) +
+              " is used instead (" + first_line(why) + "). " +
+              (tuned ? "`python -m torch_metal_attn tune` measures the tiles again\n"
+                     : "Please report this with the output of `python -m torch_metal_attn verify "
+                       "--full`\n");
   }
   throw TileRefused{why, warning};
 }

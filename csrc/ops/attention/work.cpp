@@ -8,7 +8,7 @@
 namespace metal_attn {
 namespace {
 
-// The most of `length` rows of the other side that `rows` rows see within the window and the chunk.
+// The most rows of the other side, up to `length`, that `rows` rows see by window and chunk.
 // Window sizes may be near 2^63.
 int64_t in_window(const FlashFwdOptions& o, int64_t length, int64_t rows) {
   const int64_t right = o.causal ? 0 : o.window_size_right;

@@ -17,12 +17,12 @@ struct GridRows {
 
 struct GridTiles {
   int64_t rows;
-  int listed_rows;  // of a BlockMask's blocks, or 0
+  int listed_rows;  // rows of a BlockMask's block; 0 without a BlockMask
   bool ordered;
   int threads;
 };
 
-// A threadgroup for each tile, part, head and sequence. Refuses a grid that Metal cannot count.
+// A grid with a threadgroup per tile, part, head and sequence. Refuses grids that are too large.
 Extent check_grid(const FlashFwdCall& call, const GridRows& rows, const GridTiles& tiles);
 
 // The most keys of a sequence that `queries` neighbouring queries see together.
@@ -31,11 +31,11 @@ int64_t keys_seen(const FlashFwdArguments& arguments, const FlashFwdCall& call, 
 // The most queries of a sequence that see some of `keys` neighbouring keys.
 int64_t queries_seeing(const FlashFwdArguments& arguments, const FlashFwdCall& call, int64_t keys);
 
-// The multiply-adds of a query and a key. columns: of all products together.
+// The multiply-adds of a query and a key. columns: the sum of the columns of all products.
 double pair_work(const FlashFwdFeatures& features, int columns);
 
 // Work::busy of a grid with `columns` threadgroups for each tile of `block` rows. total: the packed
-// rows. 0 if the rows are not packed.
+// rows. Returns 0 if the rows are not packed.
 double busy_threadgroups(const FlashFwdCall& call, int64_t total, int block, int64_t columns);
 
 }  // namespace metal_attn

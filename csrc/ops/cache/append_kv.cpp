@@ -32,7 +32,7 @@ Dims new_shape(const AppendKvArguments& a, int64_t batch, int64_t heads, int64_t
   return a.packed ? Dims{length, heads, columns} : Dims{batch, heads, length, columns};
 }
 
-// The rows of sequence b. ends: of packed rows, or null.
+// The number of rows of sequence b. ends: the cu_seqlens of packed rows, or null.
 int64_t rows_of(const int32_t* ends, int64_t b, int64_t length) {
   return ends != nullptr ? int64_t{ends[b + 1]} - ends[b] : length;
 }
@@ -96,14 +96,14 @@ void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
   check(a.cache.indexed() || p.cache_size == p.batch, "`k_cache` has a batch of ", p.cache_size,
         " and `k` of ", p.batch, "; without `cache_batch_idx` they must be equal");
   check(a.packed || p.length <= p.capacity, "`k` has a length of ", p.length,
-        " and `k_cache` room for ", Counted{p.capacity, "row"}, " of a sequence");
+        "; it must be at most ", p.capacity, ", the number of rows of a sequence in `k_cache`");
 }
 
 void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   check(a.rotary_cos.has_value() == a.rotary_sin.has_value(),
         "only one of `rotary_cos` and `rotary_sin` is given; give both or neither");
   if (!a.rotary_cos) {
-    check(!a.q, "`q` is given and `rotary_cos` is not; leave out `q`, which would only be rotated");
+    check(!a.q, "`q` is given and `rotary_cos` is not; `q` can only be rotated: leave it out");
     check(!a.rotary_interleaved, "`rotary_interleaved` is True and `rotary_cos` is not given");
     check(a.rotary_first_column == 0, "`rotary_first_column` is ", a.rotary_first_column,
           " and `rotary_cos` is not given");
@@ -122,7 +122,8 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   p.table_rows = check_length("rotary_cos", cos, 0, "number of rows");
   check(p.table_rows > 0, "`rotary_cos` has no rows");
   check(2 * cos.size(1) <= p.head_dim_qk, "`rotary_cos` has ", Counted{cos.size(1), "column"},
-        " and `k` a head dim of ", p.head_dim_qk, "; they must be at most half of it");
+        " and `k` has a head dim of ", p.head_dim_qk, "; `rotary_cos` may have at most ",
+        p.head_dim_qk / 2, ", half the head dim");
   p.pairs = static_cast<int32_t>(cos.size(1));
   const int64_t last = p.head_dim_qk - 2 * p.pairs;
   check(0 <= a.rotary_first_column && a.rotary_first_column <= last, "`rotary_first_column` is ",
@@ -147,12 +148,12 @@ void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
   p.v_in_k = v_in_k(a.cache, p.formats, a.k_cache, a.v_cache);
   if (!p.v_in_k || !p.writes()) { return; }
   check(has_leading_columns(a.k, a.v), "`v_cache` is the first ", p.head_dim_v,
-        " columns of `k_cache`, and `v` is not those of `k`; pass a `v_cache` of its own, or for "
-        "values that are columns of the keys k[..., :",
-        p.head_dim_v, "] as `v`");
+        " columns of `k_cache`, and `v` is not the first ", p.head_dim_v,
+        " columns of `k`; pass a `v_cache` with separate memory, or k[..., :", p.head_dim_v,
+        "] as `v`");
   check(p.pairs == 0 || p.first_rotated >= p.head_dim_v, "`rotary_first_column` is ",
-        p.first_rotated, " and `v_cache` the first ", Counted{p.head_dim_v, "column"},
-        " of `k_cache`; values are not rotated, so it must be at least ", p.head_dim_v);
+        p.first_rotated, " and `v_cache` is the first ", Counted{p.head_dim_v, "column"},
+        " of `k_cache`; it must be at least ", p.head_dim_v, ", as values are not rotated");
 }
 
 void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
@@ -208,19 +209,19 @@ void check_values(const AppendKvArguments& a, const AppendKvProblem& p) {
     const int64_t q_rows = a.rotate_q_by_token ? queries : std::min<int64_t>(queries, 1);
     const int64_t rotary_rows = std::max(length, q_rows);
     check(first >= 0 && first + length <= p.capacity, "`cache_seqlens`[", b, "] is ", first,
-          " and `k` has ", Counted{length, "new row"}, "; together they must be in 0..", p.capacity,
-          ", the rows ",
-          a.cache.block_table ? "in the pages that `block_table` has" : "that `k_cache` has",
-          " for sequence ", b);
+          " and `k` has ", Counted{length, "new row"},
+          "; `cache_seqlens` must be at least 0 and the sum at most ", p.capacity,
+          ", the number of rows of sequence ", b, " in ",
+          a.cache.block_table ? "the pages of `block_table`" : "`k_cache`");
     new_keys.push_back(length > 0 ? SeenKeys{first, first + length} : SeenKeys{0, 0});
     const int64_t padding = leftpad != nullptr ? leftpad[b] : 0;
     check(padding >= 0, "`leftpad_k`[", b, "] is ", padding, "; it must be at least 0");
     const int64_t begin = first - (subtracts ? padding : 0);
     check(!a.rotary_cos || rotary_rows == 0 || (begin >= 0 && begin + rotary_rows <= p.table_rows),
-          "sequence ", b, " asks for rows ", begin, " to ", begin + rotary_rows - 1,
-          " of `rotary_cos` (from ",
-          subtracts ? "`cache_seqlens` - `leftpad_k`" : "`cache_seqlens`",
-          " on); they must be in 0..", p.table_rows - 1);
+          "sequence ", b, " needs rows ", begin, " to ", begin + rotary_rows - 1,
+          " of `rotary_cos` (starting at ",
+          subtracts ? "`cache_seqlens` - `leftpad_k`" : "`cache_seqlens`", "); they must be in 0..",
+          p.table_rows - 1);
   }
   if (p.length > 0) {
     check_cache_values(a.cache, a.k_cache, new_keys);
@@ -291,7 +292,7 @@ struct AppendKvSpecialisation {
   uint32_t threads;
 };
 
-// The units that a thread moves if there are enough. More threadgroups would only cost more starts.
+// The units that a thread moves if there are enough. Starting more threadgroups would take longer.
 constexpr int64_t kPasses = 4;
 
 int choose_vector(const AppendKvArguments& a, const AppendKvProblem& p) {
@@ -322,7 +323,7 @@ AppendKvSpecialisation choose_append_kv(const AppendKvArguments& a, const Append
   s.threads = static_cast<uint32_t>(
       std::min<int64_t>(divide_up(work, kSimdgroupThreads) * kSimdgroupThreads, APPEND_THREADS));
   check(blocks * s.threads <= std::numeric_limits<uint32_t>::max(), "`k` has a length of ",
-        p.length, " and `q` of ", p.q_length, "; Metal counts at most 2^32 - 1 threads");
+        p.length, " and `q` of ", p.q_length, "; the grid may have at most 2^32 - 1 threads");
   s.threadgroups = extent(blocks, head_groups, p.batch);
   return s;
 }
@@ -392,7 +393,7 @@ Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
 
   Launch launch("append_kv", append_kv_defines(a, p, s));
   const auto add = [&](uint32_t slot, const Tensor& tensor, bool writable) {
-    // Without new rows a tensor may have no memory, and the kernel does not access it.
+    // Without new rows a tensor may have no memory. The kernel does not access it, so q is bound.
     launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : *a.q, writable});
   };
   const auto add_optional = [&](uint32_t slot, const OptionalTensor& tensor, bool writable) {
@@ -427,7 +428,7 @@ void append_kv(const AppendKvArguments& a, Backend& backend) {
     const AppendKvSpecialisation s = choose_append_kv(a, p);
     note(backend, [&s] {
       return JsonObject().add(
-          "reason", Counted{s.block_rows, "new row"}.str() + " of a KV head a threadgroup");
+          "reason", Counted{s.block_rows, "new row"}.str() + " of a KV head per threadgroup");
     });
     backend.run(append_kv_launch(a, p, s));
   }

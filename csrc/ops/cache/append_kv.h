@@ -8,11 +8,11 @@
 namespace metal_attn {
 
 // Refuses invalid arguments before anything is written. On mps the host does not read the values of
-// indices. There the kernel does not write rows outside of the cache, and rows that need a missing
-// row of the tables become NaN.
+// indices, so the kernel does not write rows outside of the cache, and rows that need a missing row
+// of the tables become NaN.
 void append_kv(const AppendKvArguments& arguments, Backend& backend);
 
-// decode_step, whose kernel appends too, uses these functions.
+// decode_step also uses the following functions, because its kernel appends rows.
 AppendKvProblem check_append_kv(const AppendKvArguments& arguments);
 
 // True if loads, stores and rotations have full vectors.

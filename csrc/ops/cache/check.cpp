@@ -30,14 +30,14 @@ int64_t last_size(const Tensor& tensor) {
   return tensor.dim() == 0 ? 0 : tensor.size(tensor.dim() - 1);
 }
 
-// The grouped format with codes of so many bits. The number of scales tells the group size.
+// The grouped format with `bits` bits. A group of 64 has 8 units of 8 codes and 2 scale numbers.
 KvFormat grouped(int bits, const QuantisedOperand& operand) {
   const int64_t units = last_size(operand.data) / (bits == 3 ? 3 : 1);
   const int group = units > 0 && units == 4 * last_size(*operand.scale) ? 64 : 32;
   return static_cast<KvFormat>(KV_GROUPED(bits, group));
 }
 
-// q4_0 has 16 bytes per scale. q3_g32 and q3_g64 have 6 and 12 bytes per number of the scales.
+// q4_0 has 16 bytes per scale. q3_g32 has 6 bytes per number in the scale tensor, and q3_g64 12.
 bool has_3_bits(const QuantisedOperand& operand) {
   const int64_t bytes = last_size(operand.data);
   const int64_t numbers = last_size(*operand.scale);
@@ -57,37 +57,37 @@ void check_stored_dtype(ArgumentName name, const Tensor& data, ArgumentName q_na
 }
 
 KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const Tensor& q) {
-  const auto& [name, data, scale_name, scale, unknown] = operand;
+  const auto& [name, data, scale_name, scale, unset_format] = operand;
   check_known_dtype(name, data, kKvNames);
-  std::optional<ScalarType> kind;
+  std::optional<ScalarType> scale_dtype;
   if (scale) {
     check_same_device(scale_name, *scale, q_name, q);
     check_known_dtype(scale_name, *scale, "float16 or float32");
-    kind = dtype_of(*scale);
+    scale_dtype = dtype_of(*scale);
   }
   const char* allowed = "";
   switch (dtype_of(data)) {
     case ScalarType::Char:
-      if (kind == ScalarType::Half) { return KvFormat::kQ8_0; }
+      if (scale_dtype == ScalarType::Half) { return KvFormat::kQ8_0; }
       allowed = "float16 (q8_0)";
       break;
     case ScalarType::Byte:
-      if (kind == ScalarType::Half) {
+      if (scale_dtype == ScalarType::Half) {
         return has_3_bits(operand) ? grouped(3, operand) : KvFormat::kQ4_0;
       }
-      if (kind == ScalarType::Float) { return KvFormat::kFp8E4m3; }
+      if (scale_dtype == ScalarType::Float) { return KvFormat::kFp8E4m3; }
       allowed = "float16 (q4_0, q3_g32 or q3_g64) or float32 (fp8_e4m3)";
       break;
     case ScalarType::Short:
-      if (kind == ScalarType::Half) { return grouped(2, operand); }
+      if (scale_dtype == ScalarType::Half) { return grouped(2, operand); }
       allowed = "float16 (q2_g32 or q2_g64)";
       break;
     case ScalarType::Int:
-      if (kind == ScalarType::Half) { return grouped(4, operand); }
+      if (scale_dtype == ScalarType::Half) { return grouped(4, operand); }
       allowed = "float16 (q4_g32 or q4_g64)";
       break;
     case ScalarType::Float8_e4m3fn:
-      if (!kind || kind == ScalarType::Float) { return KvFormat::kFp8E4m3; }
+      if (!scale_dtype || scale_dtype == ScalarType::Float) { return KvFormat::kFp8E4m3; }
       allowed = "float32 (fp8_e4m3) or None";
       break;
     default:
@@ -110,9 +110,9 @@ void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, 
   check_rows("block_table", table);
   const int32_t page = check_length(o.names.k, k, 2, "page size");
   check(page > 0, ArgumentName(o.names.k),
-        " has pages of 0 keys; with `block_table` they must have at least 1");
+        " has a page size of 0; with `block_table` it must be at least 1");
   check(table.size(1) <= kMaxLength / page, "`block_table` has ", Counted{table.size(1), "page"},
-        " of ", Counted{page, "key"}, " a sequence; together they must be at most ", kMaxLength,
+        " of ", Counted{page, "key"}, " per sequence; a sequence may have at most ", kMaxLength,
         " keys");
 }
 
@@ -123,7 +123,7 @@ KvFormats check_kv_formats(const CacheOptions& o, const Tensor& q, const Tensor&
   const auto [k_operand, v_operand] = quantised_operands(o, k, v);
   const KvFormats formats{format_of(k_operand, o.names.q, q), format_of(v_operand, o.names.q, q)};
   check((formats.k == KvFormat::kPlain) == (formats.v == KvFormat::kPlain), v_operand.name, " is ",
-        format_name(formats.v), " and ", k_operand.name, " ", format_name(formats.k),
+        format_name(formats.v), " and ", k_operand.name, " is ", format_name(formats.k),
         "; both or neither must be quantised");
   if (!formats.quantised()) { check_same_dtype(v_operand.name, v, k_operand.name, k); }
   return formats;
@@ -171,7 +171,7 @@ int check_hadamard(int64_t hadamard, const CacheNames& names, KvFormats formats,
         " is not quantised; only rows that are quantised are rotated");
   for (const auto& [name, size] : {std::pair{names.k, columns}, {names.v, v_columns}}) {
     check(size % hadamard == 0, ArgumentName(name), " has a head dim of ", size,
-          "; with `hadamard` of ", hadamard, " it must be a multiple of that");
+          "; it must be a multiple of `hadamard`, which is ", hadamard);
   }
   return static_cast<int>(hadamard);
 }
@@ -204,7 +204,8 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
   if (const int32_t* indices = values_on_cpu(o.cache_batch_idx)) {
     for (int64_t b = 0; b < batch; ++b) {
       check(0 <= indices[b] && indices[b] < size, "`cache_batch_idx`[", b, "] is ", indices[b],
-            "; it must be in 0..", size - 1, ", the batch of ", ArgumentName(o.names.k));
+            "; it must be in 0..", size - 1, ": the batch of ", ArgumentName(o.names.k), " is ",
+            size);
     }
   }
   if (const int32_t* pages = values_on_cpu(o.block_table)) {
@@ -214,8 +215,8 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
       const SeenKeys& keys = seen[static_cast<std::size_t>(b)];
       for (int64_t place = keys.begin / page; place * page < keys.end; ++place) {
         check(0 <= row[place] && row[place] < size, "`block_table`[", b, ", ", place, "] is ",
-              row[place], "; it must be in 0..", size - 1, ", the pages of ",
-              ArgumentName(o.names.k));
+              row[place], "; it must be in 0..", size - 1, ", because ", ArgumentName(o.names.k),
+              " has ", Counted{size, "page"});
       }
     }
   }

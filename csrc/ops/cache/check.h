@@ -29,11 +29,11 @@ int check_hadamard(int64_t hadamard, const CacheNames& names, KvFormats formats,
 // The layout of k or v in messages.
 const char* cache_layout(const CacheOptions& options);
 
-// Checks the shapes of the options. Returns how many keys a sequence may have. batch: of q.
+// Checks the shapes of the options. Returns the most keys of a sequence. batch: the batch of q.
 int32_t check_cache_capacity(const CacheOptions& options, const Tensor& k, const Tensor& q,
                              int32_t batch);
 
-// Checks values on the CPU. seen: has an entry for each sequence.
+// Checks the values of indices if they are on the CPU. seen: one range of keys for each sequence.
 void check_cache_values(const CacheOptions& options, const Tensor& k,
                         const std::vector<SeenKeys>& seen);
 
@@ -52,7 +52,7 @@ std::vector<CachedRows> cached_rows(const CacheOptions& options, int64_t page_si
 // "page " or "batch ", for CachedRows::place.
 const char* place_text(const CacheOptions& options);
 
-// The element of k and v if it differs from q's and they are not quantised.
+// The element of k and v if it differs from q's element and k and v are not quantised.
 std::optional<Element> differing_element(KvFormats formats, Element q_element, const Tensor& k);
 
 CacheFeatures cache_features(const CacheOptions& options, KvFormats formats, Element q_element,

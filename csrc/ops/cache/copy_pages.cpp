@@ -16,10 +16,10 @@ void check_pages(ArgumentName name, const Tensor& pages, const Tensor& cache) {
   check_length(name, pages, 0, "length");
   check_storage(name, pages);
   check(!spans_overlap(pages, cache), name,
-        " lies in the memory of `cache`, which is written; call ", name, ".clone() first");
+        " overlaps the memory of `cache`, which is written; call ", name, ".clone() first");
 }
 
-// The values of a CPU tensor, which must be numbers of pages.
+// The values of a CPU tensor. Checks that each is the number of a page.
 std::vector<int64_t> page_numbers(ArgumentName name, const Tensor& pages, int64_t count) {
   std::vector<int64_t> numbers;
   for (int64_t i = 0; i < pages.size(0); ++i) {
@@ -29,7 +29,7 @@ std::vector<int64_t> page_numbers(ArgumentName name, const Tensor& pages, int64_
                           ? static_cast<const int64_t*>(data)[at]
                           : static_cast<const int32_t*>(data)[at]);
     check(numbers.back() >= 0 && numbers.back() < count, name, "[", i, "] is ", numbers.back(),
-          "; it must be in 0..", count - 1, ", the pages of `cache`");
+          "; it must be in 0..", count - 1, ", because `cache` has ", Counted{count, "page"});
   }
   return numbers;
 }
@@ -38,13 +38,13 @@ void check_order_does_not_matter(const std::vector<int64_t>& src, const std::vec
   std::unordered_map<int64_t, std::size_t> written;
   for (std::size_t i = 0; i < dst.size(); ++i) {
     const auto [at, first] = written.emplace(dst[i], i);
-    check(first, "`dst`[", i, "] is ", dst[i], ", and so is `dst`[", at->second,
-          "]; no page may be written twice");
+    check(first, "`dst`[", at->second, "] and `dst`[", i, "] are both ", dst[i],
+          "; a page must be written only once");
   }
   for (std::size_t i = 0; i < src.size(); ++i) {
     const auto at = written.find(src[i]);
-    check(at == written.end(), "`src`[", i, "] is ", src[i], ", and so is `dst`[",
-          at == written.end() ? 0 : at->second, "]; no page that is read may be written");
+    check(at == written.end(), "`src`[", i, "] and `dst`[", at == written.end() ? 0 : at->second,
+          "] are both ", src[i], "; a page must not be both read and written");
   }
 }
 
@@ -67,7 +67,7 @@ void check_copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst)
 constexpr int64_t kMaxWordBytes = 16;
 
 struct Run {
-  int64_t stride;
+  int64_t stride;  // between the elements
   int64_t size;
 };
 
@@ -90,7 +90,7 @@ std::vector<Run> page_runs(const Tensor& cache) {
   return runs;
 }
 
-// The widest power of two that divides the starts and the sizes of all runs of a page in bytes.
+// The largest word in bytes, a power of two, that divides starts and sizes of all runs of a page.
 int64_t word_bytes(const Tensor& cache, const std::vector<Run>& runs) {
   const int64_t element = static_cast<int64_t>(cache.element_size());
   int64_t bytes = std::min(kMaxWordBytes, element);
@@ -131,7 +131,7 @@ CopyPagesSpecialisation choose_copy_pages(const Tensor& cache, const Tensor& src
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const bool fits = !__builtin_mul_overflow(words, runs[i].size, &words);
     check(fits && words <= kMaxLength, "`cache` has shape ", shape_text(cache),
-          "; a page may be at most ", kMaxLength, " words of ", s.word_bytes, " bytes");
+          "; a page may have at most ", kMaxLength, " words of ", s.word_bytes, " bytes");
     s.words.sizes[i] = static_cast<uint32_t>(runs[i].size);
     s.words.strides[i] = i == 0 ? 1 : runs[i].stride * element / s.word_bytes;
   }
@@ -141,7 +141,7 @@ CopyPagesSpecialisation choose_copy_pages(const Tensor& cache, const Tensor& src
 }
 
 Defines copy_pages_defines(const CopyPagesSpecialisation& s) {
-  constexpr const char* kWords[] = {"uchar", "ushort", "uint", "uint2", "uint4"};  // by log2
+  constexpr const char* kWords[] = {"uchar", "ushort", "uint", "uint2", "uint4"};  // by log2(bytes)
   const char* word = kWords[std::countr_zero(static_cast<uint64_t>(s.word_bytes))];
   return {{"WORD", word}, {"INDEX", s.long_indices ? "long" : "int"}};
 }

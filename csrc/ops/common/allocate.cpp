@@ -24,7 +24,7 @@ int32_t shim_dtype(ScalarType dtype) {
 }
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
-// CPU tensors represent tensors on mps there.
+// In tests/runtime/fake_mps, CPU tensors represent tensors on mps.
 bool in_simulator(const Tensor&) { return false; }
 #else
 bool in_simulator(const Tensor& like) { return like.is_cpu(); }

@@ -1,4 +1,4 @@
-// Allocates the results and buffers of ops. They are on meta while launches are recorded.
+// Allocates the results and buffers of ops, on meta while launches are recorded.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@ struct Unchanged {
   static auto call(Arguments... arguments) { return run(arguments...); }
 };
 
-// The arguments are the fields of a struct, in its order.
+// The arguments are the fields of a struct, in the order of the struct.
 template <auto run, class Struct, class... Fields>
 struct InStruct {
   static auto call(Fields... fields) { return run(Struct{fields...}); }

@@ -31,32 +31,33 @@ namespace {
 
 using torch::headeronly::DeviceType;
 
-// The usual dtypes with torch's names, and with Metal's if kernels can index them.
+// The usual dtypes with their names in torch, and in Metal if kernels can index such tensors.
 struct Dtype {
   ScalarType type;
   const char* name;
   const char* metal;
 };
-constexpr std::array<Dtype, 11> kLikely{{{ScalarType::Float, "float32", "float"},
-                                         {ScalarType::Half, "float16", "half"},
-                                         {ScalarType::BFloat16, "bfloat16", "bfloat"},
-                                         {ScalarType::Double, "float64", nullptr},
-                                         {ScalarType::Long, "int64", "int64_t"},
-                                         {ScalarType::Int, "int32", "int"},
-                                         {ScalarType::Bool, "bool", "uchar"},
-                                         {ScalarType::Char, "int8", "char"},
-                                         {ScalarType::Byte, "uint8", "uchar"},
-                                         {ScalarType::Short, "int16", "short"},
-                                         {ScalarType::Float8_e4m3fn, "float8_e4m3fn", nullptr}}};
+constexpr std::array<Dtype, 11> kUsualDtypes{
+    {{ScalarType::Float, "float32", "float"},
+     {ScalarType::Half, "float16", "half"},
+     {ScalarType::BFloat16, "bfloat16", "bfloat"},
+     {ScalarType::Double, "float64", nullptr},
+     {ScalarType::Long, "int64", "int64_t"},
+     {ScalarType::Int, "int32", "int"},
+     {ScalarType::Bool, "bool", "uchar"},
+     {ScalarType::Char, "int8", "char"},
+     {ScalarType::Byte, "uint8", "uchar"},
+     {ScalarType::Short, "int16", "short"},
+     {ScalarType::Float8_e4m3fn, "float8_e4m3fn", nullptr}}};
 
 // The dtypes of kElementNames.
 constexpr std::initializer_list<ScalarType> kElements{ScalarType::Float, ScalarType::Half,
                                                       ScalarType::BFloat16};
 
 std::string dtype_name(ScalarType dtype) {
-  const auto entry = std::find_if(kLikely.begin(), kLikely.end(),
-                                  [dtype](const Dtype& likely) { return likely.type == dtype; });
-  return entry != kLikely.end() ? entry->name : torch::headeronly::toString(dtype);
+  const auto entry = std::find_if(kUsualDtypes.begin(), kUsualDtypes.end(),
+                                  [dtype](const Dtype& usual) { return usual.type == dtype; });
+  return entry != kUsualDtypes.end() ? entry->name : torch::headeronly::toString(dtype);
 }
 
 void write_list(std::ostream& out, IntHeaderOnlyArrayRef values) {
@@ -142,52 +143,52 @@ bool is_strided(const Tensor& tensor) {
 
 namespace {
 
-// A device in torch's numbers, which are faster than a torch::stable::Device.
-struct Place {
+// A device in torch's numbers, which are read faster than a torch::stable::Device.
+struct DeviceNumbers {
   int32_t type = 0;
   int32_t index = 0;
 
-  bool operator==(const Place&) const = default;
+  bool operator==(const DeviceNumbers&) const = default;
 };
 
-Place place_of(const Tensor& tensor) {
-  Place place;
-  TORCH_CALL(aoti_torch_get_device_type(tensor.get(), &place.type));
-  TORCH_CALL(aoti_torch_get_device_index(tensor.get(), &place.index));
-  return place;
+DeviceNumbers device_numbers(const Tensor& tensor) {
+  DeviceNumbers device;
+  TORCH_CALL(aoti_torch_get_device_type(tensor.get(), &device.type));
+  TORCH_CALL(aoti_torch_get_device_index(tensor.get(), &device.index));
+  return device;
 }
 
-// Null if the dtype is not in kLikely.
-const Dtype* likely_dtype(const Tensor& tensor) {
+// Null if the dtype is not in kUsualDtypes.
+const Dtype* usual_dtype(const Tensor& tensor) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   static const auto numbers = [] {
-    std::array<int32_t, kLikely.size()> all{};
-    std::transform(kLikely.begin(), kLikely.end(), all.begin(),
-                   [](const auto& likely) { return to<int32_t>(from(likely.type)); });
+    std::array<int32_t, kUsualDtypes.size()> all{};
+    std::transform(kUsualDtypes.begin(), kUsualDtypes.end(), all.begin(),
+                   [](const auto& usual) { return to<int32_t>(from(usual.type)); });
     return all;
   }();
   int32_t number = 0;
   TORCH_CALL(aoti_torch_get_dtype(tensor.get(), &number));
   const auto index = std::find(numbers.begin(), numbers.end(), number) - numbers.begin();
-  return index < std::ssize(numbers) ? &kLikely[static_cast<std::size_t>(index)] : nullptr;
+  return index < std::ssize(numbers) ? &kUsualDtypes[static_cast<std::size_t>(index)] : nullptr;
 }
 
 }  // namespace
 
 ScalarType dtype_of(const Tensor& tensor) {
-  const Dtype* likely = likely_dtype(tensor);
-  return likely != nullptr ? likely->type : tensor.scalar_type();
+  const Dtype* usual = usual_dtype(tensor);
+  return usual != nullptr ? usual->type : tensor.scalar_type();
 }
 
 const char* metal_element(const Tensor& tensor) {
-  const Dtype* likely = likely_dtype(tensor);
-  return likely != nullptr ? likely->metal : nullptr;
+  const Dtype* usual = usual_dtype(tensor);
+  return usual != nullptr ? usual->metal : nullptr;
 }
 
 void check_device(ArgumentName name, const Tensor& tensor) {
   check(tensor.defined(), name, " is None; it must be a tensor");
-  const int32_t type = place_of(tensor).type;
+  const int32_t type = device_numbers(tensor).type;
   check(type == aoti_torch_device_type_mps() || type == aoti_torch_device_type_cpu() ||
             type == aoti_torch_device_type_meta(),
         name, " is on ", device_text(tensor),
@@ -199,14 +200,14 @@ void check_device(ArgumentName name, const Tensor& tensor) {
 void check_same_device(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                        const Tensor& other) {
   check_device(name, tensor);
-  check(place_of(tensor) == place_of(other) || (t_meta_passes && is_meta(tensor)), name, " is on ",
-        device_text(tensor), " and ", other_name, " on ", device_text(other),
+  check(device_numbers(tensor) == device_numbers(other) || (t_meta_passes && is_meta(tensor)), name,
+        " is on ", device_text(tensor), " and ", other_name, " on ", device_text(other),
         "; they must be on one device");
 }
 
 // The stable ABI throws for quantised, 4-bit and shell dtypes.
 void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allowed) {
-  if (likely_dtype(tensor) != nullptr) { return; }
+  if (usual_dtype(tensor) != nullptr) { return; }
   try {
     tensor.scalar_type();
   } catch (const std::runtime_error&) {
@@ -218,10 +219,9 @@ void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allo
 
 ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
                        std::initializer_list<ScalarType> allowed) {
-  const Dtype* likely = likely_dtype(tensor);
-  if (likely != nullptr &&
-      std::find(allowed.begin(), allowed.end(), likely->type) != allowed.end()) {
-    return likely->type;
+  const Dtype* usual = usual_dtype(tensor);
+  if (usual != nullptr && std::find(allowed.begin(), allowed.end(), usual->type) != allowed.end()) {
+    return usual->type;
   }
   std::string names;
   for (const ScalarType* other = allowed.begin(); other != allowed.end(); ++other) {
@@ -247,7 +247,7 @@ void check_same_dtype(ArgumentName name, const Tensor& tensor, ArgumentName othe
                       const Tensor& other) {
   check_known_dtype(name, tensor, kElementNames);
   check(dtype_of(tensor) == dtype_of(other), name, " has dtype ", dtype_text(tensor), " and ",
-        other_name, " ", dtype_text(other), "; they must be alike");
+        other_name, " ", dtype_text(other), "; they must be the same");
 }
 
 void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
@@ -310,7 +310,7 @@ const int32_t* values_on_cpu(const OptionalTensor& tensor) {
 }
 
 bool is_meta(const Tensor& tensor) {
-  return place_of(tensor).type == aoti_torch_device_type_meta();
+  return device_numbers(tensor).type == aoti_torch_device_type_meta();
 }
 
 const int32_t* values_on_cpu(const Tensor& tensor) {
@@ -331,7 +331,7 @@ void check_index(ArgumentName name, const Tensor& tensor, ArgumentName other_nam
 
 void check_ends(ArgumentName name, const Tensor& cu_seqlens, const Tensor& q) {
   check_index(name, cu_seqlens, "q", q);
-  check(cu_seqlens.numel() > 0, name, " is empty; it must hold a 0 and each sequence's end");
+  check(cu_seqlens.numel() > 0, name, " is empty; it must contain 0 and the end of each sequence");
 }
 
 void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
@@ -339,8 +339,8 @@ void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
   const int32_t* ends = values_on_cpu(cu_seqlens);
   for (int64_t i = 1; ends != nullptr && i < cu_seqlens.numel(); ++i) {
     const int64_t length = int64_t{ends[i]} - ends[i - 1];
-    check(length >= 0, name, "[", i, "] is ", ends[i], " and the one before ", ends[i - 1],
-          "; they must not decrease");
+    check(length >= 0, name, "[", i, "] is ", ends[i], " and ", name, "[", i - 1, "] is ",
+          ends[i - 1], "; the elements must not decrease");
     check(length <= longest, name, " has a sequence of ", Counted{length, "row"}, " and ",
           longest_name, " is ", longest, "; no sequence may be longer");
   }
@@ -353,8 +353,8 @@ void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total
   check(ends[0] == 0, name, "[0] is ", ends[0], "; it must be 0");
   check_steps(name, cu_seqlens, longest, longest_name);
   const int32_t end = ends[cu_seqlens.numel() - 1];
-  check(end <= total, name, " ends at ", end, " of ", Counted{total, "row"},
-        "; it must not pass them");
+  check(end <= total, "the last element of ", name, " is ", end, " and there are ",
+        Counted{total, "row"}, "; it must be at most ", total);
 }
 
 void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
@@ -405,7 +405,7 @@ void check_storage(ArgumentName name, const Tensor& tensor) {
     const bool fits = !__builtin_mul_overflow(sizes[dim] - 1, strides[dim], &step) &&
                       !__builtin_add_overflow(last, step, &last);
     check(fits, name, " has shape ", shape_text(tensor), " and strides ", stride_text(tensor),
-          "; they reach beyond 2^63 elements");
+          "; the last element must be at a position below 2^63");
   }
   int64_t bytes = 0;
   TORCH_CALL(aoti_torch_get_storage_size(tensor.get(), &bytes));

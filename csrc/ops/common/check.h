@@ -10,7 +10,7 @@
 
 extern "C" {
 
-// This thread's last refusal with its marks (see refuse) if `text` is its text, or null.
+// This thread's last refusal with its marks (see `refuse`), or null if its text is not `text`.
 __attribute__((visibility("default"))) const char* metal_attn_refusal(const char* text);
 // If 1, checks of this thread accept a tensor on meta together with tensors on another device,
 // because `explain` of a backward has no results of a forward. Launches may then only be recorded.
@@ -20,9 +20,9 @@ __attribute__((visibility("default"))) void metal_attn_let_meta_pass(int32_t pas
 
 namespace metal_attn {
 
-// Throws std::invalid_argument with the text without its backquotes. They mark names, shapes and
-// layouts of arguments, which torch_metal_attn/ops/names.py replaces for functions with other names
-// or another order of dimensions.
+// Throws std::invalid_argument with the text without its backquotes. Backquotes mark names, shapes
+// and layouts of arguments, which torch_metal_attn/ops/names.py replaces for functions with other
+// names or another order of dimensions.
 [[noreturn]] void refuse(const std::string& marked);
 
 // The name of an argument in a message.
@@ -152,18 +152,18 @@ bool is_meta(const Tensor& tensor);
 const int32_t* values_on_cpu(const Tensor& tensor);
 const int32_t* values_on_cpu(const OptionalTensor& tensor);
 
-// Checks for int32, one dimension, contiguous, on the device of `other`.
+// Checks that the tensor is int32, one-dimensional, contiguous and on the device of `other`.
 void check_index(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                  const Tensor& other);
 
-// check_index, and not empty.
+// Calls check_index, and checks that the tensor is not empty.
 void check_ends(ArgumentName name, const Tensor& cu_seqlens, const Tensor& q);
 
 // Checks on the CPU that the length of every sequence is in 0..longest.
 void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
                  ArgumentName longest_name);
 
-// check_steps, and the values begin at 0 and end at `total` or before.
+// Calls check_steps, and checks that the first value is 0 and the last value at most `total`.
 void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
                       ArgumentName longest_name);
 
@@ -171,7 +171,7 @@ void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total
 void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                       const Tensor& other, IntHeaderOnlyArrayRef shape);
 
-// Checks for one of the dtypes, one of the shapes, the device of `other`, and check_rows.
+// Checks the dtype, the shape, the device, which must be that of `other`, and calls check_rows.
 ScalarType check_operand(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                          const Tensor& other, std::initializer_list<ScalarType> dtypes,
                          std::initializer_list<IntHeaderOnlyArrayRef> shapes);
@@ -179,26 +179,26 @@ ScalarType check_operand(ArgumentName name, const Tensor& tensor, ArgumentName o
 // Checks learnable_sink, a number per query head.
 Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name, const Tensor& other);
 
-// Checks that the last stride is 1, and check_storage.
+// Checks that the last stride is 1. Calls check_storage.
 void check_rows(ArgumentName name, const Tensor& tensor);
 
-// For a tensor that an op of this package returned.
+// Checks a tensor that must be an unchanged result of an op of this package.
 void check_contiguous(ArgumentName name, const Tensor& tensor);
 
 // Checks that every element lies in the storage, which the caller may have shrunk.
 void check_storage(ArgumentName name, const Tensor& tensor);
 
-// The address of the first element on the CPU. On mps, its offset: a buffer begins at a page.
+// On the CPU, the address of the first element. On mps, its offset in a page-aligned buffer.
 uint64_t first_byte(const Tensor& tensor);
 
-// True if every row begins at a multiple of so many bytes.
+// True if the position of every row in bytes is a multiple of `multiple`.
 bool rows_aligned(const Tensor& tensor, int multiple);
 bool rows_aligned_16(const Tensor& tensor);
 
 // The position of the last element relative to the first one. The tensor must not be empty.
 int64_t last_position(const Tensor& tensor);
 
-// True if the tensor, or a dense one of its shape, extends past kMaxLength elements.
+// True if the tensor, or a dense tensor of its shape, extends past kMaxLength elements.
 bool has_long_offsets(const Tensor& tensor);
 bool has_long_offsets(const OptionalTensor& tensor);
 

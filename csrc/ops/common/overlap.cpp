@@ -10,7 +10,7 @@ struct Dimension {
 };
 
 // The bytes of a tensor, counted from `base`. On the CPU storages may overlap, so the base is
-// address 0. On mps it is the buffer, whose handle is no address.
+// address 0. On mps the base is the buffer, whose handle is not an address.
 struct Span {
   uintptr_t base;
   int64_t first;
@@ -55,8 +55,8 @@ bool may_overlap_itself(const Tensor& tensor) {
 
 void check_no_overlap(ArgumentName name, const Tensor& tensor) {
   check(!may_overlap_itself(tensor), name, " has shape ", shape_text(tensor), " and strides ",
-        stride_text(tensor), ": elements may share memory, so it cannot be written in place: call ",
-        name, ".clone() first");
+        stride_text(tensor), "; it cannot be written, as elements may share memory: call ", name,
+        ".clone() first");
 }
 
 bool spans_overlap(const Tensor& a, const Tensor& b) {
@@ -130,7 +130,7 @@ void check_written(const std::vector<Named>& written, const std::vector<Named>& 
             ", which is written in place; call ", source.name, ".clone() first");
     }
     for (const Named& source : read_anywhere) {
-      check(!spans_overlap(*source.tensor, *tensor), source.name, " lies in the memory of ", name,
+      check(!spans_overlap(*source.tensor, *tensor), source.name, " overlaps the memory of ", name,
             ", which is written in place; call ", source.name, ".clone() first");
     }
   }

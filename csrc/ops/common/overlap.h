@@ -18,13 +18,13 @@ std::vector<Named> present(
     std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all);
 
 // True unless each stride exceeds the span of the smaller strides, so that no two elements share
-// memory. Also true for a few odd layouts whose elements share none.
+// memory. Also true for a few odd layouts whose elements do not share memory.
 bool may_overlap_itself(const Tensor& tensor);
 
 void check_no_overlap(ArgumentName name, const Tensor& tensor);
 
-// True if `a` and `b` may share an element, and for a few odd layouts that share none. Neither may
-// overlap itself. False for parts of one packed tensor, such as q and k of a joint projection.
+// True if `a` and `b` may share an element, and for a few odd layouts that share none. Requires
+// that neither overlaps itself. False for parts of a packed tensor, such as joint q and k.
 bool may_overlap(const Tensor& a, const Tensor& b);
 
 // True if the ranges from the first to the last byte overlap.

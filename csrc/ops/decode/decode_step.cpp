@@ -19,14 +19,14 @@ struct DecodeStepCall {
   FlashDecodeAppend append;
 };
 
-// The number of keys of each sequence after the append if the lengths are on the CPU. Otherwise the
-// kernel adds the new keys.
+// The number of keys of each sequence after the append if the lengths are on the CPU. Otherwise
+// returns cache_seqlens, to which the kernel adds the new keys.
 Tensor lengths_after(const AppendKvArguments& append, int32_t new_keys) {
   const Tensor& cache_seqlens = *append.cache_seqlens;
   const int32_t* ends = append.packed ? values_on_cpu(append.packed->cu_seqlens_k_new) : nullptr;
   const int32_t* before = values_on_cpu(cache_seqlens);
   if (before == nullptr) { return cache_seqlens; }
-  // The tensor has data also while launches are recorded.
+  // The tensor needs data even while launches are recorded and new_empty_like gives none.
   Tensor after =
       is_recording() ? torch::stable::empty_like(cache_seqlens) : new_empty_like(cache_seqlens);
   auto* lengths = static_cast<int32_t*>(after.mutable_data_ptr());
@@ -36,7 +36,7 @@ Tensor lengths_after(const AppendKvArguments& append, int32_t new_keys) {
   return after;
 }
 
-// Within a dispatch, writes and another sequence's reads have no order.
+// Checks that no sequence reads rows that another one writes: a dispatch does not order them.
 void check_reads(const AppendKvArguments& append, const AppendKvProblem& problem,
                  const FlashFwdArguments& forward, const FlashFwdCall& call) {
   const int32_t* before = values_on_cpu(*append.cache_seqlens);
@@ -57,7 +57,7 @@ void check_reads(const AppendKvArguments& append, const AppendKvProblem& problem
             "sequence ", write.sequence, " writes row ", std::max(write.begin, read.begin), " of ",
             place_text(append.cache), write.place, " of `k_cache`, and sequence ", read.sequence,
             " reads it in the same call; copy the ", place_text(append.cache),
-            "for one of them first");
+            "first, so that both sequences have their own");
     }
   }
 }
@@ -80,10 +80,11 @@ AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
   check(!a.decode.options.has_tree() || (!a.counts_new_keys && q.dim() > length_dim &&
                                          q.size(length_dim) == a.append.k.size(length_dim)),
         "`q` has shape ", shape_text(q), " and `k` ", shape_text(a.append.k),
-        "; with `parents` or `tree_mask` each new row has a query, and `cu_seqlens_k_new` is None");
+        "; with `parents` or `tree_mask` each new row must have a query, and `cu_seqlens_k_new` "
+        "must be None");
   check(problem.writes(), "`k` has shape ", shape_text(a.append.k),
-        ", no new rows; decode_step needs at least one: use flash_decode");
-  // A quantised cache accepts new rows of any dtype, but the kernel reads both with one dtype.
+        ", so there are no new rows; decode_step needs at least one: use flash_decode");
+  // append_kv quantises rows of any dtype, but this kernel reads q and k with the same dtype.
   check_same_dtype("q", q, "k", a.append.k);
   // One call for each cache, because v_cache may be columns of k_cache.
   check_written({{"k_cache", &a.append.k_cache}}, {{"q", &q}}, {});
@@ -105,7 +106,7 @@ DecodeStepCall check_and_choose(const DecodeStepArguments& a) {
   options.seqused_k = lengths_after(append, problem.length);
   FlashFwdCall forward = check_flash_decode(decode);
   check(!append.packed || forward.launches(), "`q` has shape ", shape_text(a.decode.forward.q),
-        ", no queries; decode_step takes packed new rows only with some");
+        ", so there are no queries; with packed rows decode_step needs at least one");
   check_reads(append, problem, decode.forward, forward);
   forward.problem.aligned = forward.problem.aligned && widths.loads;
   if (forward.problem.features.rotary) {

@@ -1,5 +1,5 @@
-// Ops of few arguments for calls without derivatives and rare options, because each argument of a
-// schema costs time. If such an op refuses a call, our functions call the op of metal_attn.
+// Ops with few arguments, for calls without derivatives and without rare options. Each argument of
+// a schema costs time. If such an op refuses a call, our functions call the op of metal_attn.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

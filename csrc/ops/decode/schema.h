@@ -10,8 +10,8 @@
   "SymInt kv_block_size=1, SymInt q_block_size=1" DECODE_OPTIONS(OPTION_SCHEMA)
 
 // Expands only the options that decode_step has.
-#define STEP_STEP(MADE) MADE
-#define STEP_NO_STEP(MADE)
+#define STEP_STEP(TEXT) TEXT
+#define STEP_NO_STEP(TEXT)
 #define STEP_SCHEMA(TYPE, NAME, DEFAULT, STEP) STEP_##STEP(OPTION_SCHEMA(TYPE, NAME, DEFAULT, STEP))
 #define STEP_PARAMETER(TYPE, NAME, DEFAULT, STEP) \
   STEP_##STEP(OPTION_PARAMETER(TYPE, NAME, DEFAULT, STEP))

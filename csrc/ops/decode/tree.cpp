@@ -9,7 +9,7 @@ namespace {
 // The tokens of a sequence.
 struct Tokens {
   int64_t sequence;
-  int64_t first;  // in packed rows
+  int64_t first;  // index of the first token in packed rows, or 0
   int64_t count;
 };
 
@@ -24,7 +24,7 @@ std::vector<Tokens> tokens_of(const FlashFwdArguments& f, const FlashFwdCall& ca
 }
 
 // The name of a token in messages.
-std::string place_of(int64_t token, const Tokens& tokens) {
+std::string token_text(int64_t token, const Tokens& tokens) {
   return text_of("token ", token, " of sequence ", tokens.sequence);
 }
 
@@ -33,7 +33,8 @@ void check_parents(const Tensor& parents, const Tokens& tokens) {
   const int32_t* parent = values_on_cpu(parents) + first;
   for (int64_t i = 0; i < tokens.count; ++i) {
     check(-1 <= parent[i] && parent[i] < i, "`parents` is ", parent[i], " for ",
-          place_of(i, tokens), "; it must be an earlier token of the sequence, or -1 for none");
+          token_text(i, tokens),
+          "; it must be an earlier token of the sequence, or -1 (no parent)");
   }
 }
 
@@ -45,25 +46,25 @@ void check_mask(const Tensor& mask, const Tokens& tokens) {
   const auto* all = static_cast<const uint8_t*>(mask.const_data_ptr()) + first;
   for (int64_t i = 0; i < tokens.count; ++i) {
     const auto* shown = all + i * row;
-    check(shown[i] != 0, "`tree_mask` hides ", place_of(i, tokens),
+    check(shown[i] != 0, "`tree_mask` hides ", token_text(i, tokens),
           " from itself; the diagonal must be True");
     for (int64_t j = i + 1; j < tokens.count; ++j) {
-      check(shown[j] == 0, "`tree_mask` shows token ", j, " to ", place_of(i, tokens),
-            "; a token sees itself and earlier ones only");
+      check(shown[j] == 0, "`tree_mask` shows token ", j, " to ", token_text(i, tokens),
+            "; a token may see only itself and earlier tokens");
     }
     int64_t parent = i - 1;
     while (parent >= 0 && shown[parent] == 0) { --parent; }
     for (int64_t j = 0; j < parent; ++j) {
       check((shown[j] == 0) == (all[parent * row + j] == 0),
-            "`tree_mask` is no forest: ", place_of(i, tokens), " sees token ", parent,
-            ", its parent, and only one of them sees token ", j,
-            "; a token sees itself and exactly what its parent sees, the last token before it that "
-            "it sees");
+            "`tree_mask` is not a forest: ", token_text(i, tokens), " sees token ", parent,
+            ", its parent, and only one of these two tokens sees token ", j,
+            "; a token must see itself and exactly the tokens that its parent sees (the parent is "
+            "the last earlier token that it sees)");
     }
   }
 }
 
-// Checks that the sequence has at least as many keys as tokens, which are its last keys.
+// Checks that the sequence has a key for each token, because its tokens are its last keys.
 void check_keys(const FlashFwdArguments& f, const FlashFwdCall& call, const Tokens& tokens) {
   const auto value = [&](const OptionalTensor& lengths, int64_t otherwise) {
     return lengths ? values_on_cpu(*lengths)[tokens.sequence] : otherwise;
@@ -71,7 +72,7 @@ void check_keys(const FlashFwdArguments& f, const FlashFwdCall& call, const Toke
   const int64_t keys = value(f.options.seqused_k, call.kv_length) - value(f.options.leftpad_k, 0);
   check(tokens.count <= keys, "sequence ", tokens.sequence, " has ", Counted{tokens.count, "query"},
         " in `q` and ", Counted{keys, "key"},
-        "; with `parents` or `tree_mask` the queries are those of its last keys");
+        "; with `parents` or `tree_mask` it needs a key for each query");
 }
 
 void check_tree_layout(ArgumentName name, const Tensor& tree, const FlashDecodeArguments& a,
@@ -80,24 +81,23 @@ void check_tree_layout(ArgumentName name, const Tensor& tree, const FlashDecodeA
   const int64_t length = call.q_length;
   Dims packed{call.q_total};
   Dims shared{length};
-  Dims each{call.batch, length};
+  Dims per_sequence{call.batch, length};
   if (a.options.tree_mask) {
-    for (Dims* shape : {&packed, &shared, &each}) { shape->push_back(length); }
+    for (Dims* shape : {&packed, &shared, &per_sequence}) { shape->push_back(length); }
   }
   const ScalarType dtype = a.options.parents ? ScalarType::Int : ScalarType::Bool;
   f.packing ? check_operand(name, tree, "q", f.q, {dtype}, {packed})
-            : check_operand(name, tree, "q", f.q, {dtype}, {shared, each});
+            : check_operand(name, tree, "q", f.q, {dtype}, {shared, per_sequence});
 }
 
 // Refuses options that depend on the index of a key, or that move queries away from the last keys.
 void check_options(ArgumentName name, const FlashDecodeArguments& a) {
   const FlashFwdOptions& o = a.forward.options;
   check(!o.q_offset, "`q_offset` is given with ", name,
-        "; leave it out: the queries are those of "
-        "the last keys");
+        "; leave it out, because the queries of a tree belong to the last keys");
   check(!o.alibi_slopes, "`alibi_slopes` is given with ", name,
         "; slopes depend on the index of a key, which is not its position in a tree");
-  check(!a.lists.indices, "`indices` is given with ", name, "; lists of keys exclude a tree");
+  check(!a.lists.indices, "`indices` is given with ", name, "; give lists or a tree, not both");
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kMaxHeadDim = 256;
 constexpr int kMostSimdgroups = 4;
-// The most keys of a tile, and bytes of their rows. Larger tiles would spill registers on M1.
+// The most keys of a tile, and the most bytes of their rows. Larger tiles would spill on M1.
 constexpr int kMostBlockKeys = 32;
 constexpr int kBlockBytes = 8192;
 
@@ -66,10 +66,10 @@ IndexScoresCall check_index_scores(const IndexScoresArguments& a) {
   check(std::isfinite(call.scale), "`softmax_scale` is ", scale, "; it must be finite in float32");
   check_offset("q_offset", a.q_offset.value_or(0));
   check(!a.q_offset || a.causal, "`q_offset` is ", a.q_offset.value_or(0),
-        " and `causal` is False; it only matters with causal=True: leave it at None");
+        " and `causal` is False; `q_offset` matters only with causal=True: leave it at None");
   const double bytes = 4.0 * call.batch * call.q_length * call.kv_length;
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`q` has shape ",
-        shape_text(a.q), " and `k` ", shape_text(a.k), "; the scores would be over 2^63 bytes");
+        shape_text(a.q), " and `k` ", shape_text(a.k), "; the scores must be under 2^63 bytes");
   return call;
 }
 
@@ -99,10 +99,10 @@ Launch index_scores_launch(const IndexScoresArguments& a, const IndexScoresCall&
             "LONG_OFFSETS");
   Launch launch("index_scores", defines);
   // Without heads, q and weights have no memory, and the kernel does not read them.
-  const bool none = call.heads == 0;
-  launch.buffers = {{INDEX_SCORES_Q, none ? a.k : a.q, false},
+  const bool no_heads = call.heads == 0;
+  launch.buffers = {{INDEX_SCORES_Q, no_heads ? a.k : a.q, false},
                     {INDEX_SCORES_K, a.k, false},
-                    {INDEX_SCORES_WEIGHTS, none ? a.k : a.weights, false},
+                    {INDEX_SCORES_WEIGHTS, no_heads ? a.k : a.weights, false},
                     {INDEX_SCORES_OUT, out, true}};
   launch.set_params(INDEX_SCORES_PARAMS, params);
   launch.threadgroups = extent(divide_up(call.kv_length, call.block_keys()),

@@ -20,8 +20,7 @@ MergeShape merge_shape(ArgumentName name, const Tensor& tensor, int64_t batch, i
   const bool countable = !__builtin_mul_overflow(batch, heads, &rows) &&
                          !__builtin_mul_overflow(rows, length, &rows) && rows <= kMaxLength;
   check(countable || batch == 0 || heads == 0 || length == 0, name, " has shape ",
-        shape_text(tensor), ", with more than ", kMaxLength,
-        " rows; there may be at most that many");
+        shape_text(tensor), "; it may have at most ", kMaxLength, " rows");
   return {countable ? static_cast<uint32_t>(rows) : 0u, static_cast<uint32_t>(heads),
           static_cast<uint32_t>(length), columns};
 }
@@ -117,7 +116,7 @@ MergeSpecialisation choose_merge_state(const MergeStateArguments& a, const Merge
 // out_aligned: rows of out are 16-byte aligned.
 MergeSpecialisation choose_merge_splits(const Tensor& partial_out, const MergeProblem& p,
                                         bool out_aligned) {
-  // Four columns of a split, and of out, are one vector.
+  // A vector has four columns of a split or of out.
   const bool wide_loads =
       out_aligned && rows_aligned_16(partial_out) && partial_out.size(4) % 4 == 0;
   const int64_t lane_columns = wide_loads ? kChunkBytes / sizeof(float) : 1;
@@ -161,7 +160,7 @@ void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, B
   backend.run(launch);
 }
 
-// out and lse: in place, out_a and lse_a.
+// out and lse: the results. If the op works in place, they are out_a and lse_a.
 void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor& out,
                const Tensor& lse, Backend& backend) {
   if (p.shape.rows == 0) { return; }
@@ -187,7 +186,7 @@ void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor
   launch.buffers.push_back({MERGE_STATE_LSE, lse, true});
   read_if(a.mask, launch.buffers, MERGE_STATE_MASK);
   launch.set_params(MERGE_STATE_PARAMS, params);
-  run(launch, s, "one a thread", backend);
+  run(launch, s, "one per thread", backend);
 }
 
 void run_splits(const Tensor& partial_out, const Tensor& partial_lse, const OptionalTensor& sink,

@@ -8,8 +8,8 @@
 
 namespace metal_attn {
 
-// All accumulate in float32. A state whose lse is -inf is empty, and its out is ignored. Rows whose
-// states are all empty are 0 with an lse of -inf. With infinity_is_empty an lse of +inf means
+// All ops accumulate in float32. A state whose lse is -inf is empty, and its out is ignored. Rows
+// whose states are all empty are 0 with an lse of -inf. With infinity_is_empty an lse of +inf means
 // empty, too, as in flash-attn and vLLM.
 
 // Returns out, with the dtype and the memory order of out_a, and lse. If one state is empty, the
@@ -23,9 +23,9 @@ void merge_state_inplace(const MergeStateArguments& arguments, Backend& backend)
 // Returns out (B, H, L, Dv) and lse (B, H, L), contiguous.
 std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& arguments, Backend& backend);
 
-// For other ops: writes to out, of any of the three dtypes, the last stride 1, and to lse, float32.
-// statistics: (B, H, L, 2 S), the maximum of the scores of each split in base 2, then the sums of
-// the splits' weights. Does not check them.
+// For other ops. Writes to out (float32, float16 or bfloat16, last stride 1) and to lse (float32),
+// and does not check the arguments. statistics: (B, H, L, 2 S), the maximum of the scores of each
+// split in base 2, then the sums of the splits' weights.
 void merge_splits(const Tensor& partial_out, const Tensor& statistics, const OptionalTensor& sink,
                   Tensor& out, Tensor& lse, Backend& backend);
 

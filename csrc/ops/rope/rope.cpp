@@ -25,14 +25,14 @@ void check_table(ArgumentName name, const Tensor& table, int32_t batch, int32_t 
         shape_text(table),
         "; it must have 2 or 3: (positions, R / 2) or (batch, positions, R / 2)");
   check(rank == 2 || table.size(0) == 1 || table.size(0) == batch, name, " has a batch of ",
-        table.size(0), " and `q` of ", batch, "; it must be 1 or equal");
+        table.size(0), " and `q` of ", batch, "; the batch of ", name, " must be 1 or ", batch);
   check(2 * table.size(rank - 1) <= head_dim, name, " has ",
-        Counted{table.size(rank - 1), "column"}, " and `q` a head dim of ", head_dim,
-        "; they must be at most half of it");
+        Counted{table.size(rank - 1), "column"}, " and `q` has a head dim of ", head_dim, "; ",
+        name, " may have at most ", head_dim / 2, ", half the head dim");
   check_storage(name, table);
 }
 
-// Returns the Metal type.
+// Checks positions or offsets. Returns their Metal type.
 const char* check_row_index(ArgumentName name, const Tensor& tensor,
                             std::initializer_list<ScalarType> allowed) {
   const ScalarType dtype = check_dtype(name, tensor, allowed);
@@ -55,7 +55,7 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
     check(a.seqlen_offset == 0, "`seqlen_offset` is ", a.seqlen_offset,
           " and `positions` is given, which selects the rows: leave `seqlen_offset` at 0");
     check(!a.seqlen_offsets.has_value(),
-          "`seqlen_offsets` is given and so is `positions`; give one of them");
+          "`seqlen_offsets` and `positions` are both given; give one of them");
     return;
   }
   if (a.seqlen_offsets.has_value()) {
@@ -69,8 +69,9 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
   }
   const int64_t most = int64_t{p.table_rows} - p.length;
   check(p.length == 0 || (a.seqlen_offset >= 0 && a.seqlen_offset <= most), "`seqlen_offset` is ",
-        a.seqlen_offset, " and `q` has a length of ", p.length, "; they must stay within the ",
-        Counted{p.table_rows, "row"}, " of `cos`");
+        a.seqlen_offset, " and `q` has a length of ", p.length,
+        "; `seqlen_offset` must be at least 0 and the sum at most ", p.table_rows,
+        ", the number of rows of `cos`");
 }
 
 void check_in_place(const RopeArguments& a) {
@@ -88,7 +89,7 @@ void check_output_size(ArgumentName name, const Tensor& tensor) {
     bytes *= static_cast<double>(tensor.size(dim));
   }
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), name, " has shape ",
-        shape_text(tensor), "; the result would be over 2^63 bytes");
+        shape_text(tensor), "; the result must have fewer than 2^63 bytes");
 }
 
 RopeProblem check_rope(const RopeArguments& a, bool in_place) {
@@ -166,11 +167,11 @@ RopeTablesProblem check_rope_tables(const RopeTablesArguments& a) {
   const double bytes = static_cast<double>(p.sizes[0]) * static_cast<double>(p.sizes[1]) *
                        static_cast<double>(p.sizes[2]) * p.columns * element_bytes(p.element);
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`positions` has shape ",
-        shape_text(a.positions), "; the tables would be over 2^63 bytes");
+        shape_text(a.positions), "; the tables must have fewer than 2^63 bytes");
   return p;
 }
 
-// A grid of `sizes` threads in threadgroups of up to ROPE_THREADS. The first dimension fills first.
+// A grid of `sizes` threads. Threadgroups of up to ROPE_THREADS fill the dimensions in order.
 Grid checked_grid(const char* name, std::array<int64_t, 3> sizes) {
   Grid grid{};
   int64_t room = ROPE_THREADS;
@@ -239,7 +240,7 @@ RotaryStrides table_strides(const Tensor& table) {
 
 Launch rope_launch(const RopeArguments& a, const RopeProblem& p, const RopeSpecialisation& s,
                    const Tensor& q_out, const Tensor& k_out) {
-  // A tensor that is missing or has no memory is replaced by another one, which no thread reads.
+  // A tensor that is missing or has no memory is replaced by another tensor, which no thread reads.
   const bool only_k = p.q_heads == 0;
   const bool only_q = p.heads == p.q_heads;
   const Tensor& q = only_k ? *a.k : a.q;
@@ -321,7 +322,7 @@ Launch rope_tables_launch(const RopeTablesArguments& a, const RopeTablesProblem&
 void run(const Launch& launch, const RopeSpecialisation& s, Backend& backend) {
   note(backend, [&s] {
     return JsonObject().add("reason", Counted{s.vector, "pair"}.str() +
-                                          " of columns a thread, for " +
+                                          " of columns per thread, for " +
                                           Counted{s.shares.heads, "head"});
   });
   backend.run(launch);
@@ -354,7 +355,7 @@ std::tuple<Tensor, Tensor> rope_tables(const RopeTablesArguments& a, Backend& ba
   Tensor cos = new_empty(a.inv_freq, sizes, p.dtype);
   Tensor sin = new_empty(a.inv_freq, sizes, p.dtype);
   if (p.launches()) {
-    note(backend, [] { return JsonObject().add("reason", "one cos and sin a thread"); });
+    note(backend, [] { return JsonObject().add("reason", "one cos and one sin per thread"); });
     backend.run(rope_tables_launch(a, p, grid, cos, sin));
   }
   return {cos, sin};

@@ -8,7 +8,7 @@ namespace metal_attn {
 namespace {
 
 // The most heads for which a thread reuses cos and sin. With 8, a head costs an eighth of the loads
-// of the tables. Both numbers are estimates from published facts about the hardware.
+// of the tables. kMaxHeads and kManyThreads are estimated from facts about the hardware.
 constexpr int64_t kMaxHeads = 8;
 
 // The fewest threads of a grid whose threads process several heads. A GPU of 80 cores holds 61440

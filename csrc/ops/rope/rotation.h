@@ -18,7 +18,7 @@ struct HeadShares {
   int32_t groups;  // groups of heads
 };
 
-// threads: of one head.
+// threads: the number of threads that one head needs.
 HeadShares share_heads(double threads, int32_t heads);
 
 }  // namespace metal_attn

@@ -64,8 +64,7 @@ SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& or
     countable = countable && !__builtin_mul_overflow(rows.count, tensor.size(dim), &rows.count);
   }
   check(empty || (countable && rows.count <= kMaxLength), name, " has shape ", shape_text(original),
-        ", with more than ", kMaxLength, " rows of ", rows.length,
-        " values; there may be at most that many");
+        "; it may have at most ", kMaxLength, " rows of ", rows.length, " values");
   rows.count = empty ? 0 : rows.count;
   rows.wide_loads = wide_rows(tensor);
   return rows;
@@ -102,9 +101,9 @@ SoftmaxRows check_causal_mask(const Tensor& scores, int64_t q_offset) {
 
 // Rows of up to this many values have one SIMD group: a barrier would cost more than it saves.
 constexpr int64_t kShortRow = 1024;
-// The threadgroup of several short rows, or of one longer row.
+// SIMD groups of a threadgroup that has several short rows or one longer row.
 constexpr int kUsualSimdgroups = 8;
-// From this length on a row has Metal's largest threadgroup, 1024 threads with 16 values or more.
+// From this length on a row has 1024 threads, Metal's most, and each thread at least 16 values.
 constexpr int64_t kLongRow = 16384;
 constexpr int kMaxSimdgroups = 32;
 
@@ -126,7 +125,7 @@ std::array<uint32_t, 3> softmax_threadgroups(const SoftmaxRows& rows,
 }
 
 // All dimensions of `tensor` but the last. Contiguous dimensions are joined. The innermost one is
-// not joined if the kernel needs its positions.
+// not joined if keep_innermost, because the kernel then needs positions along it.
 RowDims row_dims(const Tensor& tensor, bool keep_innermost) {
   RowDims dims{};
   for (int64_t dim = tensor.dim() - 2; dim >= 0; --dim) {
@@ -153,7 +152,7 @@ Launch launch_of(const char* kernel, const SoftmaxRows& rows, const SoftmaxSpeci
   return launch;
 }
 
-// out: the axis is the last dimension. In place it is call.x.
+// out: the axis is its last dimension. If the op works in place, out is call.x.
 Launch softmax_launch(const SoftmaxCall& call, const SoftmaxSpecialisation& s, const Tensor& out) {
   SoftmaxParams params{};
   params.x_rows = row_dims(call.x, false);
@@ -193,8 +192,8 @@ bool masks(const SoftmaxRows& rows, const Tensor& scores, int64_t q_offset) {
 void run(const Launch& launch, const SoftmaxRows& rows, const SoftmaxSpecialisation& s,
          Backend& backend) {
   note(backend, [&] {
-    const std::string size =
-        s.row_simdgroups == 1 ? " are short: a SIMD group each" : " are long: a threadgroup each";
+    const std::string size = s.row_simdgroups == 1 ? " are short: each has a SIMD group"
+                                                   : " are long: each has a threadgroup";
     return JsonObject()
         .add("threadgroup_bytes", s.threadgroup_bytes())
         .add("reason", "rows of " + std::to_string(rows.length) + size);

@@ -124,9 +124,18 @@ def prefill(**options):
         (lambda: hadamard(torch.zeros(64).int(), 32), "x has dtype torch.int32"),
         (lambda: quantise(torch.zeros(3, 64), "q8_0", hadamard=16), "hadamard is 16; it must be 0"),
         (lambda: call_append(hadamard=48), "hadamard is 48; it must be 0 .off., 32, 64 or 128"),
-        (lambda: call_append(hadamard=128), "k_cache has a head dim of 64; .* hadamard, which is 128"),
-        (lambda: call_append(v_head_dim=96, hadamard=64), "v_cache has a head dim of 96; .* hadamard"),
-        (lambda: call_append(format="", hadamard=64), "hadamard is 64 and k_cache is not quantised"),
+        (
+            lambda: call_append(hadamard=128),
+            "k_cache has a head dim of 64; .* hadamard, which is 128",
+        ),
+        (
+            lambda: call_append(v_head_dim=96, hadamard=64),
+            "v_cache has a head dim of 96; .* hadamard",
+        ),
+        (
+            lambda: call_append(format="", hadamard=64),
+            "hadamard is 64 and k_cache is not quantised",
+        ),
         (lambda: call_decode(-32), "hadamard is -32; it must be 0"),
         (lambda: call_decode(2**40), "hadamard is 1099511627776; it must be 0"),
         (lambda: call_decode(64, 96), "k has a head dim of 96; .* hadamard, which is 64"),

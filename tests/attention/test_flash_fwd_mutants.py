@@ -140,7 +140,7 @@ MUTANTS = {
         maximum of one lane: {~fragment_row_max(block_max) => block_max~}
         sum of one lane: return {~fragment_row_sum(lane_sum) => lane_sum~}
         maximum not carried: max({~row_max => MASKED_ROW_MAX~}, fragment_row_max
-        logarithm in base 2: log2(row_sum)) {~* M_LN2_F =>~}
+        logarithm in base 2: log2(row_sum)) {~* M_LN2_F =>~};
         wrong KV head: head {~/ => %~} params.queries_per_kv
         keys of a pair swapped: zip_pairs<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
         no barrier before staging [race]:

@@ -47,7 +47,7 @@ def test_writes_that_autograd_cannot_record_are_refused(how):
     call = arguments(append())
     call["k"].requires_grad_()
     cache = call["k_cache"]
-    message = "made under torch.no_grad"
+    message = "created under torch.no_grad"
     run = append_kv
     if how == "leaf":
         cache.requires_grad_()

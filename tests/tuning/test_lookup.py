@@ -20,7 +20,7 @@ def key(kernel="flash_fwd", options=None, **sizes):
 
 class TestKeys:
     def test_a_key_has_kernel_dtype_and_head_dims(self):
-        assert key(lengths=(100, 3000)) == "flash_fwd half 64 64 plain q<=512 k<=8192"
+        assert key(lengths=(600, 3000)) == "flash_fwd half 64 64 plain q<=2048 k<=8192"
         assert key(v_head_dim=24, dtype=torch.float32).startswith("flash_fwd float 64 24 plain")
         assert key("flash_bwd_dq", dtype=torch.bfloat16).startswith("flash_bwd_dq bfloat 64 64")
         assert key("flash_bwd_dkv").startswith("flash_bwd_dkv half 64 64 plain q<=512 k<=512")
@@ -140,7 +140,7 @@ def test_a_row_applies_to_its_key_only(kernel):
     assert launch["tuning"]["candidates"][0] == tile
     for options in ({"softcap": 2.0}, {"attn_bias": torch.zeros(1, 1, 1, 100)}):
         assert launch_of(kernel, *qkv, **options)["choice"] == "default"
-    assert launch_of(kernel, *operands(64, lengths=(100, 3000)))["choice"] == "default"
+    assert launch_of(kernel, *operands(64, lengths=(600, 3000)))["choice"] == "default"
     assert launch_of(kernel, *operands(72))["choice"] == "default"
     assert launch_of(kernel, *operands(64, dtype=torch.bfloat16))["choice"] == "default"
     tiles.use(None)

@@ -1,14 +1,16 @@
 // Attention backward: the gradient of a captured tensor of score_mod. For each score,
-// weights * (dout v^T - delta) * FLEX_SHARE is added to the element FLEX_PLACE.
+// weight * (dout v^T - delta) * FLEX_SHARE is added to the element FLEX_PLACE. FLEX_SHARE is the
+// derivative of the modified score by the element (flex.h).
 //
 // A threadgroup walks over tiles of queries as flash_bwd_dq does. Each SIMD group adds to its own
-// copy of the tensor, and the copies are added up afterwards, in a fixed order without atomics.
+// copy of the tensor. With QUERIES_OWNED the SIMD groups of a threadgroup use different elements,
+// so they share a copy. The copies are added up afterwards, in a fixed order without atomics.
 #include "blocks.h"
 #include "flex.h"
 #include "score_gradients.h"
 
-// The host defines what flash_bwd_bias needs, and FLEX; QUERIES_OWNED if no two queries use the
-// same element; and PLACES_DIFFER if no two (query, key) pairs use the same element.
+// The host defines the macros of flash_bwd_bias, and FLEX. QUERIES_OWNED: no two queries use the
+// same element. PLACES_DIFFER: no two (query, key) pairs use the same element.
 static_assert(K_PAIRS_BYTES + apart(V_PAIRS_BYTES) <= THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
 
@@ -36,7 +38,7 @@ struct OrderedSums {
 
   METAL_FUNC void flush(ushort lane) thread {
     if (PLACES_DIFFER && place != INT_MAX) { copy[place] += sum; }
-    // Without PLACES_DIFFER, one lane adds to one element after the other, which orders the writes.
+    // Without PLACES_DIFFER lane 0 adds all sums, element by element, so the order is fixed.
     for (int lowest = PLACES_DIFFER ? INT_MAX : simd_min(place); lowest != INT_MAX;
          lowest = simd_min(place)) {
       const bool is_lowest = place == lowest;
@@ -54,7 +56,7 @@ struct OrderedSums {
     GRID_PARAMS(FlashBwdCaptureParams, FLASH_PARAMS), GRID_POSITION, THREAD_INDICES) {
   SET_GRID_POSITION(FlashBwdCaptureParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
-  // [BLOCK_K / 2, Dv] pairs of keys
+  // [BLOCK_K / 2, Dv] values of pairs of keys
   UNLESS(TILES_SHARED, threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];)
   WHEN(TILES_SHARED, threadgroup uint4* const v_pairs = k_pairs;)
 

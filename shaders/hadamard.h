@@ -1,5 +1,6 @@
-// Multiplies blocks of HADAMARD columns of a row by the orthonormal Hadamard matrix (Sylvester's),
-// its own inverse, by sums and differences of columns at distances 1, 2, 4, ... HADAMARD / 2.
+// Multiplies each block of HADAMARD columns of a row by the orthonormal Hadamard matrix
+// (Sylvester's), which is its own inverse. The steps form sums and differences of columns at
+// distances 1, 2, 4, ... HADAMARD / 2.
 //
 // Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024). The transform
 // spreads a column of large values over its block, which reduces the quantisation error.
@@ -12,13 +13,14 @@
 #define HADAMARD 0
 #endif
 
-// Columns at distances 1 to 16 are in one span. HADAMARD_SCALE is 1 / sqrt(HADAMARD).
+// The distances 1 to 16 combine columns of one span of 32. HADAMARD_SCALE is 1 / sqrt(HADAMARD).
 constant constexpr int HADAMARD_SPANS = HADAMARD / 32;
 constant constexpr float HADAMARD_SCALE = HADAMARD == 32   ? 0.17677669529663687f
                                           : HADAMARD == 64 ? 0.125f
                                                            : 0.08838834764831845f;
 
-// Replaces columns whose distance in `values` is a power of 2 below COUNT by sums and differences.
+// For each distance 1, 2, 4, ... below COUNT: replaces each two values at that distance with their
+// sum and difference.
 template <int COUNT>
 METAL_FUNC void hadamard_values(thread float* values) {
   UNROLL
@@ -34,7 +36,8 @@ METAL_FUNC void hadamard_values(thread float* values) {
   }
 }
 
-// Replaces columns in lanes whose numbers differ in `bit` by sums and differences.
+// The same for values of lanes whose numbers differ only in `bit`: one lane gets the sum, and the
+// other lane the difference.
 template <int COUNT>
 METAL_FUNC void hadamard_lanes(thread float* values, ushort lane, ushort bit) {
   UNROLL
@@ -53,7 +56,7 @@ METAL_FUNC void hadamard_unit(thread float* values, ushort lane) {
   for (short i = 0; i < 8; i++) { values[i] *= HADAMARD_SCALE; }
 }
 
-// The sign of a block's span `from` in the result's span `to`.
+// The sign with which span `from` of a block is added to span `to` of the result.
 METAL_FUNC float hadamard_sign(int from, int to) {
   return popcount(uint(from & to)) % 2 == 0 ? 1.0f : -1.0f;
 }

@@ -5,6 +5,7 @@
 // Ye et al., "FlashInfer" (2025), section 2.2, the operator on attention states; after Dao,
 // "FlashAttention-2" (2023), section 2.3. A set without keys has lse -inf and changes nothing. Its
 // out is not read and may hold anything.
+#include "base_2.h"
 #include "params/merge.h"
 #include "softmax.h"
 
@@ -199,9 +200,12 @@ merge_splits(const device float* partial_out [[buffer(MERGE_SPLITS_PARTIAL_OUT)]
     for (short i = 0; i < SPLIT_STEPS; i++) { sum += weights[i] * loaded[i]; }
   }
   normaliser.merge_lanes();
-  WHEN(SINK, const float logit = float(sink[row.head]) * (SUMS ? M_LOG2E_F : 1.0f);
+  WHEN(SINK, const SINK_ELEMENT head_sink = sink[row.head];
+       const float logit = SUMS ? base_2(head_sink) : float(head_sink);
        sum *= normaliser.raise(max(normaliser.row_max, logit));
-       normaliser.row_sum += normaliser.weight(logit);)
+       const float sink_weight =
+           SUMS ? fast::exp2(base_2_less(head_sink, normaliser.row_max)) : normaliser.weight(logit);
+       normaliser.row_sum += sink_weight;)
   sum = sum_splits(sum) * normaliser.finalize();
   if (in_row && lane < MERGE_SPLITS_COLUMN_LANES) {
     store_columns(out + row.offset(params.out_strides) + column, sum);

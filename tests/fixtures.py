@@ -60,7 +60,7 @@ def backend(request):
 
 @pytest.fixture
 def unlaunched(monkeypatch):
-    """In the simulator ops check arguments and build their launches, and no kernel is compiled."""
+    """In simulate(), ops check their arguments and build launches, but no kernel is compiled."""
     monkeypatch.setattr(session, "_launch", lambda *launch: None)
 
 

@@ -51,6 +51,8 @@ _STEP_ALONE = frozenset(("cu_seqlens_q", "parents", "tree_mask"))
 DECODE_QUERIES = 32
 # The same limit for attention to a cache, as in the verification of speculative decoding.
 VERIFY_QUERIES = 64
+# flash_fwd may split the keys of calls with at most so many queries and at least so many keys.
+SPLIT_QUERIES, SPLIT_KEYS = 512, 2048
 _MAX_SPLITS = 1024  # kMaxSplits of csrc/
 
 
@@ -305,8 +307,13 @@ class _Call:
         return rotated_in_blocks(swapped(out), blocks) if blocks else swapped(out), lse
 
     def _attention_op(self) -> tuple[Any, dict[str, Any]]:
-        """The op and its options of the cache. flash_fwd takes no number of splits."""
-        if self.few or self.num_splits > 0:
+        """The op and its options of the cache."""
+        q, k_cache, _ = self.operands
+        table = self.cache.get("block_table")
+        capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        # flash_fwd takes no number of splits, and may split only such calls.
+        may_split = q.shape[1] <= SPLIT_QUERIES and capacity >= SPLIT_KEYS
+        if self.few or self.num_splits > 1 or (self.num_splits == 1 and may_split):
             return _FLASH_DECODE, self._decode_options()
         return _FLASH_FWD, self.cache
 

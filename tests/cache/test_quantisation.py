@@ -138,7 +138,7 @@ def test_zeros_are_exact(format, dtype):
 
 @pytest.mark.parametrize("format", [*BLOCKED, *GROUPED])
 def test_groups_without_a_finite_scale_are_nan(format):
-    """The group is NaN and its codes are 0, so that nothing depends on the cast of a NaN."""
+    """The group is NaN, and its codes are fixed, so that nothing depends on the cast of a NaN."""
     x = torch.full((6, 64), 0.75)
     x[1] = 0.0
     x[1, ::2] = -0.0

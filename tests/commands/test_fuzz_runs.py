@@ -210,7 +210,7 @@ class TestCommand:
         assert "a run in which no case ended" in capsys.readouterr().err
         fuzzing([self.SOUND])
         assert main(["fuzz", "--replay", path]) == 0
-        assert capsys.readouterr().out.endswith(f"no case of {path} failed\n")
+        assert capsys.readouterr().out.endswith(f"{path} has no failures to run again\n")
 
     @each_case(
         "options, message",
@@ -263,7 +263,7 @@ class TestCommand:
             ("--case-seconds", "nan", "nan is not a positive, finite number"),
             ("--cases", "1" + "0" * 20, "is above 1000000000"),
             ("--workers", "1025", "1025 is above 1024"),
-            ("--case", "-1", "-1 is not the number of a case, from 0"),
+            ("--case", "-1", "-1 is not a case number: give 0 or more"),
         ],
     )
     def test_invalid_numbers_are_refused(self, option, text, message, capsys):

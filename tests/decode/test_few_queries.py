@@ -1,11 +1,17 @@
 """flash_fwd runs the kernel of flash_decode for few queries, or to fill the GPU by splits."""
 
+import functools
 import math
 
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv, rotary_tables
+from tests.attention.flash_fwd_check import (
+    check_flash_fwd,
+    check_large_sinks,
+    make_qkv,
+    rotary_tables,
+)
 from tests.helpers.mutants import plant
 from torch_metal_attn import (
     explain,
@@ -93,11 +99,12 @@ def test_splits_follow_from_what_a_core_holds(name, gpu, cores):
 # (heads, KV heads, queries, head dim, dtype, keys) and the cores that flash_fwd does not fill.
 SPLIT = [
     ((8, 8, 256, 128, torch.half, 32768), 80),  # 32 threadgroups
-    ((32, 8, 128, 128, torch.half, 8192), 40),  # 64
+    ((32, 32, 128, 128, torch.half, 8192), 40),  # 64
     ((8, 8, 64, 128, torch.bfloat16, 4096), 10),  # 8
 ]
 WHOLE = [
     ((32, 8, 128, 128, torch.half, 8192), 10),  # 64 on 10 cores: 91 % of 7 waves
+    ((12, 12, 197, 128, torch.half, 2048), 40),  # flash_decode would have one split
     ((8, 8, 513, 128, torch.half, 32768), 80),
     ((8, 8, 64, 128, torch.half, 2047), 80),
     ((4, 4, 64, 264, torch.half, 8192), 80),
@@ -130,15 +137,15 @@ def test_values_of_splits(cores):
     assert [launch.kernel for launch in run.launches] == ["flash_decode", "merge_splits"]
 
 
-@pytest.mark.parametrize("num_splits", [0, 1, 3])
-def test_a_number_of_splits_holds_for_many_queries(num_splits):
-    """flash_fwd has no such argument."""
-    q, k, v = (x.transpose(1, 2) for x in make_qkv(q_length=70, kv_length=90))
+@pytest.mark.parametrize("keys, num_splits", [(90, 0), (90, 1), (90, 3), (2048, 1)])
+def test_a_number_of_splits_holds_for_many_queries(keys, num_splits):
+    """flash_fwd has no such argument, and may split only calls with as many keys."""
+    q, k, v = (x.transpose(1, 2) for x in make_qkv(q_length=70, kv_length=keys))
     with simulate(record=True) as run:
         flash_attn_with_kvcache(q, k, v, num_splits=num_splits)
-    (launch,) = run.recorded[:1]
-    assert launch.kernel == ("flash_decode" if num_splits else "flash_fwd")
-    assert launch.threadgroups[0] == (num_splits or 2)
+    decodes = num_splits > 1 or (keys, num_splits) == (2048, 1)
+    assert run.recorded[0].kernel == ("flash_decode" if decodes else "flash_fwd")
+    assert not decodes or run.recorded[0].threadgroups[0] == num_splits
 
 
 def mean_of_splits(num_splits):
@@ -169,3 +176,24 @@ def test_sums_of_splits_that_are_dropped_are_caught(family, sums, monkeypatch):
     plant(monkeypatch, family, *sums)
     with pytest.raises(AssertionError):
         mean_of_splits(17)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+def test_sinks_of_splits(num_splits):
+    """Large sinks, whose rounding every row shares, and sinks that overflow in base 2."""
+    decode = functools.partial(ops.flash_decode, num_splits=num_splits)
+    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 5, "kv_length": 90}
+    with simulate(check=True):
+        check_large_sinks(*make_qkv(**shape, head_dim=64), op=decode, device="cpu")
+    q, k, v = make_qkv(batch=1, heads=1, kv_heads=1, q_length=1, kv_length=40, head_dim=64)
+    lowest = torch.finfo(torch.float32).min
+    hidden = torch.zeros(1, 40, dtype=torch.bool)
+    with simulate(check=True):
+        out, lse = decode(q, k, v, learnable_sink=torch.tensor([3e38]))
+        assert (out == 0).all()
+        assert lse.item() > 2e38
+        bias = torch.full((1, 40), lowest)
+        out, _ = decode(q, k, v, attn_bias=bias, learnable_sink=torch.tensor([lowest]))
+        torch.testing.assert_close(out, v.sum(2, keepdim=True) / 41, rtol=1e-5, atol=1e-6)
+        _, lse = decode(q, k, v, attn_mask=hidden, learnable_sink=torch.tensor([lowest]))
+        assert -math.inf < lse.item() < -2e38

@@ -134,7 +134,8 @@ def test_lengths_of_any_form():
         (1, 1, ["flash_decode"]),
         (VERIFY_QUERIES, 2, ["flash_decode", "merge_splits"]),
         (MANY, 0, ["append_kv", "flash_fwd"]),
-        (MANY, 1, ["append_kv", "flash_decode"]),
+        (MANY, 1, ["append_kv", "flash_fwd"]),
+        (MANY, 2, ["append_kv", "flash_decode", "merge_splits"]),
     ],
 )
 def test_launches(q_length, num_splits, kernels):

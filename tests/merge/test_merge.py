@@ -246,8 +246,8 @@ MUTANTS = {
         last block skipped: block {~< => + 32 <=~} params.splits; block
         split past the last [out_of_bounds]: {~block + lane < params.splits => true~} ?
         lanes not summed: sum = {~sum_splits(sum) => sum~} *
-        sink dropped: {~normaliser.row_sum += normaliser.weight(logit); =>~}
-        sink counted twice: normaliser.row_sum += {~=> 2.0f *~} normaliser.weight(logit);
+        sink dropped: {~normaliser.row_sum += sink_weight; =>~}
+        sink counted twice: normaliser.row_sum += {~=> 2.0f *~} sink_weight;
         sum not lowered to the sink: {~sum *= =>~} normaliser.raise(max(normaliser.row_max, logit))
         sink of another head: sink[{~row.head => 0~}]
         column past the row [out_of_bounds]: {~&& in_row =>~}) {

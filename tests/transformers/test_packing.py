@@ -291,7 +291,10 @@ class TestBatchesOfTrainers:
         ("changed", "advice"),
         [
             ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know tree_kv_index. If"),
-            ({"output_attentions": True}, "use model.*, and packed sequences as a padded batch"),
+            (
+                {"output_attentions": True},
+                "use model.*, and pass packed sequences as a padded batch",
+            ),
         ],
     )
     def test_advice_for_packed_batches(self, changed, advice):

@@ -173,18 +173,18 @@ def _number(name: str, value: int, options: dict[str, Any], layers: int) -> int 
 
 
 def _count_of_layers(options: dict[str, Any]) -> int:
-    """One layer of each kind, and one for each output of a backbone."""
+    """Enough layers for one of each kind, and for each output of a backbone."""
     kinds = [len(set(v)) for name, v in options.items() if _of_layers(name) and isinstance(v, list)]
     pattern = options.get("block_types") or ()
     outputs = [len(options.get(name) or ()) for name in ("out_features", "backbone_out_indices")]
     layers = max(2, *kinds, len(set(pattern)), *outputs)
     if any("hybrid" in v for name, v in options.items() if _of_layers(name) and v):
-        return layers + 1  # the layers after the first share weights
+        return layers + 1  # a second hybrid layer shares the weights of the first one
     return layers * 2 if options.get("num_kv_shared_layers") else layers
 
 
 def _sections(sections: Any, options: dict[str, Any], level: str) -> Any:
-    """The columns that time, height and width rotate, scaled to the small head dimension."""
+    """The numbers of columns for time, height and width, scaled to the small head dimension."""
     width = options.get("hidden_size", 0) // max(options.get("num_attention_heads", 1), 1)
     before = options.get("head_dim") or width
     if level not in ("all", "filled") or not before:

@@ -1,6 +1,6 @@
 """Gradients of attention to listed keys: `flash_bwd` on the gathered keys of each list.
 
-Lists are gathered in chunks, so memory is linear in the listed keys.
+Lists are gathered in chunks, so that the keys of all lists are never in memory at once.
 """
 
 import inspect
@@ -19,7 +19,7 @@ GATHERED = 2**24
 # The options that determine which listed keys a query sees. They become a mask.
 _PARAMETERS = inspect.signature(visible_listed).parameters.values()
 _VISIBILITY = {p.name for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY}
-# The other options of flash_bwd. flash_decode refuses its further options together with lists.
+# The other options of flash_bwd. Options that only flash_decode has are refused with lists.
 _ARGUMENTS = torch.ops.metal_attn.flash_bwd.default._schema.arguments
 _PASSED_ON = {a.name for a in _ARGUMENTS if a.kwarg_only} - _VISIBILITY
 

@@ -14,19 +14,21 @@ enum class FlexWalk { kOverKeys, kOverQueries };
 // The sizes in `call` must be set.
 FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwdCall& call);
 
-// Checks that the gradients have the transposed lists.
+// Checks what only the backward needs: the transposed lists, and the slope of a score.
 void check_flex_gradients(const FlexOptions& flex);
 
-// Checks that the lists of shares have the same length.
+// A share is the derivative of a score by an element of a captured tensor. Checks that the lists of
+// shares, places, captured tensors and owners have the same length.
 void check_shares(const FlexOptions& flex);
 
-// Checks a share. Returns the features of the kernel that computes it.
+// Checks share number `share`. Returns the features of the kernel of its captured tensor's
+// gradient.
 FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share);
 
 // True if there is an order in which threadgroups start.
 bool starts_in_order(const FlexOptions& flex, FlexWalk walk);
 
-// True if a list has long offsets.
+// True if offsets in a list need 64 bits.
 bool has_long_lists(const FlexOptions& flex);
 
 // An upper bound of the keys or queries in a list of a BlockMask. It may exceed the length.
@@ -44,8 +46,8 @@ void append_block_order(Launch& launch, const FlashFwdArguments& arguments, Flex
 
 // Checks that `text` is the body of a function in shaders/flex.h: statements "const TYPE tN = ...;"
 // and "return ...;" of known words, numbers and operators, as torch_metal_attn/flex writes them.
-// In each dimension they may index a captured tensor only by flex_index. ranks: one for each
-// tensor.
+// The text may index a captured tensor only through flex_index, in every dimension. ranks: one for
+// each tensor.
 void check_flex_text(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks);
 
 }  // namespace metal_attn

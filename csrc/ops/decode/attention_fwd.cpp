@@ -17,16 +17,18 @@ namespace {
 // The most queries for which flash_decode is chosen, as in torch_metal_attn/with_kvcache.py.
 constexpr int64_t kDecodeQueries = 32;
 
-// The most queries, and the fewest keys, for which flash_decode is chosen to fill the GPU.
+// The most queries, and the fewest keys, for which flash_decode is chosen to fill the GPU, as
+// there.
 constexpr int64_t kSplitQueries = 512;
 constexpr int64_t kSplitKeys = 2048;
 
 // The widest heads for which the time of flash_decode's products was estimated.
 constexpr int kSplitColumns = 256;
 
-// Cycles of a product of 8x8 matrices in the kernels' loops (bench/results/agx.md).
+// Cycles of a product of 8x8 matrices in the kernels' loops. Those of flash_decode are 24 by Mesa's
+// compiler with 16 rows, and 2 for the weights that SIMD groups with other columns compute again.
 constexpr double kForwardCycles = 22;
-constexpr double kDecodeCycles = 24;
+constexpr double kDecodeCycles = 26;
 
 // The part of flash_fwd's estimated time that flash_decode must save.
 constexpr double kLeastGain = 0.05;
@@ -56,21 +58,27 @@ bool may_be_split(const FlashFwdArguments& a, const FlashFwdCall& call) {
          keys_seen(a, call, call.q_length) >= kSplitKeys;
 }
 
-// The estimated cycles of the busiest core for 8 keys, if each threadgroup has so many rows.
-double cycles(int64_t threadgroups, int64_t rows, double product_cycles) {
-  return double(divide_up(threadgroups, gpu().cores) * divide_up(rows, 8)) * product_cycles;
+// The estimated cycles of the busiest core, if each threadgroup has so many rows and keys.
+double cycles(int64_t threadgroups, int64_t rows, int64_t keys, double product_cycles) {
+  const int64_t waves = divide_up(threadgroups, gpu().cores);
+  return double(waves) * double(divide_up(rows, 8)) * double(keys) * product_cycles;
 }
 
-// True if flash_fwd has too few threadgroups to fill the GPU, or its last wave has, so that the
-// splits of flash_decode gain time.
-bool gains(const FlashDecodeCall& decode, const FlashFwdCall& call) {
+// True if splits save time because flash_fwd has too few threadgroups for the GPU or its last wave.
+bool gains(const FlashDecodeCall& decode, const FlashFwdArguments& a, const FlashFwdCall& call) {
+  if (decode.splits == 1) { return false; }
   const FlashFwdSpecialisation f = choose_flash_fwd(call.problem, false, gpu());
   const int64_t tiles = divide_up(call.q_length, f.block_q()) * f.v_slices();
-  const int64_t heads = int64_t{call.batch} * call.heads;
-  const double forward = cycles(heads * tiles, f.block_q(), kForwardCycles);
+  const int64_t tile_rows = std::min<int64_t>(f.block_q(), call.q_length);
+  const double forward = cycles(int64_t{call.batch} * call.heads * tiles, tile_rows,
+                                keys_seen(a, call, tile_rows), kForwardCycles);
+  const FlashDecodeSpecialisation& d = decode.specialisation;
   const int64_t groups = int64_t{call.batch} * call.kv_heads * decode.row_groups;
-  const int64_t rows = divide_up(decode.list_rows(), decode.row_groups);
-  const double split = cycles(groups * decode.splits, rows, kDecodeCycles) / double(decode.splits);
+  // A pass over the keys takes as long with fewer rows.
+  const int64_t rows =
+      d.passes(divide_up(decode.list_rows(), decode.row_groups)) * d.rows_at_once();
+  const double split =
+      cycles(groups * decode.splits, rows, divide_up(decode.keys, decode.splits), kDecodeCycles);
   return split <= (1.0 - kLeastGain) * forward;
 }
 
@@ -89,7 +97,7 @@ std::optional<FlashDecodeCall> decode_call(const FlashFwdArguments& a) {
     call.problem.features.flex->ordered = false;
   }
   const FlashDecodeCall decode = choose_flash_decode(call, {a, 0}, false);
-  return few || gains(decode, call) ? std::optional(decode) : std::nullopt;
+  return few || gains(decode, a, call) ? std::optional(decode) : std::nullopt;
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ namespace metal_attn {
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& arguments, Backend& backend);
 
 // metal_attn::flash_fwd, flash_varlen_fwd and flex_fwd. flash_decode's kernel runs for few queries,
-// and for more of them over many keys if flash_fwd's kernel would leave cores idle.
+// and for more of them over many keys if splits save time.
 std::tuple<Tensor, Tensor> attention_fwd(const FlashFwdArguments& arguments, Backend& backend);
 
 // The most rows of a KV head, so that the kernel's row numbers do not exceed int32.

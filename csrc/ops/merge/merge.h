@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& arguments, B
 
 // For other ops. Writes to out (float32, float16 or bfloat16, last stride 1) and to lse (float32),
 // and does not check the arguments. statistics: (B, H, L, 2 S), the maximum of the scores of each
-// split in base 2, then the sums of the splits' weights.
+// split in base 2, then the sums of the splits' weights. A split with a sum of 0 is empty.
 void merge_splits(const Tensor& partial_out, const Tensor& statistics, const OptionalTensor& sink,
                   Tensor& out, Tensor& lse, Backend& backend);
 

@@ -1,9 +1,9 @@
 """Refuses models that would not use this attention, or would give wrong results with it.
 
 `enable` checks every part of a model. `from_pretrained(attn_implementation="metal_attn")` checks
-nothing: transformers accepts a registered name for any model, even if the model never looks it up,
-and then makes masks for another attention. So the method that sets a model's implementation is
-wrapped to check the model too.
+nothing: transformers accepts a registered name for any model. A model that never looks the name up
+would run another attention, with masks made for it. So the method that sets a model's
+implementation is wrapped to check the model too.
 """
 
 import ast
@@ -30,8 +30,8 @@ from torch_metal_attn.wording import type_text
 
 NAME = "metal_attn"
 
-# Ends advice to use another attention, because other attention may mix packed sequences.
-PADDED = ", and packed sequences as a padded batch with its attention_mask"
+# The end of messages that advise another attention, which may mix packed sequences.
+PADDED = ", and pass packed sequences as a padded batch with its attention_mask"
 _WEIGHTS = (
     "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
     + PADDED
@@ -45,13 +45,13 @@ _NOTHING_TO_REPLACE = (
     "Its attention consists of operations of its own, which this library cannot replace; load the "
     'model with attn_implementation="eager"'
 )
-# Models that ignore output_attentions and return the weights of their modules, which are None here.
+# Models that return attention weights whatever output_attentions is. With metal_attn they are None.
 _IGNORE_OUTPUT_ATTENTIONS = frozenset({"BridgeTowerModel"})
 _GUARDED = "_metal_attn_guarded"
 _CHOOSING_METHOD = "get_correct_attn_implementation"
 _LOADING_METHODS = ("_from_config", "from_pretrained")
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# Code that compares the implementation's name, and a variable that is set in its else branch.
+# Code that compares the implementation's name; and the variable that is set for other names.
 _BY_NAME = re.compile(r'_attn_implementation\s*(?:==|!=|in)[^\n]*"(?:sdpa|flex_attention)"')
 _ELSE_BRANCH = re.compile(
     r'^( +)if self\.config\._attn_implementation in \("eager", "sdpa"\):\n'
@@ -202,7 +202,7 @@ def source(kind: type) -> str:
 
 @functools.cache
 def _class_texts(module: str) -> dict[str, str]:
-    """Sources by qualified name. Before 3.13 `inspect.getsource` parses the module per class."""
+    """Sources by qualified name. Before Python 3.13 getsource parses the module for each class."""
     text = module_source(module)
     lines, texts = text.splitlines(keepends=True), dict[str, str]()
 
@@ -257,7 +257,7 @@ def _chooses_by_name(kind: type) -> str | None:
 
 @functools.cache
 def _passes_indices(kind: type) -> bool:
-    """True if the module of `kind` passes selected keys to implementations it does not name."""
+    """True if the module of `kind` passes its selected keys to every implementation."""
     text = module_source(kind.__module__)
     passed = [name for _, name in _ELSE_BRANCH.findall(text) if f"indices={name}," in text]
     return bool(passed) and len(passed) == len(_BY_NAME.findall(text))

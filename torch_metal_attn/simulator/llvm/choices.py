@@ -1,4 +1,4 @@
-"""Selects at run time the private variable that an address is in, if it may be in several."""
+"""Adds instructions that find, at run time, which of several private variables an address is in."""
 
 from collections.abc import Callable, Iterable, Set
 

@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _index(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not the number of a case, from 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a case number: give 0 or more")
     return int(text)
 
 
@@ -138,5 +138,5 @@ def _replay(path: Path) -> bool:
             ran = workers.Ran(i, case, running.run(case, device))
             failed += not ran.outcome.ok
             print(report.failure_text(ran) if not ran.outcome.ok else f"case {i} ok: {case}")
-    print(f"{failed} of {len(cases)} fail" if cases else f"no case of {path} failed")
+    print(f"{failed} of {len(cases)} fail" if cases else f"{path} has no failures to run again")
     return not failed

@@ -1,4 +1,4 @@
-// What the forward kernels share: everything except the products with keys and values.
+// The code that the forward kernels share: everything except the products with keys and values.
 #pragma once
 
 #include "blocks.h"

@@ -23,7 +23,7 @@ constexpr int kCoreThreadgroupMemory = 60 * 1024;  // as in bench/agx/lens.py
 // The most 16-bit registers of a thread, and the threads that a core of M1 then holds (Mesa,
 // src/asahi/compiler/agx_performance.c).
 struct Occupancy {
-  double halves;
+  int halves;
   int threads;
 };
 constexpr std::array<Occupancy, 10> kOccupancies{{{104, 1024},
@@ -37,7 +37,7 @@ constexpr std::array<Occupancy, 10> kOccupancies{{{104, 1024},
                                                   {232, 448},
                                                   {256, 384}}};
 
-int resident_threads(const Gpu& gpu, double registers) {
+int resident_threads(const Gpu& gpu, int registers) {
   if (gpu.family >= kDynamicFamily) { return 32 * kBusySimdgroups; }
   const auto row = std::find_if(kOccupancies.begin(), kOccupancies.end(), [&](const Occupancy& o) {
     return registers > 0 && 2 * registers <= o.halves;
@@ -47,8 +47,7 @@ int resident_threads(const Gpu& gpu, double registers) {
 
 }  // namespace
 
-int64_t threadgroups_per_core(const Gpu& gpu, double registers, int threads,
-                              int threadgroup_bytes) {
+int64_t threadgroups_per_core(const Gpu& gpu, int registers, int threads, int threadgroup_bytes) {
   const int by_memory = kCoreThreadgroupMemory / std::max(threadgroup_bytes, 1);
   return std::max(std::min(resident_threads(gpu, registers) / threads, by_memory), 1);
 }

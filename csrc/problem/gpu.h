@@ -22,7 +22,7 @@ struct Gpu {
 // The threadgroups that a core holds at once, at least 1. registers: 32-bit registers of a thread,
 // or 0 if nobody has measured them. M1 and M2 reserve registers for each thread. Later GPUs
 // allocate them while they run, so only the SIMD groups that a core can keep busy count.
-int64_t threadgroups_per_core(const Gpu& gpu, double registers, int threads, int threadgroup_bytes);
+int64_t threadgroups_per_core(const Gpu& gpu, int registers, int threads, int threadgroup_bytes);
 
 // The family of a GPU by its name from torch.backends.mps.get_name, such as "Apple M3 Pro". An
 // unknown name gives the oldest family, whose tiles run on every GPU.

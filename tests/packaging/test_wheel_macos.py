@@ -36,7 +36,7 @@ extern "C" __attribute__((visibility("default"))) long metal_attn_call(const cha
 // As in csrc/runtime/params_text.cpp, the symbol for debuggers has no section.
 asm(".section __TEXT,__const\\n.globl _metal_attn_text\\n_metal_attn_text:\\n.byte 0\\n.text\\n");
 """
-# What SOURCE imports from macOS: exceptions, but not std::__hash_memory, which macOS 14 lacks.
+# The symbols that SOURCE imports: exceptions, but not std::__hash_memory, which macOS 14 lacks.
 LIBCXX = [
     *("___cxa_allocate_exception", "___cxa_free_exception", "___cxa_throw", "___cxa_begin_catch"),
     *("___gxx_personality_v0", "__ZTISt13runtime_error", "__ZSt9terminatev"),

@@ -66,8 +66,8 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
   return all_defines(s, specific);
 }
 
-std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, bool tensor_tiles) {
-  const FlashFwdCall call = check_flash_fwd(a);
+std::tuple<Tensor, Tensor> run(const FlashFwdCall& call, const FlashFwdArguments& a,
+                               Backend& backend, bool tensor_tiles) {
   FlashFwdSpecialisation s = choose(call, tensor_tiles && why_no_tensor_tiles(call) == nullptr);
   s.features.mask_blocks = skips_mask_blocks(call);
   const Extent threadgroups =
@@ -112,14 +112,18 @@ Tensor new_lse(const FlashFwdArguments& a) {
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend,
                                      bool tensor_tiles) {
-  return with_tiles_that_run([&] { return run(a, backend, tensor_tiles); });
+  const FlashFwdCall call = check_flash_fwd(a);
+  return with_tiles_that_run([&] { return run(call, a, backend, tensor_tiles); });
 }
 
-std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
+std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdCall& call, const FlashFwdArguments& a,
+                                     Backend& backend) {
   return with_tensor_tiles(
       a.q, backend, Pass::kForward,
       a.flex ? "flex_attention with this score_mod and mask_mod" : "attention of such tensors",
-      [&](bool tensor_tiles) { return flash_fwd(a, backend, tensor_tiles); });
+      [&](bool tensor_tiles) {
+        return with_tiles_that_run([&] { return run(call, a, backend, tensor_tiles); });
+      });
 }
 
 }  // namespace metal_attn

@@ -14,8 +14,10 @@ Tensor new_lse(const FlashFwdArguments& arguments);
 
 // Returns out, (..., Dv) with the other sizes, the dtype and the order of dimensions of q, and
 // softmax_lse, (B, Hq, Lq) or (Hq, Tq), float32, contiguous.
-std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments, Backend& backend);
-// The same with the kind of tile that the caller chooses.
+// call: the checked arguments.
+std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdCall& call, const FlashFwdArguments& arguments,
+                                     Backend& backend);
+// The same with the kind of tile that the caller chooses. Checks the arguments.
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments, Backend& backend,
                                      bool tensor_tiles);
 

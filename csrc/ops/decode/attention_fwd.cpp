@@ -45,9 +45,10 @@ bool have_one_list(const FlexOptions& flex, const FlashFwdCall& call) {
 }
 
 // True if flash_decode has all options of the call, and may be faster for so many queries.
-bool suits_decode(const FlashFwdArguments& a) {
-  const bool suits = a.q.defined() && a.q.dim() == 4 && a.q.size(2) <= kSplitQueries;
-  return suits && !a.packing && !a.options.k_rotary_cos && a.options.dropout_p == 0.0;
+bool suits_decode(const FlashFwdArguments& a, const FlashFwdCall& call) {
+  return call.launches() && call.q_length <= kSplitQueries && !a.packing &&
+         !a.options.k_rotary_cos && !call.problem.features.dropout &&
+         int64_t{call.q_length} * call.heads / call.kv_heads <= kMaxRows;
 }
 
 // True if many keys of many queries may be split.
@@ -83,12 +84,7 @@ bool gains(const FlashDecodeCall& decode, const FlashFwdArguments& a, const Flas
 }
 
 // The call of flash_decode, or none if flash_fwd runs.
-std::optional<FlashDecodeCall> decode_call(const FlashFwdArguments& a) {
-  if (!suits_decode(a)) { return std::nullopt; }
-  FlashFwdCall call = check_flash_fwd(a);
-  if (!call.launches() || int64_t{call.q_length} * call.heads / call.kv_heads > kMaxRows) {
-    return std::nullopt;
-  }
+std::optional<FlashDecodeCall> decode_call(const FlashFwdArguments& a, FlashFwdCall call) {
   const bool few = call.q_length <= kDecodeQueries;
   if (!few && !may_be_split(a, call)) { return std::nullopt; }
   if (a.flex) {
@@ -103,9 +99,11 @@ std::optional<FlashDecodeCall> decode_call(const FlashFwdArguments& a) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_fwd(const FlashFwdArguments& a, Backend& backend) {
+  const FlashFwdCall call = check_flash_fwd(a);
+  if (!suits_decode(a, call)) { return flash_fwd(call, a, backend); }
   return with_tiles_that_run([&] {
-    const std::optional<FlashDecodeCall> decode = decode_call(a);
-    return decode ? run(*decode, a, nullptr, backend) : flash_fwd(a, backend);
+    const std::optional<FlashDecodeCall> decode = decode_call(a, call);
+    return decode ? run(*decode, a, nullptr, backend) : flash_fwd(call, a, backend);
   });
 }
 

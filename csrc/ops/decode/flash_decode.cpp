@@ -57,9 +57,8 @@ int64_t choose_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_
   const int64_t row_cost = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
   const int64_t key = s.passes(rows) * key_bytes(s);
   const int64_t most = std::clamp<int64_t>(keys * key / row_cost, 1, std::min(steps, kMaxSplits));
-  const double registers = s.defaults == nullptr ? 0 : s.defaults->registers;
   const int64_t slots =
-      gpu.cores * threadgroups_per_core(gpu, registers, s.threads(), s.threadgroup_bytes());
+      gpu.cores * threadgroups_per_core(gpu, s.registers(), s.threads(), s.threadgroup_bytes());
   int64_t best = 1;
   double best_time = std::numeric_limits<double>::infinity();
   for (int64_t waves = 0; waves <= kMostWaves; ++waves) {  // 0: one split

@@ -16,7 +16,7 @@ using torch::stable::Tensor;
 using Result = std::tuple<Tensor, Tensor>;
 
 Result flash_fwd(const FlashFwdArguments& a) {
-  return metal_attn::flash_fwd(a, metal_attn::mps_backend());
+  return metal_attn::attention_fwd(a, metal_attn::mps_backend());
 }
 
 Result flash_decode(const metal_attn::FlashDecodeArguments& a) {

@@ -86,7 +86,11 @@ INVALID = [
         {"block_table": strided(TABLE["block_table"])},
         r"block_table has strides \(6, 2\); .*\.contiguous",
     ),
-    (paged, {"k": half(5, 2, 0, 32), "v": half(5, 2, 0, 64)}, "k has a page size of 0; .* least 1"),
+    (
+        paged,
+        {"k": half(5, 2, 0, 32), "v": half(5, 2, 0, 64)},
+        "k has a page size of 0; with block_table it must be at least 1",
+    ),
     (paged, {"cache_batch_idx": ints(0, 1)}, "cache_batch_idx is given with block_table, .*one of"),
     (paged, {"k": half(5, 8, 32)}, r"k has 3 dimensions, .* \(pages, kv_heads, page,"),
     (paged, {"v": half(5, 2, 16, 64)}, r"v has a length of 16 and k of 8; "),
@@ -106,7 +110,11 @@ INVALID = [
     (q8_0, {"k_scale": None}, r"k has dtype .*int8 and k_scale is None; .*float16 \(q8_0\)"),
     (q8_0, {"k_scale": torch.ones(2)}, r"k has .*int8 and k_scale is .*float32; .*float16 \(q8_0"),
     (paged, {"k_scale": half(2)}, "k_scale is given and k .*float16; only int8, uint8"),
-    (q8_0, {"v": half(2, 2, 24, 64), "v_scale": None}, "v is not quantised and k is q8_0; both or"),
+    (
+        q8_0,
+        {"v": half(2, 2, 24, 64), "v_scale": None},
+        "v is not quantised and k is q8_0; both or neither must be",
+    ),
     (q8_0, {"k": torch.zeros(2, 2, 24, 4).short()}, r"k has a head dim of 32; q2_g64 needs"),
     (q4_0, {"k": torch.zeros(2, 2, 24, 32, dtype=BYTE)}, "k has a head dim of 64 and q of 32; "),
     (
@@ -117,7 +125,11 @@ INVALID = [
     (fp8, {"k_scale": torch.ones(3)}, r"k_scale has shape \(3,\); it must be \(2,\) or \(2, 2\)"),
     (fp8, tables(k=(24, 8)), "k_rotary_cos is given and k is quantised; rotate keys before they"),
     (paged, pages(0, 1, -1, 3, 4, 0), r"block_table\[0, 2\] is -1; "),
-    (packed, pages(0, 1, 7, 3, 4, 9), r"block_table\[1, 2\] is 9; .* 0\.\.4, .* k has 5 pages"),
+    (
+        packed,
+        pages(0, 1, 7, 3, 4, 9),
+        r"block_table\[1, 2\] is 9; it must be in 0\.\.4, because k has 5 pages",
+    ),
     (paged, OUTSIDE | {"window_size_left": 0, "q_offset": 8}, r"block_table\[0, 2\] is 7; "),
     (paged, OUTSIDE | {"causal": True, "q_offset": -8}, r"block_table\[1, 0\] is 9; "),
     (paged, {"seqused_k": ints(24, 25)}, r"seqused_k\[1\] is 25; .* 0\.\.24, .* hold 24 keys"),

@@ -126,11 +126,11 @@ def prefill(**options):
         (lambda: call_append(hadamard=48), "hadamard is 48; it must be 0 .off., 32, 64 or 128"),
         (
             lambda: call_append(hadamard=128),
-            "k_cache has a head dim of 64; .* hadamard, which is 128",
+            "k_cache has a head dim of 64; it must be a multiple of hadamard, which is 128",
         ),
         (
             lambda: call_append(v_head_dim=96, hadamard=64),
-            "v_cache has a head dim of 96; .* hadamard",
+            "v_cache has a head dim of 96; it must be a multiple of hadamard",
         ),
         (
             lambda: call_append(format="", hadamard=64),
@@ -138,7 +138,10 @@ def prefill(**options):
         ),
         (lambda: call_decode(-32), "hadamard is -32; it must be 0"),
         (lambda: call_decode(2**40), "hadamard is 1099511627776; it must be 0"),
-        (lambda: call_decode(64, 96), "k has a head dim of 96; .* hadamard, which is 64"),
+        (
+            lambda: call_decode(64, 96),
+            "k has a head dim of 96; it must be a multiple of hadamard, which is 64",
+        ),
         (lambda: call_decode(64, format=None), "hadamard is 64 and k is not quantised"),
         (lambda: prefill(hadamard=64), "hadamard is 64 and k_cache is not quantised"),
     ],

@@ -125,7 +125,10 @@ INVALID_CALLS = [
         lambda c: c.append([0], ROWS, rotary_first_column=64),
         "rotary_first_column is 64 and rotary_cos is not given",
     ),
-    (lambda c: c.decode_step([0], QUERY, ROWS), "softmax_scale is None; pass it with"),
+    (
+        lambda c: c.decode_step([0], QUERY, ROWS),
+        "softmax_scale is None; pass it with values_in_keys",
+    ),
 ]
 
 

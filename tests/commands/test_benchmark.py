@@ -295,7 +295,7 @@ class TestShapes:
             (["--shapes", "x.json", "--shape", "1", "2", "3", "4"], "leave out --shape"),
             (["--shape", "1", "2", "3", "4", "--head-dim", "3"], "leave out --head-dim"),
             (["--model", "your/model"], "--model is your/model, and there is no file your/model"),
-            (["--window", "-3"], "window is -3; it must be the number of keys"),
+            (["--window", "-3"], "window is -3; it must be the number of keys that a query sees"),
             (["--length", "64", "--kv-length", "0"], "kv_length is 0; it must be an int from 1"),
             (["--rounds", "0"], "--rounds is 0"),
             (["--memory", "--decode"], "leave out --decode"),

@@ -37,7 +37,11 @@ OTHER_DTYPE = "q has dtype float32 and k float16; they must be the same"
 # A call, the changes to its arguments, and the beginning of the error.
 SHAPES = [
     ("dense", {"num_splits": 1025}, "num_splits is 1025; it must be 0"),
-    ("dense", {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}, "dropout_p is 0.5; .*no drop"),
+    (
+        "dense",
+        {"dropout_p": 0.5, "rng_state": torch.tensor([1, 2])},
+        "dropout_p is 0.5; flash_decode has no dropout",
+    ),
     ("dense", ROTATED, "k_rotary_cos is given; flash_decode has no rotation of k"),
     # Lists of keys
     ("dense", {"indices": LISTS["indices"][:, :, :2]}, r"indices .*; .* \(1 or 2, 1 or 2, 4, entr"),
@@ -59,7 +63,11 @@ SHAPES = [
     ("packed", {"cu_seqlens_q": None}, "q has 3 dimensions"),
     ("packed", {"cu_seqlens_q": torch.tensor([0, 3, 7])}, "cu_seqlens_q has dtype int64"),
     ("packed", LISTS, r"indices has shape \(1, 1, 4, 4\); it must be \(1 or 1, 1 or 2, 7, entr"),
-    ("packed", LISTS | {"q_block_size": 2}, "q_block_size is 2 with cu_seqlens_q; it must be 1"),
+    (
+        "packed",
+        LISTS | {"q_block_size": 2},
+        "q_block_size is 2 with cu_seqlens_q; it must be 1, because each packed query has a list",
+    ),
     # Trees
     ("dense", {"parents": torch.tensor([-1, 0, 0, 1])}, "parents has dtype int64"),
     ("dense", {"parents": ints(-1, 0, 0)}, r"parents has shape \(3,\)"),
@@ -111,7 +119,11 @@ VALUES = [
     ("dense", TREE | {"seqused_k": ints(60, 3)}, "sequence 1 has 4 queries in q and 3 keys; with"),
     ("dense", TREE | {"leftpad_k": ints(57, 3)}, "sequence 0 has 4 queries in q and 3 keys; with"),
     *(
-        ("dense", {"tree_mask": x}, "tree_mask is not a forest: token 2 .* sees token 1, its")
+        (
+            "dense",
+            {"tree_mask": x},
+            "tree_mask is not a forest: token 2 of sequence 0 sees token 1, its",
+        )
         for x in INVALID_FORESTS
     ),
     ("packed", {"parents": ints(-1, 0, 0, -1, 3, 0, 1)}, "parents is 3 for token 1 of sequence 1"),

@@ -179,7 +179,11 @@ INVALID_CALLS = [
     (QKV, {"cos_k": 1, "sin_k": 1}, "cos_k is an int; it must be a tensor"),
     (QKV, {"num_heads_q": 4}, "num_heads_q is 4; it must be None"),
     (QKV, {"cos_k": COS}, "sin_k is None; give both"),
-    (QKV, {"cos_k": COS, "sin_k": COS[:, :4]}, r"sin_k has shape \(30, 4\) .*; it must match cos"),
+    (
+        QKV,
+        {"cos_k": COS, "sin_k": COS[:, :4]},
+        r"sin_k has shape \(30, 4\) and dtype torch.float32; it must match cos",
+    ),
     (KV, {"kv": normal(2, 17, 3, 4, 24)}, r"kv has shape \(2, 17, 3, 4, 24\); it must be"),
     (TORCH, {"cos": torch.ones(17)}, r"cos has shape \(17,\) and x"),
     (TORCH, {"sin": torch.ones(17, 8), "cos": torch.ones(17, 4)}, r"sin has shape \(17, 8\) and x"),

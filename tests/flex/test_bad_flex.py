@@ -138,7 +138,11 @@ INVALID_CALLS = [
         )
     ),
     ({"block_mask": with_list("seq_lengths", [80])}, ValueError, r"seq_lengths of \[80\]; both"),
-    ({"block_mask": block_mask().to("meta")}, ValueError, "is on meta and query on cpu; .*cpu"),
+    (
+        {"block_mask": block_mask().to("meta")},
+        ValueError,
+        r"block_mask is on meta and query on cpu; call .*to\('cpu'",
+    ),
     ({"block_mask": torch.ones(8, 8).bool()}, TypeError, "mask is a bool tensor .*; .*BlockMask"),
     ({"scale": "a"}, TypeError, "scale is 'a'; it must be a number"),
     ({"scale": torch.ones((), requires_grad=True)}, NotImplementedError, "scale requires grad"),

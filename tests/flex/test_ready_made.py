@@ -178,7 +178,9 @@ INVALID_CALLS = {
     "lengths has dtype torch.float32; it must be int32 or int64": lambda: masks.prefix_lm(SLOPES),
     "same length, 1 to 3": lambda: masks.neighbourhood((4, 4), (3,)),
     r"parents\[1\] is 1": lambda: masks.tree(torch.tensor([-1, 1])),
-    r"cu_seqlens is \[0, 5, 3\]; it must": lambda: masks.document(torch.tensor([0, 5, 3])),
+    r"cu_seqlens is \[0, 5, 3\]; it must begin with 0": lambda: masks.document(
+        torch.tensor([0, 5, 3])
+    ),
     r"bias has shape \(2, 10\)": lambda: scores.relative_bias(BIAS[:, 1:]),
     r"table has shape \(2, 2\)": lambda: scores.t5_buckets(TABLE[:2]),
     "q_offset is nan; it must be an int": lambda: masks.causal(math.nan),

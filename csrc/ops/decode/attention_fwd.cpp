@@ -17,8 +17,7 @@ namespace {
 // The most queries for which flash_decode is chosen, as in torch_metal_attn/with_kvcache.py.
 constexpr int64_t kDecodeQueries = 32;
 
-// The most queries, and the fewest keys, for which flash_decode is chosen to fill the GPU, as
-// there.
+// The most queries, and the fewest keys, for which splits are considered, as in the same file.
 constexpr int64_t kSplitQueries = 512;
 constexpr int64_t kSplitKeys = 2048;
 
